@@ -1,0 +1,109 @@
+"""Every private name of torch that fsdp2 touches, a few lines each. Ground layer; a torch upgrade touches this file.
+
+Checked on torch 2.13.0 (CPU). Each function names the private thing and why no public one serves.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+__all__ = [
+    "DTensorSpec",
+    "allows_direct_slots",
+    "chunk_cat",
+    "composable_apis",
+    "foreach_add",
+    "foreach_copy",
+    "foreach_div",
+    "local_tensor",
+    "make_dtensor",
+    "make_spec",
+    "parameter_slots",
+    "post_accumulate_grad_hooks",
+    "queue_backward_callback",
+    "set_local_tensor",
+]
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """`DTensorSpec` says global shape and stride, which `DTensor.from_local` would have to work out at each call."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """The DTensor constructor: a few microseconds where `DTensor.from_local` dispatches, checks and builds a graph."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """`DTensor._local_tensor` is the very storage; `to_local()` makes an autograd view of it."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Put other storage and another spec below a DTensor whose identity must stay."""
+    assert isinstance(tensor, DTensor)
+    tensor._local_tensor = local
+    tensor._spec = spec
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is running now has finished (only callable from within one)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """`Module._parameters`: where a module's parameters live; `setattr` costs ten times as much."""
+    return module._parameters
+
+
+def allows_direct_slots(module: nn.Module) -> bool:
+    """Whether nothing watches the module's `setattr` (an RNN, for one, keeps a second list of its weights)."""
+    return type(module).__setattr__ is nn.Module.__setattr__
+
+
+def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The user's `register_post_accumulate_grad_hook` hooks: gradients that we set by hand must still run them."""
+    hooks = tensor._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
+def composable_apis(module: nn.Module) -> set[str]:
+    """Names of torch's composable APIs that were applied to `module` ("replicate", "checkpoint"), which their
+    `contract` decorator notes in an attribute with a random suffix."""
+    notes = [value for key, value in module.__dict__.items() if key.startswith("__composable_api_state_key")]
+    return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
+
+
+def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """`torch._foreach_copy_`: many copies (and casts) in one call, one kernel on an accelerator."""
+    if destinations:
+        torch._foreach_copy_(list(destinations), list(sources))
+
+
+def foreach_add(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """`torch._foreach_add_`."""
+    if tensors:
+        torch._foreach_add_(list(tensors), list(others))
+
+
+def foreach_div(tensors: Sequence[torch.Tensor], divisor: float) -> None:
+    """`torch._foreach_div_`."""
+    if tensors:
+        torch._foreach_div_(list(tensors), divisor)
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)

@@ -1,0 +1,24 @@
+"""How a unit's operands travel: the `Comm` protocol and its implementations. Layer: comm."""
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.base import Comm
+from fsdp2.comm.flat import FlatComm
+from fsdp2.comm.gloo import GlooComm
+from fsdp2.comm.nccl import NcclComm
+
+__all__ = ["comm_for"]
+
+_COMMS: dict[str, Comm] = {"gloo": GlooComm(), "nccl": NcclComm()}
+_FLAT = FlatComm()
+
+
+def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """The implementation for `device`'s backend in `group`; `FlatComm` serves every backend that has none."""
+    for part in dist.get_backend_config(group).split(","):
+        device_type, _, backend = part.rpartition(":")
+        if device_type in ("", device.type):
+            # gloo's point-to-point needs host memory; its collectives also take CUDA tensors.
+            return _COMMS.get(backend, _FLAT) if backend != "gloo" or device.type == "cpu" else _FLAT
+    return _FLAT

@@ -1,0 +1,122 @@
+"""The `Comm` protocol: how a unit's operands travel. Layer: comm.
+
+A unit hands over *operands*: flat tensors of which each rank owns one contiguous range. What the range means (a
+parameter's rows on the direct lane, one rank's segment of a packed buffer) is the runtime's business, so that an
+implementation only moves bytes and sums. Every rank of the group calls the same methods with operands of the same
+sizes in the same order. Picture for two ranks, ``|`` between the ranges::
+
+    all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the call
+                     rank 1  [ . | b1]   ->  [a0 | b1]
+    reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      sums run in rank order
+                     rank 1  [h0 | h1]   ->  [g1 + h1]
+
+Methods return a `Pending`; the result may be read after its `wait`. On an accelerator `wait` only makes the current
+stream wait, on the CPU it blocks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["AllReduce", "Comm", "Operand", "Pending", "Scatter", "Works"]
+
+
+class Operand:
+    """A flat tensor and the ranges of it that the ranks own.
+
+    Attributes:
+        full: 1-D tensor.
+        bounds: ``group size + 1`` offsets into `full`, in elements.
+    """
+
+    def __init__(self, full: torch.Tensor, bounds: Sequence[int]):
+        self.full = full
+        self.bounds = bounds
+
+    def row(self, rank: int) -> torch.Tensor:
+        """View of what `rank` owns."""
+        start, end = self.bounds[rank], self.bounds[rank + 1]
+        return self.full[start:end]
+
+    @cached_property
+    def rows(self) -> list[torch.Tensor]:
+        """`row` of every rank, made once."""
+        return list(torch.split(self.full, [end - start for start, end in pairwise(self.bounds)]))
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """One operand of a reduce-scatter: `source` is summed over ranks, this rank's range goes to `output`."""
+
+    source: Operand
+    output: torch.Tensor
+
+
+class Pending(Protocol):
+    """Communication under way."""
+
+    def wait(self) -> None:
+        """Return when the results may be read by what the caller enqueues next. Call it once."""
+
+
+class Works:
+    """A `Pending` of torch's own work handles."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for work in self.works:
+            work.wait()
+
+
+class AllReduce(Works):
+    """An all-reduce under way, with the division that the backend leaves to us."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, divisor: int):
+        super().__init__([work])
+        self.tensor = tensor
+        self.divisor = divisor
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        super().wait()
+        if self.divisor != 1:
+            self.tensor.div_(self.divisor)
+
+
+class Comm(ABC):
+    """How operands travel within one kind of process group; holds no reference to a group.
+
+    Attributes:
+        direct_min_bytes: smallest shard that pays for an operand of its own; None where all must share one.
+        direct_allows_uneven: whether ranks may own ranges of different sizes.
+        has_average: whether the backend divides by the group's size itself.
+    """
+
+    direct_min_bytes: int | None = None
+    direct_allows_uneven: bool = False
+    has_average: bool = False
+
+    @abstractmethod
+    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+        """Fill every operand from all ranks; the caller has filled its own range."""
+
+    @abstractmethod
+    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
+        """Sum every source over the ranks and put this rank's range into its output, divided by the group's size
+        with `average`. Sources must be left alone until the wait."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
+        """Sum `tensor` over the ranks in place, divided by the group's size with `average`."""
+        native = average and self.has_average
+        work = dist.all_reduce(tensor, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, group, async_op=True)
+        assert work is not None
+        return AllReduce(work, tensor, group.size() if average and not native else 1)

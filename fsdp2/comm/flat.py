@@ -1,0 +1,53 @@
+"""`FlatComm`: one `all_gather_into_tensor` and one `reduce_scatter_tensor` a unit; any backend. Layer: comm.
+
+Everything takes the packed lane, so there is exactly one operand of equal ranges.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+
+__all__ = ["FlatComm"]
+
+
+class ReduceScatter(Works):
+    """A reduce-scatter under way, with the division that not every backend does."""
+
+    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[torch.Tensor], divisor: int):
+        super().__init__(works)
+        self.outputs = outputs
+        self.divisor = divisor
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        super().wait()
+        if self.divisor != 1:
+            for output in self.outputs:
+                output.div_(self.divisor)
+
+
+class FlatComm(Comm):
+    """The backend's own flat collectives, one after another for each operand."""
+
+    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+        """See `Comm.all_gather`."""
+        works = []
+        for operand in operands:
+            work = dist.all_gather_into_tensor(operand.full, operand.row(group.rank()), group, async_op=True)
+            assert work is not None
+            works.append(work)
+        return Works(works)
+
+    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
+        """See `Comm.reduce_scatter`."""
+        op = dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM
+        works = []
+        for scatter in scatters:
+            work = dist.reduce_scatter_tensor(scatter.output, scatter.source.full, op, group, async_op=True)
+            assert work is not None
+            works.append(work)
+        divisor = group.size() if average and not self.has_average else 1
+        return ReduceScatter(works, [scatter.output for scatter in scatters], divisor)

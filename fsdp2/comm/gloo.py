@@ -1,0 +1,133 @@
+"""`GlooComm`: point-to-point messages straight into the destination's rows. Layer: comm.
+
+gloo's own all-gather and reduce-scatter stage their data and take up to twice as long (its reduce-scatter is slower
+than its all-reduce), see docs/log.md. Here each rank sends its range to every other rank and receives theirs in place;
+in a reduce-scatter it receives what the others have for its range and sums in rank order, so that the result does not
+depend on who was first.
+
+All-gathers and reduce-scatters use different tags: several may be under way at once, and those of one kind are issued
+in the same order on every rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+
+__all__ = ["GlooComm"]
+
+_GATHER_TAG = 1
+_SCATTER_TAG = 2
+
+
+class ScratchPool:
+    """Receive buffers, used again: a fresh large CPU tensor costs page faults, about as much as the copy into it.
+
+    A buffer belongs to whoever took it until it is given back; the pool keeps the few largest.
+    """
+
+    def __init__(self, max_kept: int = 4):
+        self.free: list[torch.Tensor] = []
+        self.max_kept = max_kept
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor of at least `nbytes`: the smallest free one that serves, otherwise a new one."""
+        fitting = [index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
+        if not fitting:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return self.free.pop(min(fitting, key=lambda index: self.free[index].numel()))
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Let the next caller use `buffer`."""
+        self.free.append(buffer)
+        self.free.sort(key=torch.Tensor.numel)
+        del self.free[: -self.max_kept]
+
+
+class ReduceScatter:
+    """A reduce-scatter under way: at `wait`, what the other ranks sent is summed in rank order."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        received: list[list[torch.Tensor]],
+        outputs: list[torch.Tensor],
+        divisor: int,
+        scratch: tuple[ScratchPool, torch.Tensor],
+    ):
+        self.works = works
+        self.received = received
+        self.outputs = outputs
+        self.divisor = divisor
+        self.scratch = scratch
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for work in self.works:
+            work.wait()
+        for rows, output in zip(self.received, self.outputs, strict=True):
+            torch.add(rows[0], rows[1], out=output)
+            for row in rows[2:]:
+                output.add_(row)
+            if self.divisor != 1:
+                output.div_(self.divisor)
+        pool, buffer = self.scratch
+        self.received = []
+        pool.give_back(buffer)
+
+
+class GlooComm(Comm):
+    """Point-to-point on gloo. CPU tensors only."""
+
+    direct_min_bytes = 32 * 1024
+    direct_allows_uneven = True
+
+    def __init__(self) -> None:
+        self.pool = ScratchPool()
+
+    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+        """See `Comm.all_gather`."""
+        rank, size = group.rank(), group.size()
+        works = []
+        for step in range(1, size):
+            to, source = (rank + step) % size, (rank - step) % size
+            for operand in operands:
+                rows = operand.rows
+                if rows[source].numel():
+                    works.append(group.recv([rows[source]], source, _GATHER_TAG))
+                if rows[rank].numel():
+                    works.append(group.send([rows[rank]], to, _GATHER_TAG))
+        return Works(works)
+
+    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
+        """See `Comm.reduce_scatter`."""
+        rank, size = group.rank(), group.size()
+        scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
+        buffer = self.pool.take(sum(s.output.nbytes for s in scatters) * (size - 1))
+        received, offset = [], 0
+        for scatter in scatters:
+            nbytes = scatter.output.nbytes
+            pieces = buffer[offset : offset + nbytes * (size - 1)].view(scatter.output.dtype).chunk(size - 1)
+            rows = list(pieces) if nbytes else []
+            rows[rank:rank] = [scatter.source.row(rank)]
+            received.append(rows)
+            offset += nbytes * (size - 1)
+        works = []
+        for step in range(1, size):
+            to, source = (rank + step) % size, (rank - step) % size
+            for scatter, rows in zip(scatters, received, strict=True):
+                if scatter.output.numel():
+                    works.append(group.recv([rows[source]], source, _SCATTER_TAG))
+                sent = scatter.source.row(to)
+                if sent.numel():
+                    works.append(group.send([sent], to, _SCATTER_TAG))
+        mine = [(rows, s.output) for rows, s in zip(received, scatters, strict=True) if s.output.numel()]
+        return ReduceScatter(
+            works,
+            [rows for rows, _ in mine],
+            [output for _, output in mine],
+            size if average else 1,
+            (self.pool, buffer),
+        )

@@ -1,0 +1,65 @@
+"""Where the sum of gradients is divided: pure arithmetic (SPEC 124-131). Layer: comm.
+
+fp32 and bf16 sums are averaged by each collective in turn. fp16 overflows at 65504, so about the square root of the
+divisor is divided away before the sum and the rest after it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Scaling", "fp16_factors", "scaling_for"]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one reduction is scaled.
+
+    Attributes:
+        pre: gradients are divided by it before the reduce-scatter.
+        scatter_averages: the reduce-scatter divides by its group's size.
+        all_reduce_averages: the all-reduce divides by its group's size.
+        post: the result is divided by it after the last collective.
+    """
+
+    pre: float = 1.0
+    scatter_averages: bool = False
+    all_reduce_averages: bool = False
+    post: float = 1.0
+
+
+def fp16_factors(factor: float) -> tuple[float, float]:
+    """Split `factor` in a power of two before the sum and the rest after it, as equal as can be.
+
+    >>> fp16_factors(8)
+    (4.0, 2.0)
+    """
+    pre = 1
+    while factor % pre == 0 and factor / pre > pre:
+        pre *= 2
+    return float(pre), factor / pre
+
+
+def scaling_for(
+    dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
+) -> Scaling:
+    """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks.
+
+    Args:
+        factor: what the sum over all ranks is to be divided by; None for the number of ranks.
+        force_sum: let no collective divide.
+    """
+    ranks = shard_size * replicate_size
+    divisor = float(ranks if factor is None else factor)
+    if ranks == 1:
+        return Scaling(post=divisor)
+    if dtype == torch.float16:
+        pre, post = fp16_factors(divisor)
+        return Scaling(pre=pre, post=post)
+    if force_sum:
+        return Scaling(post=divisor)
+    if factor is None:
+        return Scaling(scatter_averages=shard_size > 1, all_reduce_averages=True)
+    if factor == shard_size and shard_size > 1:
+        return Scaling(scatter_averages=True)
+    return Scaling(post=divisor)

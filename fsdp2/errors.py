@@ -1,0 +1,40 @@
+"""The exceptions of fsdp2. Ground layer: imports nothing.
+
+Every error of the library derives from `FSDPError` and also from the built-in type that client code of torch's FSDP2
+may already catch::
+
+    FSDPError
+    ├── ArgumentError     (ValueError)           an argument has a value that cannot work
+    ├── OrderError        (RuntimeError)         a call came at a time when it cannot work
+    ├── MisuseError       (AssertionError)       the same thing was done twice, or a copy was asked for
+    ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
+    └── CollectiveError   (RuntimeError)         communication with the other ranks failed
+
+A message names what (FQN), what was got, what was expected, and what to do.
+"""
+
+__all__ = ["ArgumentError", "CollectiveError", "FSDPError", "MisuseError", "OrderError", "UnsupportedError"]
+
+
+class FSDPError(Exception):
+    """Root of all errors that fsdp2 raises on purpose."""
+
+
+class ArgumentError(FSDPError, ValueError):
+    """An argument has a value that cannot work."""
+
+
+class OrderError(FSDPError, RuntimeError):
+    """A call came at a time when it cannot work."""
+
+
+class MisuseError(FSDPError, AssertionError):
+    """The same module was sharded twice, a sharded module was copied, and the like."""
+
+
+class UnsupportedError(FSDPError, NotImplementedError):
+    """A request that this version does not support."""
+
+
+class CollectiveError(FSDPError, RuntimeError):
+    """Communication with the other ranks failed; the message names the unit and this rank."""

@@ -1,0 +1,124 @@
+"""Pure geometry: how a tensor is cut over ranks, and how several share one buffer. No tensor, no process group.
+
+Sharding follows `torch.chunk`: every chunk but the last non-empty one has ``ceil(size / parts)`` entries along the
+shard dim, and chunks past the last may be empty. What is true of all chunks holds for any number of parts, so the same
+class describes the shards and the larger chunks to which a unit reshards after forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+
+__all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "pack", "strides"]
+
+
+def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
+    """Where each of `parts` chunks of ``range(size)`` starts, and after them the end: ``parts + 1`` numbers.
+
+    >>> chunk_bounds(3, 4)
+    (0, 1, 2, 3, 3)
+    """
+    chunk = -(-size // parts)
+    return tuple(min(index * chunk, size) for index in range(parts + 1))
+
+
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch computes them (a dim of size 0 counts as 1)."""
+    result = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        result[dim] = result[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(result)
+
+
+def pack(sizes_bytes: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
+    """Byte offset of each piece when laid end to end, each start rounded up to `align`; and the total.
+
+    >>> pack([10, 4], 8)
+    ((0, 16), 24)
+    """
+    offsets, end = [], 0
+    for size in sizes_bytes:
+        offsets.append(end)
+        end += -(-size // align) * align
+    return tuple(offsets), end
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """A tensor of `shape` cut along `dim` into `parts` chunks."""
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: int
+
+    @cached_property
+    def chunk(self) -> int:
+        """Entries along the shard dim of a full chunk."""
+        return -(-self.shape[self.dim] // self.parts)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Start of each chunk along the shard dim, then the end."""
+        return chunk_bounds(self.shape[self.dim], self.parts)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all chunks have the same size."""
+        return self.shape[self.dim] % self.parts == 0
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def row_numel(self) -> int:
+        """Elements of one entry along the shard dim."""
+        return prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 :])
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of a full chunk: what every rank has storage for."""
+        return self.chunk * self.row_numel
+
+    @cached_property
+    def flat_bounds(self) -> tuple[int, ...]:
+        """Start of each rank's elements in the whole tensor read flat; they are contiguous only when `dim` is 0."""
+        assert self.dim == 0
+        return tuple(bound * self.row_numel for bound in self.bounds)
+
+    def local_size(self, rank: int) -> int:
+        """Entries along the shard dim of chunk `rank`."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of chunk `rank`; for an empty one the shard dim is 0."""
+        return (*self.shape[: self.dim], self.local_size(rank), *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        """Elements of chunk `rank`."""
+        return self.local_size(rank) * self.row_numel
+
+
+class Lane(Enum):
+    """How a parameter travels in a collective."""
+
+    DIRECT = "direct"  # its own contiguous tensors are the operands, no copy on either side
+    PACKED = "packed"  # it shares one buffer with others, with copy-in and copy-out
+
+
+def choose_lane(layout: ShardLayout, itemsize: int, min_bytes: int | None, allows_uneven: bool) -> Lane:
+    """Which lane a parameter takes.
+
+    Args:
+        itemsize: bytes an element on the wire.
+        min_bytes: the smallest shard for which a message of its own pays; None where only the packed lane works.
+        allows_uneven: whether ranks may own different numbers of elements of one operand.
+    """
+    if layout.parts == 1:
+        return Lane.DIRECT  # nothing travels
+    if min_bytes is None or layout.dim != 0 or not (layout.even or allows_uneven):
+        return Lane.PACKED
+    return Lane.DIRECT if layout.padded_numel * itemsize >= min_bytes else Lane.PACKED

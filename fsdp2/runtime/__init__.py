@@ -1,0 +1,1 @@
+"""The runtime: context > unit > param group > parameter, and what they stand on. Layer: runtime."""

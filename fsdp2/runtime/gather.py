@@ -1,0 +1,130 @@
+"""`Gather`: how a group's shards become its unsharded parameters. Layer: runtime, below the param group.
+
+Everything that does not change from step to step is made once: which lane each parameter takes, the views into which a
+rank copies its own shards (casting to the compute dtype: the only copy of the direct lane), the operands of the
+collective, and the copies out of the packed buffer::
+
+    direct   shard --copy--> own rows of the parameter ==collective==> all rows
+    packed   shard --copy--> own segment of the buffer ==collective==> all segments --copy--> parameter
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2._torch import foreach_copy
+from fsdp2.comm.base import Comm, Operand, Pending
+from fsdp2.events import emit
+from fsdp2.layout import Lane, ShardLayout, choose_lane, pack
+from fsdp2.mesh import MeshRoles
+from fsdp2.runtime.storage import FlatStorage
+
+__all__ = ["Gather", "interleave"]
+
+
+def interleave(
+    packed: torch.Tensor, offset: int, full: torch.Tensor, layout: ShardLayout
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equally shaped views, (in the packed buffer, in the whole tensor), that hold the same elements.
+
+    Args:
+        packed: ``[parts, segment numel]``; the chunk of rank r stands in row r from column `offset` on.
+        full: the whole tensor, of ``layout.shape``.
+
+    At most two pairs, whatever the number of ranks: all full chunks, and the smaller last one.
+    """
+    if layout.numel == 0:
+        return []
+    dim, chunk = layout.dim, layout.chunk
+    num_full = layout.shape[dim] // chunk
+    pairs = []
+    if num_full:
+        columns = packed[:num_full, offset : offset + layout.padded_numel]
+        chunks = full.narrow(dim, 0, num_full * chunk).unflatten(dim, (num_full, chunk)).movedim(dim, 0)
+        pairs.append((columns.unflatten(1, layout.local_shape(0)), chunks))
+    rest = layout.shape[dim] - num_full * chunk
+    if rest:
+        shape = layout.local_shape(num_full)
+        row = packed[num_full, offset : offset + layout.local_numel(num_full)]
+        pairs.append((row.view(shape), full.narrow(dim, num_full * chunk, rest)))
+    return pairs
+
+
+class Gather:
+    """The all-gather of one group over one mesh.
+
+    Must be made while `fulls` have storage, and outside of inference mode.
+
+    Args:
+        fqn: of the unit, for events.
+        layouts: how each parameter is cut over `roles.shard_size` ranks.
+        fulls: views of the unsharded parameters, of their global shapes; other tensors than the parameters themselves,
+            so that filling them is not seen as modifying those.
+    """
+
+    def __init__(
+        self, fqn: str, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], roles: MeshRoles, comm: Comm
+    ):
+        self.fqn = fqn
+        self.operands: list[Operand] = []
+        self._roles = roles
+        self._comm = comm
+        self._packed: FlatStorage | None = None
+        self._unpack_to: list[torch.Tensor] = []
+        self._unpack_from: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
+        packed = []
+        for index, (layout, full) in enumerate(zip(layouts, fulls, strict=True)):
+            lane = choose_lane(layout, full.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
+            if lane is Lane.PACKED:
+                packed.append(index)
+            elif layout.parts == 1:
+                self._own[index] = full.view(-1)
+            else:
+                self.operands.append(Operand(full.view(-1), layout.flat_bounds))
+                self._own[index] = self.operands[-1].row(roles.shard_rank)
+        if packed:
+            self._make_packed(packed, layouts, fulls)
+        dtypes = {full.dtype for full in fulls}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self._numel = roles.shard_size * sum(layout.padded_numel for layout in layouts)
+        self._nbytes = sum(operand.full.nbytes for operand in self.operands)
+
+    def _make_packed(
+        self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]
+    ) -> None:
+        """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
+        size, rank = self._roles.shard_size, self._roles.shard_rank
+        itemsizes = {fulls[index].itemsize for index in indices}
+        sizes_bytes = [layouts[index].padded_numel * fulls[index].itemsize for index in indices]
+        offsets, segment = pack(sizes_bytes, align=max(itemsizes))
+        segment = -(-segment // max(itemsizes)) * max(itemsizes)
+        self._packed = FlatStorage(size * segment, fulls[0].device)
+        self._packed.alloc()
+        for index, offset in zip(indices, offsets, strict=True):
+            layout, full = layouts[index], fulls[index]
+            columns = self._packed.view(0, (size, segment // full.itemsize), full.dtype)
+            start = offset // full.itemsize
+            self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
+            for source, destination in interleave(columns, start, full, layout):
+                self._unpack_from.append(source)
+                self._unpack_to.append(destination)
+        if segment:
+            whole = self._packed.view(0, (size * segment,), torch.uint8)
+            self.operands.append(Operand(whole, [r * segment for r in range(size + 1)]))
+
+    def start(self, shards: Sequence[torch.Tensor]) -> Pending | None:
+        """Copy this rank's flat `shards` in and issue the collective; None where nothing travels."""
+        if self._packed is not None:
+            self._packed.alloc()
+        foreach_copy(self._own, shards)
+        if not self.operands:
+            return None
+        emit("all_gather", self.fqn, self._numel, self._nbytes, self._dtype, self._roles.shard_size)
+        return self._comm.all_gather(self.operands, self._roles.shard_group)
+
+    def finish(self) -> None:
+        """Copy out of the packed buffer, after the collective, on the stream that issued it."""
+        if self._packed is not None:
+            foreach_copy(self._unpack_to, self._unpack_from)
+            self._packed.free()

@@ -1,0 +1,115 @@
+"""`Gradients`: when a group's gradients are complete, and what is reduced then. Layer: runtime, below the param group.
+
+Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them tells when the
+last has arrived, so that the reduction starts then and not only when backward leaves the unit. Gradients that are not
+to be reduced yet simply stay there.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from weakref import ref
+
+import torch
+
+from fsdp2.comm import comm_for
+from fsdp2.policies import UnitSettings
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.streams import Streams
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients of one group's parameters.
+
+    Args:
+        on_ready: called in backward each time all trainable parameters have got a gradient since `expect_all`.
+    """
+
+    def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
+        self._params = params
+        self._on_ready = on_ready
+        self._trainable: set[int] = set()
+        self._missing: set[int] = set()
+        self._hooked: set[int] = set()
+
+    def sync_trainable(self) -> None:
+        """Follow the sharded parameters' `requires_grad`, once the unsharded ones exist."""
+        for index, param in enumerate(self._params):
+            unsharded, trainable = param.unsharded, param.sharded.requires_grad
+            assert unsharded is not None
+            if unsharded.requires_grad != trainable:
+                unsharded.requires_grad_(trainable)
+                if trainable:
+                    self._trainable.add(index)
+                else:
+                    self._trainable.discard(index)
+                self.expect_all()
+            if trainable and index not in self._hooked:
+                self._hooked.add(index)
+                unsharded.register_post_accumulate_grad_hook(self._make_hook(index))
+
+    def forget_unsharded(self) -> None:
+        """The unsharded parameters will be made anew."""
+        self._hooked.clear()
+        self._trainable.clear()
+        self.expect_all()
+
+    def expect_all(self) -> None:
+        """No gradient has arrived yet."""
+        self._missing = set(self._trainable)
+
+    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        weak_self = ref(self)  # the parameter holds the hook, and we hold the parameter
+
+        def hook(_param: torch.Tensor) -> None:
+            gradients = weak_self()
+            if gradients is not None:
+                gradients._missing.discard(index)
+                if not gradients._missing:
+                    gradients._on_ready()
+
+        return hook
+
+    def drop(self) -> None:
+        """Forget all gradients that were not reduced, and partial ones."""
+        for param in self._params:
+            param.partial = None
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        self.expect_all()
+
+    def take(self, settings: UnitSettings, streams: Streams, fqn: str) -> list[Reduction]:
+        """Reductions, not started, of all gradients there are; one for each dtype they are reduced in. The unsharded
+        parameters have no gradients after it."""
+        self.expect_all()
+        found: list[tuple[ManagedParameter, torch.Tensor | None]] = []
+        all_reduces = settings.requires_all_reduce
+        for param in self._params:
+            grad = self._take_one(param, settings.reduce_unused)
+            if grad is not None or (all_reduces and param.partial is not None):
+                found.append((param, grad))
+        reductions = []
+        found.sort(key=lambda pair: str(pair[0].reduce_dtype))
+        for _, pairs in groupby(found, key=lambda pair: pair[0].reduce_dtype):
+            group = list(pairs)
+            fresh = [(param, grad) for param, grad in group if grad is not None]
+            params = [param for param, _ in fresh] + [param for param, grad in group if grad is None]
+            roles = params[0].roles
+            comm = comm_for(roles.shard_group, params[0].flat.device)
+            grads = [grad for _, grad in fresh]
+            reductions.append(Reduction(fqn, params, grads, comm, settings, streams))
+        return reductions
+
+    @staticmethod
+    def _take_one(param: ManagedParameter, fill: bool) -> torch.Tensor | None:
+        """The gradient of one parameter in the reduce dtype; zeros for a trainable one without where `fill` says."""
+        grad = None if param.unsharded is None else param.unsharded.grad
+        if grad is not None:
+            assert param.unsharded is not None
+            param.unsharded.grad = None
+            return grad.detach().to(param.reduce_dtype)
+        if fill and param.sharded.requires_grad:
+            return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.flat.device)
+        return None

@@ -1,0 +1,88 @@
+"""The order of units: what ran, what runs next, what may be given back. Pure: no tensor, stream or group. Layer: runtime.
+
+Forward order is recorded afresh each iteration, one `Pass` for each forward of the root. A unit's backward hook keeps
+the position at which that forward put it, so that prefetch in backward follows the reverse of what really ran, also
+when a unit ran twice, when two forwards share one backward, or when a forward had no backward. Explicit lists override.
+
+One iteration of a root with units 0, 1, 2 that reshard after forward (time runs right; ``A`` all-gather, ``C`` compute,
+``R`` reduction; what stands in one column may overlap)::
+
+    forward   compute stream       C0  C1  C2
+              gather stream    A0  A1  A2            A1 is issued before C0 ends: the CPU is ahead
+    backward  compute stream       C2  C1  C0
+              gather stream    A2  A1  A0            A1 is issued by unit 2, before its compute
+              reduce stream            R2  R1  R0    R2 starts at unit 2's last gradient
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+__all__ = ["Pass", "Schedule"]
+
+Unit = TypeVar("Unit", bound=Hashable)
+
+
+class Pass(Generic[Unit]):
+    """The units that one forward ran, in the order in which they finished."""
+
+    def __init__(self) -> None:
+        self._order: list[Unit] = []
+
+    def record(self, unit: Unit) -> int:
+        """`unit` finished its forward; returns its position, which its backward hands to `before`."""
+        self._order.append(unit)
+        return len(self._order) - 1
+
+    def before(self, position: int) -> Unit | None:
+        """The unit whose backward comes after that of the one at `position`; None for the first."""
+        return self._order[position - 1] if position > 0 else None
+
+
+class Schedule(Generic[Unit]):
+    """The schedule of one root."""
+
+    def __init__(self) -> None:
+        self._pass: Pass[Unit] = Pass()
+        self._in_root_forward = False
+
+    def begin_forward(self) -> None:
+        """The root's forward starts: a new pass."""
+        self._pass = Pass()
+        self._in_root_forward = True
+
+    def end_forward(self) -> None:
+        """The root's forward is over."""
+        self._in_root_forward = False
+
+    @property
+    def in_root_forward(self) -> bool:
+        """Whether the root's forward is running."""
+        return self._in_root_forward
+
+    def finished(self, unit: Unit) -> tuple[Pass[Unit], int]:
+        """`unit` finished a forward: the pass and the position for its backward.
+
+        A forward outside of the root's (a unit called alone, the recomputation of a reentrant checkpoint) stands in a
+        pass of its own: what ran before it has nothing to do with its backward.
+        """
+        current = self._pass if self._in_root_forward else Pass[Unit]()
+        return current, current.record(unit)
+
+    @staticmethod
+    def backward_targets(explicit: Sequence[Unit], current: Pass[Unit], position: int) -> Sequence[Unit]:
+        """What a unit's backward prefetches once its own parameters are there: its explicit list, otherwise the unit
+        that ran just before it in forward."""
+        if explicit:
+            return explicit
+        implicit = current.before(position)
+        return () if implicit is None else (implicit,)
+
+    @staticmethod
+    def num_kept(prefetching: bool) -> int:
+        """How many units that were resharded but whose storage has not been given back may stay so when another
+        unshards.
+
+        Two units may be alive. When a unit unshards for itself, the one before may still be computing: one may stay
+        while the new one is gathered. When it is prefetched, the prefetching unit is the one that computes: none may.
+        """
+        return 0 if prefetching else 1

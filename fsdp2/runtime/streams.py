@@ -1,0 +1,78 @@
+"""Streams and events, with a CPU stand-in, so that the code above is the same on both. Layer: runtime.
+
+On an accelerator work is *enqueued*: everything up to the final event is issued at once, and waiting costs the CPU
+nothing. On the CPU work *runs*: a wait blocks, so it is put off until the result is needed. That is the only difference
+the runtime sees (`Streams.lazy`).
+
+The side streams are made once per device and shared by all roots: roots that run one after another lose nothing, and
+streams are a scarce resource.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+
+__all__ = ["Streams", "streams_for"]
+
+
+class Streams:
+    """CPU stand-in: no streams, no events, communication is waited for as late as possible."""
+
+    lazy = True
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """Run the block on the all-gather stream."""
+        return nullcontext()
+
+    def reducing(self) -> AbstractContextManager[object]:
+        """Run the block on the reduce-scatter stream."""
+        return nullcontext()
+
+    def all_reducing(self) -> AbstractContextManager[object]:
+        """Run the block on the all-reduce stream."""
+        return nullcontext()
+
+    def record(self) -> torch.Event | None:
+        """An event at the current stream's end."""
+        return None
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Make the current stream wait for `event`."""
+
+
+class AcceleratorStreams(Streams):
+    """Three side streams of one device, above the priority of compute."""
+
+    lazy = False
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._gather, self._reduce, self._all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
+
+    def gathering(self) -> AbstractContextManager[object]:
+        """See `Streams.gathering`."""
+        return self._gather
+
+    def reducing(self) -> AbstractContextManager[object]:
+        """See `Streams.reducing`."""
+        return self._reduce
+
+    def all_reducing(self) -> AbstractContextManager[object]:
+        """See `Streams.all_reducing`."""
+        return self._all_reduce
+
+    def record(self) -> torch.Event | None:
+        """See `Streams.record`."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def wait(self, event: torch.Event | None) -> None:
+        """See `Streams.wait`."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+
+@cache
+def streams_for(device: torch.device) -> Streams:
+    """The streams of `device`, made at the first call."""
+    return Streams() if device.type == "cpu" else AcceleratorStreams(device)

@@ -1,0 +1,383 @@
+"""`Unit`: what one `fully_shard` call manages, and its life through forward and backward. Layer: runtime.
+
+::
+
+             pre_forward          post_forward            pre_backward           post_backward        end of backward
+    IDLE ---------------> FORWARD ------------> IDLE ------------------> BACKWARD ------------> DONE ----------------> IDLE
+    (unshard, wait,                (hooks on            (unshard, wait,           (reshard,
+     prefetch, cast)                outputs, reshard)    prefetch)                 reduce the rest)
+
+A forward inside of backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and
+leaves them so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.events import emit
+from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
+from fsdp2.runtime.context import Context
+from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
+from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.parameter import ManagedParameter, known_origin
+from fsdp2.runtime.schedule import Pass
+from fsdp2.runtime.tree import map_tensors
+
+__all__ = ["Stage", "Unit", "unit_of"]
+
+
+class Stage(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    DONE = "done"  # its backward ran; more of this backward pass may come to it
+
+
+_MOVES = {
+    Stage.IDLE: {Stage.FORWARD, Stage.BACKWARD, Stage.DONE, Stage.IDLE},
+    Stage.FORWARD: {Stage.FORWARD, Stage.IDLE, Stage.BACKWARD, Stage.DONE},
+    Stage.BACKWARD: {Stage.DONE, Stage.IDLE},
+    Stage.DONE: {Stage.BACKWARD, Stage.FORWARD, Stage.DONE, Stage.IDLE},
+}
+
+
+def unit_of(module: nn.Module) -> "Unit | None":
+    """The unit that manages `module` itself, by the one attribute that we set on modules."""
+    unit = module.__dict__.get("_fsdp2_unit")
+    return unit if isinstance(unit, Unit) else None
+
+
+class Unit:
+    """One module, or a list of modules that gather and reduce together.
+
+    Attributes:
+        groups: the parameters, one group per mesh; none for a unit without parameters.
+        settings: what the `set_*` methods change.
+        policy: mixed precision.
+        fqn: relative to the root once there is one; ``""`` for the root.
+        context: shared with the root; None until the first forward or unshard.
+        forward_prefetch, backward_prefetch: explicit lists.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        param_lists: Sequence[Sequence[ManagedParameter]],
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+        settings: UnitSettings,
+    ):
+        self._modules = [ref(module) for module in modules]
+        self.groups: list[ParamGroup] = []
+        for params in param_lists:
+            self.groups.append(ParamGroup(params, partial(_gradients_ready, ref(self), len(self.groups))))
+        self.device = device
+        self.policy = policy
+        self.settings = settings
+        self.fqn = ""
+        self.context: Context | None = None
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self._stage = Stage.IDLE
+        self._to_run: set[int] = set()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that still live."""
+        return [module for weak in self._modules if (module := weak()) is not None]
+
+    @property
+    def params(self) -> list[ManagedParameter]:
+        """The parameters of all groups."""
+        return [param for group in self.groups for param in group.params]
+
+    def ready_context(self) -> Context:
+        """The context; a provisional one for a unit that no root's forward has reached yet.
+
+        Raises:
+            OrderError: parameters are still on the meta device.
+        """
+        if self.context is None:
+            self.refresh()
+            self.context = Context([self], self.device, is_provisional=True)
+        return self.context
+
+    def refresh(self) -> None:
+        """Take up parameters that were moved, converted or replaced.
+
+        Raises:
+            OrderError: parameters are still on the meta device.
+        """
+        on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
+        if on_meta:
+            raise OrderError(
+                f"unit '{self.fqn}': parameters are still on the meta device: {on_meta}. Materialise them first: "
+                "model.to_empty(device=...), then initialise them or load a checkpoint."
+            )
+        self.refresh_groups()
+
+    def refresh_groups(self) -> None:
+        """The same without the check, for when a model is being materialised."""
+        for group in self.groups:
+            group.refresh()
+
+    # --- forms -------------------------------------------------------------------------------------------------------
+
+    def unshard(self, prefetching: bool = False) -> None:
+        """Issue the all-gathers that are needed."""
+        context = self.ready_context()
+        for group in self.groups:
+            group.unshard(context, prefetching)
+
+    def wait_for_unshard(self) -> None:
+        """Make the parameters usable."""
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self, to_smaller: bool = False) -> None:
+        """Give unsharded parameters back."""
+        if self.context is not None:
+            for group in self.groups:
+                group.reshard(self.context, to_smaller)
+
+    def _reshard_after_forward(self) -> None:
+        how = self.settings.reshard_after_forward
+        if how is not False:
+            self.reshard(to_smaller=how is not True)
+
+    def _move(self, stage: Stage) -> None:
+        assert stage in _MOVES[self._stage], f"{self.fqn}: {self._stage} -> {stage}"
+        self._stage = stage
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook: unshard, prefetch, cast the inputs."""
+        context = self._forward_context()
+        is_recomputation = self._stage is Stage.BACKWARD
+        if context.root is self and not is_recomputation:
+            context.begin_forward()
+            args, kwargs = self._to_device(args, kwargs)
+        elif not context.schedule.in_root_forward:
+            context.follow_compute()
+        is_first = not is_recomputation and not self._to_run
+        if is_first:
+            emit("pre_forward", self.fqn)
+            self._move(Stage.FORWARD)
+            self._to_run = {id(m) for m in self.modules}
+        self.unshard()
+        self.wait_for_unshard()
+        if not is_recomputation:
+            for unit in self.forward_prefetch:
+                unit.unshard(prefetching=True)
+        if self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
+        if is_first and self.groups and torch.is_grad_enabled():
+            args, kwargs = on_backward_end(self.post_backward, args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Forward hook: cast the outputs, hook their backward, reshard."""
+        output = cast_floating(self.policy.output_dtype, output)
+        if self._stage is Stage.BACKWARD:
+            return output  # recomputation
+        assert self.context is not None
+        self._to_run.discard(id(module))
+        if not self._to_run:
+            emit("post_forward", self.fqn)
+        self._hook_backward(output)
+        if not self._to_run:
+            self._move(Stage.IDLE)
+            self._reshard_after_forward()
+        if self.context.root is self:
+            self.context.end_forward()
+        return output
+
+    def complete_forward(self) -> None:
+        """The root's forward is over: what did not run will not run now."""
+        if self._stage is Stage.FORWARD:
+            emit("post_forward", self.fqn)
+            self._to_run.clear()
+            self._move(Stage.IDLE)
+            self._reshard_after_forward()
+
+    def _hook_backward(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        assert self.context is not None
+        order, position = None, -1
+        if self.groups:
+            order, position = self.context.schedule.finished(self)
+        on_backward_begin(lambda _grad: self.pre_backward(order, position), output)
+
+    def _forward_context(self) -> Context:
+        """The context; the first unit to run a forward becomes the root of all units below it."""
+        if self.context is None or self.context.is_provisional:
+            become_root(self)
+        assert self.context is not None
+        return self.context
+
+    def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inputs on the accelerator. On the CPU they are there."""
+        if self.device.type == "cpu":
+            return args, kwargs
+        moved = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
+        return moved[0], moved[1]
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, order: "Pass[Any] | None", position: int) -> None:
+        """Hook on the outputs' gradients: unshard, prefetch."""
+        assert self.context is not None
+        self.context.expect_end_of_backward()
+        if self._stage is Stage.BACKWARD:
+            return
+        emit("pre_backward", self.fqn)
+        self._to_run.clear()
+        self._move(Stage.BACKWARD)
+        if self.settings.unshard_in_backward:
+            self.unshard()
+            self.wait_for_unshard()
+        if order is not None:
+            for unit in self.context.schedule.backward_targets(self.backward_prefetch, order, position):
+                if unit.settings.unshard_in_backward:
+                    unit.unshard(prefetching=True)
+
+    def gradients_ready(self, index: int) -> None:
+        """All trainable parameters of a group have a gradient: their reduction can start before backward is through
+        with the unit. Not where another rank may lack some: then all ranks start at the same place, `post_backward`."""
+        assert self.context is not None
+        self.context.expect_end_of_backward()
+        if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
+            self._reduce(self.groups[index])
+
+    def _reduce(self, group: ParamGroup) -> None:
+        assert self.context is not None
+        self.context.reduce(group.gradients.take(self.settings, self.context.streams, self.fqn))
+
+    def post_backward(self) -> None:
+        """Backward is through with the unit, at least for now: reshard, reduce what was not."""
+        emit("post_backward", self.fqn)
+        self._to_run.clear()
+        self._move(Stage.DONE)
+        if self.settings.reshard_after_backward:
+            self.reshard()
+        if self.settings.requires_gradient_sync:
+            for group in reversed(self.groups):
+                self._reduce(group)
+
+    def finish_backward(self) -> None:
+        """The backward pass is over: what it has not finished is finished here.
+
+        Parameters that were prefetched and not used stay for the next backward, if there is one.
+        """
+        assert self.context is not None
+        root = self.context.root
+        if self._stage is Stage.BACKWARD:
+            self.post_backward()
+        else:
+            if self.settings.reshard_after_backward and (root is None or root.settings.is_last_backward):
+                self.reshard()
+            if self.settings.requires_gradient_sync:
+                for group in reversed(self.groups):
+                    self._reduce(group)
+        for group in self.groups:
+            group.gradients.expect_all()
+        self._to_run.clear()
+        self._move(Stage.IDLE)
+
+    def reset(self) -> None:
+        """After an error: reshard, forget the iteration and all gradients that were not reduced."""
+        self._to_run.clear()
+        self._stage = Stage.IDLE
+        self.reshard()
+        for group in self.groups:
+            group.gradients.drop()
+
+
+def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
+    unit = weak_unit()
+    if unit is not None:
+        unit.gradients_ready(index)
+
+
+def units_below(module: nn.Module) -> list[Unit]:
+    """The units of `module` and its submodules, in the order of the module tree."""
+    units: list[Unit] = []
+    for submodule in module.modules():
+        unit = unit_of(submodule)
+        if unit is not None and unit not in units:
+            units.append(unit)
+    return units
+
+
+def become_root(root: Unit) -> None:
+    """Make `root` the root of all units below its module: names, checks, and one context for all.
+
+    Raises:
+        OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
+        ArgumentError: one weight belongs to two groups, or is managed under one name and not under another.
+    """
+    modules = root.modules
+    if len(modules) != 1:
+        raise OrderError(
+            f"fully_shard was called on a list of {len(modules)} modules, and one of them ran forward first; such a "
+            "unit cannot be the root. Call fully_shard on the module that contains them, and run that one's forward."
+        )
+    module_fqns = {module: fqn for fqn, module in modules[0].named_modules()}
+    units = units_below(modules[0])
+    for unit in units:
+        fqns = [module_fqns[module] for module in unit.modules if module in module_fqns]
+        if unit is not root and unit.context is not None and not unit.context.is_provisional:
+            raise OrderError(
+                f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
+                "the outermost sharded module's forward first; after that, inner modules may run alone."
+            )
+        unit.fqn = ", ".join(fqns)
+        for group in unit.groups:
+            group.fqn = unit.fqn
+            for param in group.params:
+                owner = param.slots[0].module
+                prefix = module_fqns.get(owner, "") if owner is not None else ""
+                param.fqn = f"{prefix}.{param.slots[0].name}" if prefix else param.slots[0].name
+    _check_tied(modules[0], units)
+    for unit in units:
+        unit.refresh()
+    context = Context(units, root.device, is_provisional=False)
+    for unit in units:
+        if unit.context is not None:
+            unit.context.free_released()
+        unit.context = context
+        if unit.settings.reshard_after_forward is None:
+            unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
+
+
+def _check_tied(module: nn.Module, units: Sequence[Unit]) -> None:
+    """One weight under two names must be one managed parameter, or training would update two copies."""
+    seen: dict[object, str] = {}
+    advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
+    for unit in units:
+        for group in unit.groups:
+            for param in group.params:
+                if param.origin in seen:
+                    raise ArgumentError(
+                        f"'{seen[param.origin]}' and '{param.fqn}' are one weight, but belong to two groups of "
+                        f"parameters. {advice}"
+                    )
+                seen[param.origin] = param.fqn
+    for fqn, plain in module.named_parameters():
+        origin = known_origin(plain)
+        if origin in seen:
+            raise ArgumentError(f"'{fqn}' and '{seen[origin]}' are one weight, but only the second is sharded. {advice}")
