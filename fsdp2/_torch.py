@@ -60,7 +60,7 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has finished (only callable from within one)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

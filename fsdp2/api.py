@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_of
-from fsdp2.module import FSDPModule, swap_class
+from fsdp2.module import swap_class
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime.parameter import ManagedParameter, Slot
 from fsdp2.runtime.unit import Unit, unit_of
@@ -24,6 +24,8 @@ from fsdp2.runtime.unit import Unit, unit_of
 __all__ = ["fully_shard"]
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
+_FULL_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
@@ -33,8 +35,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Modules:
@@ -83,9 +85,10 @@ def fully_shard(
     reshard_to = _check_reshard(reshard_after_forward, roles)
     managed = list(_managed_modules(modules))
     slots = _parameter_slots(managed, ignored_params or set())
-    placed = deque(
-        (param, *_placement(param, fqn, shard_placement_fn, roles)) for param, (fqn, _) in slots.items()
-    )
+    placed: deque[tuple[nn.Parameter, int, MeshRoles]] = deque()
+    for param, (fqn, _) in slots.items():
+        dim, param_roles = _placement(param, fqn, shard_placement_fn, roles)
+        placed.append((param, dim, param_roles))
 
     settings = UnitSettings(reshard_after_forward=reshard_to)
     groups: dict[MeshRoles, list[ManagedParameter]] = {}
@@ -257,5 +260,3 @@ def _attach(module: nn.Module, unit: Unit) -> None:
             owner.register_state_dict_pre_hook(lambda *_: unit.reshard())
             owner.register_load_state_dict_pre_hook(lambda *_: unit.reshard())
             owner.register_load_state_dict_post_hook(lambda *_: unit.refresh_groups())
-
-

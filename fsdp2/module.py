@@ -8,6 +8,7 @@ one; every method of it is overridden.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from fsdp2.runtime.unit import Unit, unit_of, units_below
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swap_class"]
 
+_TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
 
 
@@ -43,7 +45,7 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule(torch.distributed.fsdp.FSDPModule):
+class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
     """What a sharded module can do beside what its original class can.
 
     The setters whose docstring says *recursive* also set the sharded modules below (``recurse=False`` does not);
@@ -52,15 +54,15 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module of the original class: containers build others of their kind when they are sliced."""
-        original = cls.__mro__[cls.__mro__.index(torch.distributed.fsdp.FSDPModule) + 1]
+        original = cls.__mro__[cls.__mro__.index(_TorchFSDPModule) + 1]
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise MisuseError(
-            f"a sharded {type(self).__name__} cannot be deep-copied: the copy would need hooks and communication of its "
-            "own. Build a second model, call fully_shard on it, and load this one's state_dict()."
+            f"a sharded {type(self).__name__} cannot be deep-copied: the copy would need hooks and communication of "
+            "its own. Build a second model, call fully_shard on it, and load this one's state_dict()."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -108,7 +110,7 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
         """`to`, `cpu`, `to_empty` and the like act on the sharded parameters."""
         unit = self._unit()
         unit.reshard()
-        module = super(torch.distributed.fsdp.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.refresh_groups()
         return module  # type: ignore[no-any-return]
 
@@ -174,9 +176,7 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
         """Let this unit's collectives sum, and divide afterwards, never use a backend's AVG."""
         self._set(False, force_sum=_bool("enable", enable))
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
         before they are handed to the sharded parameters; what it changes in place counts."""
         if stream is not None:
@@ -342,7 +342,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = unit.pre_forward(self, args, kwargs)
         return unit.post_forward(self, args, function(self, *args, **kwargs))
 
-    setattr(module, method_name, wrapped.__get__(module, type(module)))
+    setattr(module, method_name, MethodType(wrapped, module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

@@ -29,7 +29,7 @@ class NcclComm(Comm):
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """See `Comm.reduce_scatter`."""
         options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
         outputs = [scatter.output for scatter in scatters]
         sources = [scatter.source.full for scatter in scatters]
         return Works([group.reduce_scatter_tensor_coalesced(outputs, sources, options)])

@@ -27,6 +27,9 @@ class Member(Protocol):
     settings: UnitSettings
     fqn: str
 
+    def unshard(self, prefetching: bool = False) -> None:
+        """Issue the all-gathers that are needed."""
+
     def complete_forward(self) -> None:
         """The root's forward is over: finish a unit of which some modules did not run."""
 

@@ -90,9 +90,7 @@ class Gather:
         self._numel = roles.shard_size * sum(layout.padded_numel for layout in layouts)
         self._nbytes = sum(operand.full.nbytes for operand in self.operands)
 
-    def _make_packed(
-        self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]
-    ) -> None:
+    def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
         size, rank = self._roles.shard_size, self._roles.shard_rank
         itemsizes = {fulls[index].itemsize for index in indices}

@@ -47,7 +47,7 @@ def on_backward_end(
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not tensors:
         return args, kwargs
-    wrapped = iter(_BackwardEnd.apply(callback, *tensors))
+    wrapped = iter(_BackwardEnd.apply(callback, *tensors))  # type: ignore[no-untyped-call]
     return map_tensors(lambda tensor: next(wrapped) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 

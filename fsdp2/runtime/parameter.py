@@ -184,8 +184,8 @@ class ManagedParameter:
         if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
             raise ArgumentError(
                 f"{self.fqn}: expected the module to hold an nn.Parameter that is {expected}, got "
-                f"{type(current).__name__}. Full tensors are loaded with torch.distributed.tensor.distribute_tensor, or "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+                f"{type(current).__name__}. Distribute full tensors first (torch.distributed.tensor.distribute_tensor) "
+                "or load them with torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
         if tuple(current.shape) != self.layout.shape or current.placements != self.spec.placements:
             raise ArgumentError(
@@ -209,4 +209,3 @@ class ManagedParameter:
         local = flat[: chunk.numel()].view(chunk.shape)
         local.copy_(chunk)
         return local, flat
-

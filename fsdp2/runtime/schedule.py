@@ -1,4 +1,4 @@
-"""The order of units: what ran, what runs next, what may be given back. Pure: no tensor, stream or group. Layer: runtime.
+"""The order of units: what ran, what runs next, what may be given back. Pure: no tensor, no stream. Layer: runtime.
 
 Forward order is recorded afresh each iteration, one `Pass` for each forward of the root. A unit's backward hook keeps
 the position at which that forward put it, so that prefetch in backward follows the reverse of what really ran, also
@@ -14,12 +14,12 @@ One iteration of a root with units 0, 1, 2 that reshard after forward (time runs
               reduce stream            R2  R1  R0    R2 starts at unit 2's last gradient
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["Pass", "Schedule"]
 
-Unit = TypeVar("Unit", bound=Hashable)
+Unit = TypeVar("Unit")
 
 
 class Pass(Generic[Unit]):

@@ -2,10 +2,11 @@
 
 ::
 
-             pre_forward          post_forward            pre_backward           post_backward        end of backward
-    IDLE ---------------> FORWARD ------------> IDLE ------------------> BACKWARD ------------> DONE ----------------> IDLE
-    (unshard, wait,                (hooks on            (unshard, wait,           (reshard,
-     prefetch, cast)                outputs, reshard)    prefetch)                 reduce the rest)
+    IDLE      --pre_forward-->    FORWARD    unshard, wait, prefetch, cast inputs
+    FORWARD   --post_forward-->   IDLE       cast outputs, hook their backward, reshard
+    IDLE      --pre_backward-->   BACKWARD   unshard, wait, prefetch
+    BACKWARD  --post_backward-->  DONE       reshard, reduce what was not
+    DONE      --end of backward-> IDLE
 
 A forward inside of backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and
 leaves them so.
@@ -380,4 +381,4 @@ def _check_tied(module: nn.Module, units: Sequence[Unit]) -> None:
     for fqn, plain in module.named_parameters():
         origin = known_origin(plain)
         if origin in seen:
-            raise ArgumentError(f"'{fqn}' and '{seen[origin]}' are one weight, but only the second is sharded. {advice}")
+            raise ArgumentError(f"'{fqn}' and '{seen[origin]}' are one weight; only the second is sharded. {advice}")
