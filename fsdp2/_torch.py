@@ -1,4 +1,5 @@
-"""Every private name of torch that fsdp2 touches, a few lines each. Ground layer; a torch upgrade touches this file.
+"""Every private name of torch that fsdp2 touches, and every public one whose name depends on the version; a few lines
+each. Ground layer; a torch upgrade touches this file.
 
 Checked on torch 2.13.0 (CPU). Each function names the private thing and why no public one serves.
 """
@@ -6,6 +7,7 @@ Checked on torch 2.13.0 (CPU). Each function names the private thing and why no 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -13,6 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "DTensorSpec",
+    "all_gather_flat",
+    "all_gather_flat_coalesced",
     "allows_direct_slots",
     "chunk_cat",
     "composable_apis",
@@ -25,6 +29,8 @@ __all__ = [
     "parameter_slots",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
+    "reduce_scatter_flat",
+    "reduce_scatter_flat_coalesced",
     "set_local_tensor",
 ]
 
@@ -107,3 +113,44 @@ def foreach_div(tensors: Sequence[torch.Tensor], divisor: float) -> None:
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+# --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """The flat all-gather, asynchronous."""
+    work: dist.Work = _all_gather(output, source, group=group, async_op=True)
+    return work
+
+
+def reduce_scatter_flat(
+    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
+    """The flat reduce-scatter, asynchronous."""
+    work: dist.Work = _reduce_scatter(output, source, op=op, group=group, async_op=True)
+    return work
+
+
+def all_gather_flat_coalesced(
+    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Several flat all-gathers as one; a method of the group, for which `torch.distributed` has no function."""
+    method = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return method(list(outputs), list(sources))
+
+
+def reduce_scatter_flat_coalesced(
+    outputs: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    op: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
+) -> dist.Work:
+    """Several flat reduce-scatters as one."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    method = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return method(list(outputs), list(sources), options)

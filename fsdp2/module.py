@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
+from weakref import ref
 
 import torch
 import torch.distributed.fsdp
@@ -202,12 +203,12 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
     def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """Unshard `modules`, in this order, as soon as this module's own parameters are there in forward. Issued before
         this module computes, so that they overlap with it. An empty list undoes it."""
-        self._unit().forward_prefetch = [_unit_in("set_modules_to_forward_prefetch", m) for m in modules]
+        self._unit().forward_prefetch = [ref(_unit_in("set_modules_to_forward_prefetch", m)) for m in modules]
 
     def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
         """The same for backward, in place of the unit that ran just before this one in forward. An empty list restores
         that."""
-        self._unit().backward_prefetch = [_unit_in("set_modules_to_backward_prefetch", m) for m in modules]
+        self._unit().backward_prefetch = [ref(_unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """For call compatibility: all-gathers are always asynchronous here."""

@@ -1,4 +1,4 @@
-"""`FlatComm`: one `all_gather_into_tensor` and one `reduce_scatter_tensor` a unit; any backend. Layer: comm.
+"""`FlatComm`: one flat all-gather and one flat reduce-scatter a unit; any backend. Layer: comm.
 
 Everything takes the packed lane, so there is exactly one operand of equal ranges.
 """
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp2._torch import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 
 __all__ = ["FlatComm"]
@@ -34,20 +35,12 @@ class FlatComm(Comm):
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         """See `Comm.all_gather`."""
-        works = []
-        for operand in operands:
-            work = dist.all_gather_into_tensor(operand.full, operand.row(group.rank()), group, async_op=True)
-            assert work is not None
-            works.append(work)
-        return Works(works)
+        rank = group.rank()
+        return Works([all_gather_flat(operand.full, operand.row(rank), group) for operand in operands])
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """See `Comm.reduce_scatter`."""
         op = dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM
-        works = []
-        for scatter in scatters:
-            work = dist.reduce_scatter_tensor(scatter.output, scatter.source.full, op, group, async_op=True)
-            assert work is not None
-            works.append(work)
+        works = [reduce_scatter_flat(scatter.output, scatter.source.full, op, group) for scatter in scatters]
         divisor = group.size() if average and not self.has_average else 1
         return ReduceScatter(works, [scatter.output for scatter in scatters], divisor)

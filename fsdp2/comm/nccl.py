@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from fsdp2._torch import all_gather_flat_coalesced, reduce_scatter_flat_coalesced
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 
 __all__ = ["NcclComm"]
 
 
 class NcclComm(Comm):
-    """NCCL's `all_gather_into_tensor` and `reduce_scatter_tensor`, coalesced. An in-place gather: the input is this
+    """NCCL's flat all-gather and reduce-scatter, coalesced. An in-place gather: the input is this
     rank's range of the output, which NCCL knows and does not copy."""
 
     direct_min_bytes = 256 * 1024
@@ -24,12 +25,11 @@ class NcclComm(Comm):
         """See `Comm.all_gather`."""
         rank = group.rank()
         outputs = [operand.full for operand in operands]
-        return Works([group.allgather_into_tensor_coalesced(outputs, [operand.row(rank) for operand in operands])])
+        return Works([all_gather_flat_coalesced(outputs, [operand.row(rank) for operand in operands], group)])
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """See `Comm.reduce_scatter`."""
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         outputs = [scatter.output for scatter in scatters]
         sources = [scatter.source.full for scatter in scatters]
-        return Works([group.reduce_scatter_tensor_coalesced(outputs, sources, options)])
+        return Works([reduce_scatter_flat_coalesced(outputs, sources, op, group)])

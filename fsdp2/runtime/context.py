@@ -92,7 +92,7 @@ class Context:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def make_room(self, storage: FlatStorage, prefetching: bool) -> None:
+    def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
         """See `Memory.make_room`. On the all-gather stream: wait for the end of compute's use of released storage, and
         free it, until no more than two units are alive. `storage` itself, if released, is taken back."""
         for entry in [entry for entry in self._released if entry[0] is storage]:

@@ -55,8 +55,8 @@ class Memory(Protocol):
 
     streams: Streams
 
-    def make_room(self, storage: FlatStorage, prefetching: bool) -> None:
-        """Called on the all-gather stream before `storage` is taken."""
+    def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
+        """Called on the all-gather stream before `storage` (None: one not made yet) is taken."""
 
     def release(self, storage: FlatStorage) -> None:
         """The compute stream's use of `storage` ends with what is enqueued now."""
@@ -101,8 +101,8 @@ class ParamGroup:
             # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
             # of that use. The second never leaves this stream.
             streams.wait(resharded)
+            memory.make_room(self._storage, prefetching)
             storage = self._storage or self._make_storage()
-            memory.make_room(storage, prefetching)
             storage.alloc()
             gather = self._gather()
             pending = gather.start(self._sources())

@@ -51,7 +51,8 @@ class Schedule(Generic[Unit]):
         self._in_root_forward = True
 
     def end_forward(self) -> None:
-        """The root's forward is over."""
+        """The root's forward is over; from here on the pass lives with the hooks that will need it."""
+        self._pass = Pass()
         self._in_root_forward = False
 
     @property

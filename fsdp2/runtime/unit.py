@@ -67,7 +67,7 @@ class Unit:
         policy: mixed precision.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
-        forward_prefetch, backward_prefetch: explicit lists.
+        forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Unit:
         self.settings = settings
         self.fqn = ""
         self.context: Context | None = None
-        self.forward_prefetch: list[Unit] = []
-        self.backward_prefetch: list[Unit] = []
+        self.forward_prefetch: list[ref[Unit]] = []
+        self.backward_prefetch: list[ref[Unit]] = []
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
 
@@ -181,7 +181,7 @@ class Unit:
         self.unshard()
         self.wait_for_unshard()
         if not is_recomputation:
-            for unit in self.forward_prefetch:
+            for unit in _alive(self.forward_prefetch):
                 unit.unshard(prefetching=True)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
@@ -252,7 +252,8 @@ class Unit:
             self.unshard()
             self.wait_for_unshard()
         if order is not None:
-            for unit in self.context.schedule.backward_targets(self.backward_prefetch, order, position):
+            explicit = _alive(self.backward_prefetch)
+            for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
                     unit.unshard(prefetching=True)
 
@@ -312,6 +313,10 @@ def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
     unit = weak_unit()
     if unit is not None:
         unit.gradients_ready(index)
+
+
+def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
+    return [unit for weak in weak_units if (unit := weak()) is not None]
 
 
 def units_below(module: nn.Module) -> list[Unit]:

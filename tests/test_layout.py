@@ -1,0 +1,89 @@
+"""The pure geometry, exhaustively over small sizes (SPEC 21-23, 27, 28)."""
+
+import itertools
+
+import pytest
+import torch
+
+from fsdp2.layout import Lane, ShardLayout, choose_lane, chunk_bounds, pack, strides
+from fsdp2.runtime.gather import interleave
+
+SIZES = range(10)
+PARTS = range(1, 7)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_chunks_are_those_of_torch_chunk(size: int, parts: int) -> None:
+    """SPEC 21: the shard is chunk `rank` of torch.chunk; ranks past the last chunk hold nothing."""
+    whole = torch.arange(size)
+    expected = [chunk.tolist() for chunk in torch.chunk(whole, parts)] if size else []
+    expected += [[] for _ in range(parts - len(expected))]
+    bounds = chunk_bounds(size, parts)
+    assert [whole[bounds[r] : bounds[r + 1]].tolist() for r in range(parts)] == expected
+
+
+def test_chunk_example_of_spec_21() -> None:
+    layout = ShardLayout((3, 3), 0, 4)
+    assert [layout.local_shape(rank) for rank in range(4)] == [(1, 3), (1, 3), (1, 3), (0, 3)]
+    assert layout.padded_numel == 3
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 0, 2), (2, 3, 4)])
+def test_strides_are_torchs(shape: tuple[int, ...]) -> None:
+    assert strides(shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_local_shapes_tile_the_tensor(parts: int) -> None:
+    for shape in itertools.product(range(5), range(1, 4), range(3)):
+        for dim in range(3):
+            layout = ShardLayout(shape, dim, parts)
+            numels = [layout.local_numel(rank) for rank in range(parts)]
+            assert sum(numels) == layout.numel
+            assert max(numels, default=0) <= layout.padded_numel
+            assert layout.even == (len({layout.local_size(rank) for rank in range(parts)}) == 1)
+            if dim == 0:
+                assert layout.flat_bounds[-1] == layout.numel
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_interleaved_views_hold_the_same_elements(parts: int) -> None:
+    """What one rank's segment of a packed buffer means is the same on the way in and on the way out, for every shape,
+    dim and number of parts; and it takes at most two copies."""
+    for shape in itertools.product(range(6), range(1, 4), range(3)):
+        for dim in range(3):
+            layout = ShardLayout(shape, dim, parts)
+            full = torch.arange(layout.numel, dtype=torch.float32).view(shape)
+            packed = torch.full((parts, layout.padded_numel + 2), -1.0)
+            for rank in range(parts):
+                start, size = layout.bounds[rank], layout.local_size(rank)
+                packed[rank, 1 : 1 + layout.local_numel(rank)] = full.narrow(dim, start, size).reshape(-1)
+            result = torch.full(shape, -2.0)
+            pairs = interleave(packed, 1, result, layout)
+            assert len(pairs) <= 2
+            for source, destination in pairs:
+                assert source.shape == destination.shape
+                destination.copy_(source)
+            assert torch.equal(result, full)
+
+
+def test_pack_aligns_and_does_not_overlap() -> None:
+    for sizes in itertools.product((0, 1, 7, 8, 9), repeat=3):
+        offsets, total = pack(sizes, 8)
+        assert all(offset % 8 == 0 for offset in offsets)
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False))
+        assert max(ends) <= total < sum(sizes) + 8 * len(sizes) + 1
+
+
+def test_lanes() -> None:
+    even, uneven, columns = ShardLayout((8, 4), 0, 2), ShardLayout((7, 4), 0, 2), ShardLayout((8, 4), 1, 2)
+    assert choose_lane(even, 4, min_bytes=64, allows_uneven=False) is Lane.DIRECT
+    assert choose_lane(even, 4, min_bytes=65, allows_uneven=False) is Lane.PACKED
+    assert choose_lane(even, 2, min_bytes=64, allows_uneven=False) is Lane.PACKED
+    assert choose_lane(uneven, 4, min_bytes=0, allows_uneven=False) is Lane.PACKED
+    assert choose_lane(uneven, 4, min_bytes=0, allows_uneven=True) is Lane.DIRECT
+    assert choose_lane(columns, 4, min_bytes=0, allows_uneven=True) is Lane.PACKED
+    assert choose_lane(even, 4, min_bytes=None, allows_uneven=True) is Lane.PACKED
+    assert choose_lane(ShardLayout((8, 4), 1, 1), 4, min_bytes=None, allows_uneven=False) is Lane.DIRECT
