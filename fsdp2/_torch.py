@@ -18,6 +18,7 @@ __all__ = [
     "all_gather_flat",
     "all_gather_flat_coalesced",
     "allows_direct_slots",
+    "backward_is_running",
     "chunk_cat",
     "composable_apis",
     "foreach_add",
@@ -67,6 +68,11 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has finished (only callable from within one)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_is_running() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

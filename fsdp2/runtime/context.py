@@ -74,6 +74,8 @@ class Context:
     def begin_forward(self) -> None:
         """The root's forward starts."""
         emit("root_pre_forward", self.units[0].fqn)
+        for unit in self.units:
+            unit.complete_forward()  # what a forward that raised has left
         self.schedule.begin_forward()
         self.follow_compute(self.post_optim_event)
         self.post_optim_event = None

@@ -8,18 +8,36 @@ collective, and the copies out of the packed buffer::
     packed   shard --copy--> own segment of the buffer ==collective==> all segments --copy--> parameter
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Comm, Operand, Pending
+from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, choose_lane, pack
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.storage import FlatStorage
 
-__all__ = ["Gather", "interleave"]
+__all__ = ["Gather", "interleave", "named"]
+
+
+@contextmanager
+def named(what: str, fqn: str, roles: MeshRoles) -> Iterator[None]:
+    """Give errors of communication the names of the unit and the rank.
+
+    Raises:
+        CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"unit '{fqn}': {what} failed on shard rank {roles.shard_rank} of {roles.shard_size}: {error}. Another "
+            "rank died, or did something else: did all ranks run the same modules in the same order?"
+        ) from error
 
 
 def interleave(
@@ -119,10 +137,14 @@ class Gather:
         if not self.operands:
             return None
         emit("all_gather", self.fqn, self._numel, self._nbytes, self._dtype, self._roles.shard_size)
-        return self._comm.all_gather(self.operands, self._roles.shard_group)
+        with named("all-gather", self.fqn, self._roles):
+            return self._comm.all_gather(self.operands, self._roles.shard_group)
 
-    def finish(self) -> None:
-        """Copy out of the packed buffer, after the collective, on the stream that issued it."""
+    def finish(self, pending: Pending | None) -> None:
+        """Wait for the collective that `start` issued, and copy out of the packed buffer; on the same stream."""
+        if pending is not None:
+            with named("all-gather", self.fqn, self._roles):
+                pending.wait()
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)
             self._packed.free()

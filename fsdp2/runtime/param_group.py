@@ -26,7 +26,6 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import wait_for
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 from fsdp2.runtime.streams import Streams
 
@@ -115,9 +114,8 @@ class ParamGroup:
         self._move(Phase.GATHERING)
 
     def _finish(self, gather: Gather, pending: Pending | None) -> None:
-        wait_for(pending, "all-gather", self.fqn, self.roles)
         with torch.no_grad():
-            gather.finish()
+            gather.finish(pending)
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""

@@ -24,30 +24,12 @@ from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
 from fsdp2.layout import Lane, choose_lane
-from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.gather import interleave
+from fsdp2.runtime.gather import interleave, named
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Reduction", "wait_for"]
-
-
-def wait_for(pending: Pending | None, what: str, fqn: str, roles: MeshRoles) -> None:
-    """`pending.wait()`, with an error that names the unit and the rank.
-
-    Raises:
-        CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
-    """
-    if pending is None:
-        return
-    try:
-        pending.wait()
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"unit '{fqn}': {what} failed on shard rank {roles.shard_rank} of {roles.shard_size}: {error}. Either "
-            "another rank died or does something else (did all ranks run the same modules in the same order?)."
-        ) from error
+__all__ = ["Reduction"]
 
 
 class Reduction:
@@ -117,9 +99,11 @@ class Reduction:
             if scaling.pre != 1:
                 foreach_div(self._grads, scaling.pre)
             pending = self._scatter(scaling.scatter_averages)  # [1] [2]
-            if streams.lazy and pending is not None:
-                yield
-            wait_for(pending, "reduce-scatter", self.fqn, roles)
+            if pending is not None:
+                if streams.lazy:
+                    yield
+                with named("reduce-scatter", self.fqn, roles):
+                    pending.wait()
             done = streams.record()
         if roles.replicate_group is not None:
             if not settings.requires_all_reduce:  # [3]
@@ -131,7 +115,8 @@ class Reduction:
                 pending = self._all_reduce(scaling.all_reduce_averages)  # [4]
                 if streams.lazy:
                     yield
-                wait_for(pending, "all-reduce", self.fqn, roles)
+                with named("all-reduce", self.fqn, roles):
+                    pending.wait()
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
         else:
@@ -168,7 +153,10 @@ class Reduction:
             packed = self._pack(packed_numel)
             bounds = [rank * packed_numel for rank in range(roles.shard_size + 1)]
             scatters.append(Scatter(Operand(packed.view(-1), bounds), flat[:packed_numel]))
-        return self._comm.reduce_scatter(scatters, roles.shard_group, average) if scatters else None
+        if not scatters:
+            return None
+        with named("reduce-scatter", self.fqn, roles):
+            return self._comm.reduce_scatter(scatters, roles.shard_group, average)
 
     def _direct_scatters(self) -> list[Scatter]:
         """Large gradients are operands themselves."""
@@ -176,7 +164,10 @@ class Reduction:
         for index in range(self._num_packed, len(self._grads)):
             param, grad = self._params[index], self._grads[index]
             operand = Operand(grad.view(-1), param.layout.flat_bounds)
-            scatters.append(Scatter(operand, self._outputs[index][: param.local_numel]))
+            output, numel = self._outputs[index], param.local_numel
+            if numel != output.numel():
+                output[numel:].zero_()  # padding is seen by the all-reduce and its hook
+            scatters.append(Scatter(operand, output[:numel]))
         return scatters
 
     def _pack(self, segment_numel: int) -> torch.Tensor:
@@ -214,7 +205,8 @@ class Reduction:
                 param.partial = None
         flat, group = self._flat, self.roles.replicate_group
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, group.size())
-        return self._comm.all_reduce(flat, group, average)
+        with named("all-reduce", self.fqn, self.roles):
+            return self._comm.all_reduce(flat, group, average)
 
     def _scale(self, post: float) -> None:
         """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""
@@ -224,7 +216,13 @@ class Reduction:
         if self._settings.all_reduce_hook is not None:
             for flat in flats:
                 self._settings.all_reduce_hook(flat)
-        if any(param.dtype != self._dtype for param in self._params):
+        dtypes = {param.dtype for param in self._params}
+        if dtypes == {self._dtype}:
+            return
+        if self._flat is not None and len(dtypes) == 1:
+            self._flat = self._flat.to(dtypes.pop())
+            self._outputs = list(self._flat.split([output.numel() for output in self._outputs]))
+        else:
             self._outputs = [output.to(p.dtype) for p, output in zip(self._params, self._outputs, strict=True)]
 
     def _hand_over(self) -> None:

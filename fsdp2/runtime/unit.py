@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import nn
 
+from fsdp2._torch import backward_is_running
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
@@ -151,6 +152,16 @@ class Unit:
             for group in self.groups:
                 group.reshard(self.context, to_smaller)
 
+    def _is_recomputation(self) -> bool:
+        if self._stage is not Stage.BACKWARD:
+            return False
+        if not backward_is_running():
+            raise OrderError(
+                f"unit '{self.fqn}': forward was called, but the last backward has not finished; did it raise? Call "
+                "reset_iter_state() on the root, on every rank, before the next iteration."
+            )
+        return True
+
     def _reshard_after_forward(self) -> None:
         how = self.settings.reshard_after_forward
         if how is not False:
@@ -167,13 +178,13 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
         context = self._forward_context()
-        is_recomputation = self._stage is Stage.BACKWARD
+        is_recomputation = self._is_recomputation()
         if context.root is self and not is_recomputation:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
-        is_first = not is_recomputation and not self._to_run
+        is_first = not is_recomputation and (not self._to_run or len(self._modules) == 1)
         if is_first:
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
