@@ -23,13 +23,14 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running
-from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
+from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.param_group import ParamGroup
-from fsdp2.runtime.parameter import ManagedParameter, known_origin
+from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
 
@@ -365,11 +366,8 @@ def become_root(root: Unit) -> None:
         unit.fqn = ", ".join(fqns)
         for group in unit.groups:
             group.fqn = unit.fqn
-            for param in group.params:
-                owner = param.slots[0].module
-                prefix = module_fqns.get(owner, "") if owner is not None else ""
-                param.fqn = f"{prefix}.{param.slots[0].name}" if prefix else param.slots[0].name
-    _check_tied(modules[0], units)
+            name_parameters(group.params, module_fqns)
+    check_tied(modules[0], [param for unit in units for param in unit.params])
     for unit in units:
         unit.refresh()
     context = Context(units, root.device, is_provisional=False)
@@ -379,22 +377,3 @@ def become_root(root: Unit) -> None:
         unit.context = context
         if unit.settings.reshard_after_forward is None:
             unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
-
-
-def _check_tied(module: nn.Module, units: Sequence[Unit]) -> None:
-    """One weight under two names must be one managed parameter, or training would update two copies."""
-    seen: dict[object, str] = {}
-    advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
-    for unit in units:
-        for group in unit.groups:
-            for param in group.params:
-                if param.origin in seen:
-                    raise ArgumentError(
-                        f"'{seen[param.origin]}' and '{param.fqn}' are one weight, but belong to two groups of "
-                        f"parameters. {advice}"
-                    )
-                seen[param.origin] = param.fqn
-    for fqn, plain in module.named_parameters():
-        origin = known_origin(plain)
-        if origin in seen:
-            raise ArgumentError(f"'{fqn}' and '{seen[origin]}' are one weight; only the second is sharded. {advice}")
