@@ -1,6 +1,7 @@
 """Write docs/api.md, the index of the API reference, from the docstrings: ``python docs/make_api.py > docs/api.md``."""
 
 import inspect
+import sys
 from collections.abc import Iterable
 
 import fsdp2
@@ -8,8 +9,8 @@ from fsdp2 import events
 
 HEAD = """# API reference
 
-`make docs` builds the whole reference from the docstrings (shapes, dtypes, what is raised, who must call what in which order,
-examples) into `build/api/index.html`. This page is its index, made by `docs/make_api.py`; a test keeps it in step.
+`make docs` builds the whole reference from the docstrings (shapes, dtypes, what is raised, who must call what in which
+order, examples) into `build/api/index.html`. This page is its index, made by `docs/make_api.py`; a test keeps it in step.
 """
 
 
@@ -36,4 +37,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())
