@@ -10,7 +10,7 @@ from fsdp2 import events
 HEAD = """# API reference
 
 `make docs` builds the whole reference from the docstrings (shapes, dtypes, what is raised, who must call what in which
-order, examples) into `build/api/index.html`. This page is its index, made by `docs/make_api.py`; a test keeps it in step.
+order, examples) into `build/api/index.html`. This page is its index, made by `docs/make_api.py`.
 """
 
 
