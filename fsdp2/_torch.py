@@ -48,8 +48,10 @@ def make_spec(
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """The DTensor constructor: a few microseconds where `DTensor.from_local` dispatches, checks and builds a graph."""
-    return DTensor(local, spec, requires_grad=requires_grad)
+    """The DTensor constructor, where `DTensor.from_local` dispatches, checks and builds a graph. `__new__` alone: the
+    `__init__` does nothing, behind a wrapper for Dynamo that costs as much as all the rest."""
+    tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

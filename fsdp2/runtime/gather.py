@@ -127,7 +127,7 @@ class Gather:
                 self._unpack_to.append(destination)
         if segment:
             whole = self._packed.view(0, (size * segment,), torch.uint8)
-            self.operands.append(Operand(whole, [r * segment for r in range(size + 1)]))
+            self.operands.append(Operand(whole, range(0, (size + 1) * segment, segment)))
 
     def start(self, shards: Sequence[torch.Tensor]) -> Pending | None:
         """Copy this rank's flat `shards` in and issue the collective; None where nothing travels."""

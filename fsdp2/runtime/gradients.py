@@ -33,6 +33,7 @@ class Gradients:
         self._trainable: set[int] = set()
         self._missing: set[int] = set()
         self._hooked: set[int] = set()
+        self._have_arrived = False
 
     def sync_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, once the unsharded ones exist."""
@@ -66,6 +67,7 @@ class Gradients:
         def hook(_param: torch.Tensor) -> None:
             gradients = weak_self()
             if gradients is not None:
+                gradients._have_arrived = True
                 gradients._missing.discard(index)
                 if not gradients._missing:
                     gradients._on_ready()
@@ -83,6 +85,10 @@ class Gradients:
     def take(self, settings: UnitSettings, streams: Streams, fqn: str) -> list[Reduction]:
         """Reductions, not started, of all gradients there are; one for each dtype they are reduced in. The unsharded
         parameters have no gradients after it."""
+        may_have_partials = self._params[0].roles.replicate_group is not None
+        if not (self._have_arrived or settings.reduce_unused or may_have_partials):
+            return []
+        self._have_arrived = False
         self.expect_all()
         found: list[tuple[ManagedParameter, torch.Tensor | None]] = []
         all_reduces = settings.requires_all_reduce

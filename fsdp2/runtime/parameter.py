@@ -122,7 +122,7 @@ class ManagedParameter:
     @property
     def dtype(self) -> torch.dtype:
         """Original dtype: of the sharded parameter, its gradient and the optimizer's state."""
-        return self.sharded.dtype
+        return self.flat.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:

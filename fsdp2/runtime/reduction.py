@@ -151,7 +151,7 @@ class Reduction:
         packed_numel = sum(sizes[: self._num_packed])
         if packed_numel:
             packed = self._pack(packed_numel)
-            bounds = [rank * packed_numel for rank in range(roles.shard_size + 1)]
+            bounds = range(0, (roles.shard_size + 1) * packed_numel, packed_numel)
             scatters.append(Scatter(Operand(packed.view(-1), bounds), flat[:packed_numel]))
         if not scatters:
             return None
