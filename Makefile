@@ -1,0 +1,54 @@
+# make train    train a small language model on two ranks          make test     all checks and tests: what CI runs
+# make lint     ruff and mypy alone                                make bench    the step-time benchmark
+# make docs     the API reference, from the docstrings
+#
+# Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
+# A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
+
+PYTHON ?= python3
+NPROC  ?= 2
+ARGS   ?=
+
+VENV      := .venv
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# One thread a rank, as torchrun chooses anyway, but without its warning.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test lint bench docs clean
+
+train: $(INSTALLED)
+	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest --durations=15 $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/step_time/main.py $(ARGS)
+
+# setuptools comes first and the package is built with it, so that the constraints also bind the build, with any pip.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "fsdp2 needs Python >= 3.11, and '$(PYTHON)' is not: try  make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	    { echo "'$(PYTHON) -m venv' failed: install Python's venv and pip (Debian: apt install python3-venv)" >&2; exit 1; }
+	@echo "Installing into $(VENV), once; torch is large, so this takes some minutes."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    --no-build-isolation --editable '.[dev,examples]'
+	@touch $@
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/make_api.py > docs/api.md
+	$(BIN)/pdoc --docformat google --output-directory build/api fsdp2 fsdp2.events
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,172 @@
+"""The command line of `train_lm.py`: every option, its default, and the checks that need nothing but the numbers.
+
+Imported by `train_lm.py`; `python examples/train_lm.py --help` prints what is defined here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from model import LMConfig
+from runtime import UsageError
+
+Reshard = bool | int | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line; the fields are named as the options are."""
+
+    data: list[Path]
+    out: Path
+    resume: Path | None
+    steps: int
+    batch_size: int
+    seq_len: int
+    grad_accum: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    seed: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    tied: bool
+    hsdp: int
+    reshard_after_forward: Reshard
+    bf16: bool
+    activation_checkpointing: bool
+    device: str
+    log_every: int
+    eval_every: int
+    eval_batches: int
+    save_every: int
+    sample_bytes: int
+
+    def model(self) -> LMConfig:
+        return LMConfig(
+            dim=self.dim,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            hidden=self.hidden,
+            tied=self.tied,
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake becomes a UsageError: one message for the job instead of one per rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see --help)")
+
+
+def parse_options(arguments: Sequence[str], world_size: int) -> Options:
+    """Parse and check; raises UsageError."""
+    values = vars(_build_parser().parse_args(arguments))
+    if values["resume"] is True:
+        values["resume"] = values["out"]
+    options = Options(**values)
+    try:
+        options.model()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    _check_mesh(options, world_size)
+    return options
+
+
+def _check_mesh(options: Options, world_size: int) -> None:
+    if world_size % options.hsdp:
+        raise UsageError(f"--hsdp {options.hsdp} replicas do not divide the {world_size} rank(s) of this job")
+    shards, reshard = world_size // options.hsdp, options.reshard_after_forward
+    if reshard is not None and not isinstance(reshard, bool) and shards % reshard:
+        raise UsageError(f"--reshard-after-forward {reshard} does not divide the {shards} rank(s) of a shard group")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _count_or_zero(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def _reshard(text: str) -> Reshard:
+    named: dict[str, Reshard] = {"true": True, "false": False, "auto": None}
+    return named[text] if text in named else _count(text)
+
+
+# argparse names the type in its message for text that is no number.
+_count.__name__ = _count_or_zero.__name__ = "whole number"
+_positive.__name__ = "number"
+_reshard.__name__ = "choice: true, false, auto or a whole number"
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm.py",
+        description="Train a byte-level language model, sharded over the ranks of a torchrun job.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("run").add_argument
+    add("--data", type=Path, nargs="+", default=[], help="files or folders of text; none: Python's standard library")
+    add("--out", type=Path, default=Path("runs/train_lm"), help="folder for metrics, plot and checkpoints")
+    add("--resume", type=Path, nargs="?", const=True, help="go on from PATH's newest checkpoint; no PATH: from --out")
+    add("--seed", type=int, default=0, help="decides the first weights and the batches")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=_count, default=400, help="optimizer steps in all, those before a resume included")
+    add("--batch-size", type=_count, default=16, help="sequences per rank and microbatch")
+    add("--seq-len", type=_count, default=128, help="bytes per sequence")
+    add("--grad-accum", type=_count, default=1, help="microbatches per step")
+    add("--lr", type=_positive, default=3e-3, help="peak learning rate; cosine decay to a tenth of it")
+    add("--warmup", type=_count_or_zero, default=30, help="steps of linear warm-up")
+    add("--weight-decay", type=float, default=0.1, help="on matrices; gains have none")
+    add("--clip", type=_positive, default=1.0, help="largest norm of the gradient")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--dim", type=_count, default=LMConfig.dim, help="width")
+    add("--layers", type=_count, default=LMConfig.layers, help="transformer blocks")
+    add("--heads", type=_count, default=LMConfig.heads, help="query heads")
+    add("--kv-heads", type=_count, default=LMConfig.kv_heads, help="key/value heads; must divide --heads")
+    add("--hidden", type=_count, default=LMConfig.hidden, help="width inside the feed-forward layers")
+    add("--tied", action="store_true", help="use the embedding as the output head too")
+
+    add = parser.add_argument_group("sharding").add_argument
+    add("--hsdp", type=_count, default=1, metavar="R", help="R replicas, each sharded over the other ranks")
+    add(
+        "--reshard-after-forward",
+        type=_reshard,
+        default="auto",
+        metavar="{true,false,auto,INT}",
+        help="free the gathered weights after forward; auto: all but the root's; INT: keep them sharded over INT ranks",
+    )
+    add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients and step in float32")
+    add("--activation-checkpointing", action="store_true", help="recompute each block's activations in backward")
+
+    add = parser.add_argument_group("reports and checkpoints").add_argument
+    add("--log-every", type=_count, default=10, help="steps between metrics")
+    add("--eval-every", type=_count_or_zero, default=100, help="steps between validations; 0: at the end alone")
+    add("--eval-batches", type=_count, default=8, help="batches per rank in a validation")
+    add("--save-every", type=_count_or_zero, default=200, help="steps between checkpoints; 0: at the end alone")
+    add("--sample-bytes", type=_count_or_zero, default=200, help="length of the text generated at the end")
+    return parser

@@ -1,0 +1,44 @@
+"""The folder of a run, before training starts: which checkpoint to go on from, and room for the new files.
+
+Imported by `train_lm.py`; called on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoint
+from options import Options
+from reporting import CURVE, METRICS
+from runtime import UsageError
+
+
+def find_checkpoint(options: Options) -> checkpoint.Saved | None:
+    """The checkpoint that `--resume` asks for, checked against this run before anything of it is loaded."""
+    if options.resume is None:
+        return None
+    saved = checkpoint.find(options.resume)
+    checkpoint.check_same_model(saved, options.model())
+    if saved.step >= options.steps:
+        raise UsageError(
+            f"{saved.path} has done {saved.step} of {options.steps} steps already; "
+            "--steps counts those before a resume too: raise it to go on"
+        )
+    return saved
+
+
+def prepare_folder(out: Path, saved: checkpoint.Saved | None) -> None:
+    """Create `out`; files of another run in it move to a subfolder, since two runs' checkpoints must never mix."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        goes_on_here = saved is not None and saved.path.parent.resolve() == (out / checkpoint.FOLDER).resolve()
+        present = [out / name for name in (checkpoint.FOLDER, METRICS, CURVE) if (out / name).exists()]
+        if goes_on_here or not present:
+            return
+        previous = out / f"previous-{1 + sum(1 for _ in out.glob('previous-*'))}"
+        previous.mkdir()
+        for path in present:
+            path.rename(previous / path.name)
+        print(f"moved the earlier run in {out} to {previous}", flush=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to --out {out}: {error.strerror}") from error

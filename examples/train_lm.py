@@ -1,0 +1,199 @@
+"""Train a byte-level language model with fsdp2: the complete job, from the command line to a sample of its text.
+
+    torchrun --nproc_per_node=2 examples/train_lm.py                 # two CPU processes, about two minutes
+    torchrun --nproc_per_node=8 examples/train_lm.py --bf16          # eight GPUs
+    torchrun --nproc_per_node=8 examples/train_lm.py --hsdp 2        # two replicas, each sharded over four
+    torchrun --nproc_per_node=2 examples/train_lm.py --resume        # go on from the newest checkpoint
+    python examples/train_lm.py                                      # one process
+
+The default text is the source code of Python's standard library; `--data PATH...` takes other files or folders. The
+folder `--out` (runs/train_lm) receives metrics.jsonl, loss.png and checkpoints/. `--help` lists all options.
+
+Ctrl-C (SIGINT) or SIGTERM ends the job after the current step with a checkpoint and exit status 0. (torchrun, itself
+interrupted too, adds its own SignalException report and exits with 1.) A mistake in the options, the data or the
+checkpoint is one message from rank 0 and exit status 2 from every rank.
+
+Reading order: this file, building.py (the sharding), model.py, data.py, checkpoint.py. The rest serves them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import NoReturn
+
+import checkpoint
+import torch
+import torch.nn.functional as F
+from building import build_mesh, build_model, build_optimizer, learning_rate
+from data import Batch, BatchPlan, Corpus, load_corpus
+from options import Options, parse_options
+from reporting import Report, plot_losses
+from run_folder import find_checkpoint, prepare_folder
+from runtime import (
+    StopRequest,
+    UsageError,
+    World,
+    choose_device,
+    leave,
+    mean_over_ranks,
+    on_every_rank,
+    on_rank_zero,
+    peak_memory_bytes,
+    start_world,
+)
+from sampling import generate
+from summary import describe, differences, fingerprint
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule
+
+PROMPT = b"def "
+
+
+def main() -> NoReturn:
+    stop = StopRequest()
+    world = start_world()
+    try:
+        options = on_every_rank(lambda: parse_options(sys.argv[1:], world.size))
+        device = on_every_rank(lambda: choose_device(options.device, world))
+        corpus = on_every_rank(lambda: load_corpus(options.data, options.seq_len))
+        saved = on_rank_zero(lambda: find_checkpoint(options))
+        on_rank_zero(lambda: prepare_folder(options.out, saved))
+    except UsageError as error:
+        leave(world, error)
+    if device.type == "cpu" and world.size > 1:
+        torch.set_num_threads(1)  # the ranks share the cores
+    Job(options, world, device, corpus, saved).run(stop)
+    leave(world)
+
+
+class Job:
+    """One training run, as this rank sees it. All ranks call all methods alike."""
+
+    def __init__(
+        self, options: Options, world: World, device: torch.device, corpus: Corpus, saved: checkpoint.Saved | None
+    ) -> None:
+        self.options, self.world, self.device, self.corpus = options, world, device, corpus
+        mesh = build_mesh(options, world, device)
+        self.model = build_model(options, mesh, device)
+        self.optimizer = build_optimizer(options, self.model)
+        if saved is not None:
+            checkpoint.load(saved, self.model, self.optimizer)
+        self.first_step = self.saved_step = saved.step if saved is not None else 0
+        self.newest = saved.path if saved is not None else None
+        self.plan = BatchPlan(
+            options.seq_len, options.batch_size, options.grad_accum, world.rank, world.size, options.seed
+        )
+        self.report = Report(options.out, self.first_step, options.steps, active=world.leads)
+        self.report.settings(describe(options, corpus, self.plan, self.model, mesh))
+        self.fingerprint = fingerprint(options, corpus, self.plan)
+        if saved is not None:
+            self.report.note(f"going on from {saved.path}")
+            changed = differences(saved.run, self.fingerprint)
+            if changed:
+                self.report.note(f"note: the result will differ from that of an uninterrupted run: {changed}")
+
+    def run(self, stop: StopRequest) -> None:
+        """Train to the end or to a stop request; leave a checkpoint, the loss curve and, at the end, a sample."""
+        options, report = self.options, self.report
+        with report:
+            if self.first_step == 0:
+                self.validate(0)
+            step = self.train(stop)
+            if step == options.steps:
+                self.validate(step)
+            self.save(step)
+        if self.world.leads:
+            report.note(f"loss curve: {plot_losses(options.out)}")
+        if step < options.steps:
+            report.note(f"stopped after step {step}")
+            if self.newest is not None:
+                report.note(f"to go on, run the same command with --resume {self.newest}")
+        elif options.sample_bytes:
+            report.sample(
+                generate(self.model, PROMPT, options.sample_bytes, options.seq_len, self.device, options.seed)
+            )
+
+    def train(self, stop: StopRequest) -> int:
+        """The loop; returns the number of steps done since the very start of the run."""
+        options = self.options
+        losses: list[Tensor] = []
+        since = time.perf_counter()
+        for step in range(self.first_step + 1, options.steps + 1):
+            if stop.agreed():
+                return step - 1
+            lr = learning_rate(step, options)
+            loss, norm = self.train_step(self.plan.train(self.corpus.train, step, self.device), lr)
+            losses.append(loss)
+            self.report.advance(step)
+            last = step == options.steps
+            if step % options.log_every == 0 or last:
+                self.log(step, lr, losses, norm, since)
+                losses, since = [], time.perf_counter()
+            paused = time.perf_counter()
+            if options.eval_every and step % options.eval_every == 0 and not last:
+                self.validate(step)
+            if options.save_every and step % options.save_every == 0 and not last:
+                self.save(step)
+            since += time.perf_counter() - paused  # tokens per second count training alone
+        return options.steps
+
+    def train_step(self, microbatches: Iterable[Batch], lr: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step; returns this rank's mean loss and the norm of the whole gradient, both left on device."""
+        assert isinstance(self.model, FSDPModule)  # fully_shard has made it one
+        self.model.train()
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(microbatches, start=1):
+            # Up to the last microbatch, gradients add up unsharded on each rank without communication.
+            self.model.set_requires_gradient_sync(number == self.options.grad_accum)
+            loss = cross_entropy(self.model, batch) / self.options.grad_accum
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, norm
+
+    def log(self, step: int, lr: float, losses: list[Tensor], norm: Tensor, since: float) -> None:
+        """Report one interval. Only here is a GPU waited for; the mean and the norm are collectives."""
+        loss = mean_over_ranks(torch.stack(losses).mean())
+        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        tokens = len(losses) * self.plan.tokens_per_step
+        metrics = {
+            "loss": loss,
+            "grad_norm": whole_norm.item(),
+            "lr": lr,
+            "tokens_per_second": tokens / (time.perf_counter() - since),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+        }
+        self.report.train(step, metrics)
+
+    @torch.no_grad()
+    def validate(self, step: int) -> None:
+        self.model.eval()
+        batches = self.plan.valid(self.corpus.valid, self.options.eval_batches, self.device)
+        losses = torch.stack([cross_entropy(self.model, batch) for batch in batches])
+        self.report.valid(step, mean_over_ranks(losses.mean()))
+
+    def save(self, step: int) -> None:
+        if step == self.saved_step:
+            return
+        about = {"step": step, "model": asdict(self.options.model()), "run": self.fingerprint}
+        self.newest = checkpoint.save(self.options.out, self.model, self.optimizer, about)
+        self.saved_step = step
+        self.report.note(f"step {step:>5}  saved {self.newest}")
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+if __name__ == "__main__":
+    main()
