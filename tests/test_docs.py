@@ -1,0 +1,192 @@
+"""Whatever the documents show runs, and whatever they link to exists.
+
+The info string behind a block's fence says how it runs:
+
+================== =================================================================================================
+``python``         runs. The blocks of one file run in order, in one namespace and one process, which finds the
+                   environment that ``torchrun --nproc_per_node=1`` would give it
+``python ranks=2`` the same, and the whole file runs on that many ranks (the largest number in the file counts)
+``bash run``       runs in the repository's root; a plain ``bash`` block does not run
+================== =================================================================================================
+
+Blocks run in an empty folder, on the CPU. A failure shows the document's own line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.source_tree import ROOT
+
+LINKED = [
+    *sorted(ROOT.glob("*.md")),
+    *(path for folder in ("docs", "examples", "benchmarks", "fsdp2") for path in sorted((ROOT / folder).rglob("*.md"))),
+]
+TIMEOUT_S = 150
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)$")
+LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?(?P<target>[^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+HEADING = re.compile(r"^#{1,6}\s+(?P<text>.+?)\s*#*$")
+
+# What runs in the subprocess: every block compiled under the document's name and at its own lines, so that tracebacks
+# point into the document; a leading newline for each line above costs nothing.
+RUNNER = """
+import json, os, sys
+with open(sys.argv[1], encoding="utf-8") as file:
+    document = json.load(file)
+namespace = {"__name__": "__main__"}
+try:
+    for line, code in document["blocks"]:
+        exec(compile("\\n" * line + code, document["path"], "exec"), namespace)
+finally:
+    import torch.distributed as dist
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the words of its info string, the number of lines above its first one, its text."""
+
+    info: tuple[str, ...]
+    line: int
+    code: str
+
+    @property
+    def ranks(self) -> int:
+        return int(next((word.removeprefix("ranks=") for word in self.info if word.startswith("ranks=")), "1"))
+
+
+def blocks_and_prose(path: Path) -> tuple[list[Block], list[tuple[int, str]]]:
+    """The fenced blocks of a document, and its other lines with their numbers."""
+    blocks, prose, inside = [], [], None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        match = FENCE.match(line)
+        if inside is None and match:
+            inside = (match, number, [])
+        elif inside is not None:
+            opening, start, lines = inside
+            if match and not match["info"].strip() and match["fence"].startswith(opening["fence"]):
+                blocks.append(Block(tuple(opening["info"].split()), start, "\n".join(lines) + "\n"))
+                inside = None
+            else:
+                lines.append(line.removeprefix(opening["indent"]))
+        else:
+            prose.append((number, line))
+    assert inside is None, f"{path}: the block at line {inside[1]} is never closed"
+    return blocks, prose
+
+
+def blocks_of(path: Path, *info: str) -> list[Block]:
+    return [block for block in blocks_and_prose(path)[0] if block.info[: len(info)] == info]
+
+
+def showing(*info: str) -> list[Path]:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in documents if path.exists() and blocks_of(path, *info)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def run(command: list[str], cwd: Path, env: dict[str, str], what: str) -> None:
+    """Fails with the command's output. The process and whatever it started are gone afterwards."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a launcher ends its ranks, which are in sessions of their own, when it is asked politely
+        try:
+            output, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        pytest.fail(f"{what}: still running after {TIMEOUT_S} s\n{output}", pytrace=False)
+    if process.returncode != 0:
+        pytest.fail(f"{what}: exit status {process.returncode}\n{output}", pytrace=False)
+
+
+@pytest.mark.parametrize("path", showing("python"), ids=name_of)
+def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(path, "python")
+    unknown = {word for block in blocks for word in block.info[1:] if not re.fullmatch(r"ranks=[1-9]\d*", word)}
+    assert not unknown, f"{name_of(path)}: info strings of python blocks may only add ranks=N, got {sorted(unknown)}"
+    (tmp_path / "runner.py").write_text(RUNNER, encoding="utf-8")
+    document = {"path": str(path), "blocks": [(block.line, block.code) for block in blocks]}
+    (tmp_path / "document.json").write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "work").mkdir()
+    script = [str(tmp_path / "runner.py"), str(tmp_path / "document.json")]
+    ranks = max(block.ranks for block in blocks)
+    if ranks == 1:
+        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **single)
+        run([sys.executable, *script], tmp_path / "work", env, name_of(path))
+    else:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        run([*launcher, *script], tmp_path / "work", environment(), name_of(path))
+
+
+def test_marked_bash_blocks_run() -> None:
+    for path in showing("bash", "run"):
+        for block in blocks_of(path, "bash", "run"):
+            run(["bash", "-euo", "pipefail", "-c", block.code], ROOT, environment(), f"{name_of(path)}:{block.line}")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a document's headings get on the usual forges."""
+    found: set[str] = set()
+    for _, line in blocks_and_prose(path)[1]:
+        if match := HEADING.match(line):
+            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", match["text"]).replace("`", "")
+            slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            repeated = sum(1 for other in found if re.fullmatch(re.escape(slug) + r"(-\d+)?", other))
+            found.add(f"{slug}-{repeated}" if repeated else slug)
+    return found
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_links_resolve(path: Path) -> None:
+    broken = []
+    for number, line in blocks_and_prose(path)[1]:
+        for match in LINK.finditer(re.sub(r"`[^`]*`", "", line)):
+            target, _, anchor = match["target"].partition("#")
+            if re.match(r"[a-z][a-z0-9+.-]*:", target):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            if not file.is_relative_to(ROOT) or not file.exists():
+                broken.append(f"{name_of(path)}:{number}: {match['target']}: no such file in the repository")
+            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+                broken.append(f"{name_of(path)}:{number}: {match['target']}: no such heading")
+    assert not broken, "\n" + "\n".join(broken)
