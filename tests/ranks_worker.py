@@ -1,0 +1,183 @@
+"""One rank of a pool, a process: imports test modules by path, runs bodies, reports. See `ranks_pool.py`."""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import gc
+import importlib.util
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Warnings are errors in test bodies, except these, which torch itself causes.
+IGNORED_WARNINGS = (
+    r".*TF32.*",
+    r".*torch\.jit.*deprecated.*",
+    r".*pin_memory.*no accelerator.*",
+    r".*_get_pg_default_device.*",
+    r".*barrier\(\).*device.*",
+    r".*TypedStorage is deprecated.*",
+    r"DTensor random operators may not have complete support on cpu device mesh",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to call, by names, so that it pickles whatever the test module holds."""
+
+    module: str
+    path: str
+    qualname: str
+    params: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a body ended. kind: "ok" (payload: pickled result), "failed" or "skipped" (text)."""
+
+    kind: str
+    payload: bytes = b""
+    text: str = ""
+    num_groups: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    rank: int
+    world_size: int
+    store_port: int
+    stacks_path: str
+
+
+def serve(config: WorkerConfig, connection: Connection) -> None:
+    """Process entry: join the group, then answer jobs until the pool goes away."""
+    import pickle
+
+    stacks = open(config.stacks_path, "w")  # noqa: SIM115 - lives as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(config.rank), WORLD_SIZE=str(config.world_size), LOCAL_RANK=str(config.rank))
+    jobs = _read_jobs(connection)
+    store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
+    timeout = timedelta(hours=1)  # the pool watches the clock
+    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size, timeout=timeout)
+    gc.freeze()
+    connection.send_bytes(pickle.dumps(Answer("ok")))
+    while True:
+        answer = _run(jobs.get(), config)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(answer))
+        if answer.kind != "failed":  # a failed rank takes part in nothing more; the pool will end
+            connection.send_bytes(pickle.dumps(_settle()))
+
+
+def _read_jobs(connection: Connection) -> queue.SimpleQueue[Job]:
+    """Read jobs in a thread, which also ends the process, stuck or not, when the pool closes its end."""
+    import pickle
+
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+
+    def read() -> None:
+        while True:
+            try:
+                jobs.put(pickle.loads(connection.recv_bytes()))
+            except (EOFError, OSError):
+                os._exit(0)
+
+    threading.Thread(target=read, daemon=True, name="read-jobs").start()
+    return jobs
+
+
+def _run(job: Job, config: WorkerConfig) -> Answer:
+    import pickle
+
+    from _pytest.outcomes import Skipped
+
+    try:
+        body: Any = _load(job.module, job.path)
+        for name in job.qualname.split("."):
+            body = getattr(body, name)
+        body = getattr(body, "rank_body", body)
+        _reset_torch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for pattern in IGNORED_WARNINGS:
+                warnings.filterwarnings("ignore", message=pattern)
+            result = pickle.dumps(body(config.rank, config.world_size, **pickle.loads(job.params)))
+    except Skipped as skip:
+        return Answer("skipped", text=str(skip.msg))
+    except BaseException as error:
+        return Answer("failed", text=_format(error, job.path))
+    return Answer("ok", payload=result)
+
+
+def _settle() -> Answer:
+    """Between bodies: free what the last one left, and see that the ranks agree on the collectives so far."""
+    try:
+        _reset_torch()
+        gc.collect()
+        dist.barrier()
+    except BaseException as error:
+        text = f"The body passed but left the process group unusable:\n{_format(error, '')}"
+        return Answer("failed", text=text)
+    return Answer("ok", num_groups=len(dist.distributed_c10d._world.pg_map))
+
+
+def _reset_torch() -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+
+
+def _format(error: BaseException, path: str) -> str:
+    """The traceback from the test module on; the harness' own frames say nothing."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != path:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
+
+
+def _load(name: str, path: str) -> types.ModuleType:
+    """Import a test module by path, once, with pytest's assertion rewriting where this pytest allows it."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == path:
+        return loaded
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, path)
+    try:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, path)
+    except (ImportError, TypeError):  # private to pytest: without it asserts fail all the same, with less to read
+        tree = ast.parse(source, path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    gc.freeze()
+    return module
