@@ -19,7 +19,7 @@ from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_of
 from fsdp2.module import swap_class
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime.parameter import ManagedParameter, Slot
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 __all__ = ["fully_shard"]
 
@@ -128,7 +128,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ArgumentError(f"fully_shard: expected an nn.Module, got {type(each)}")
-        if not is_list and isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(each):
+        if not is_list and isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
             raise ArgumentError(
                 f"fully_shard: {type(each).__name__} has no forward, so its parameters would never be gathered; call "
                 "fully_shard on its elements, or on a list of them"
@@ -138,10 +138,6 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if len({id(each) for each in modules}) != len(modules):
         raise MisuseError("fully_shard: a module stands twice in the list")
     return modules
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
 
 
 def _check_policies(offload_policy: OffloadPolicy, dp_mesh_dims: DataParallelMeshDims | None) -> None:

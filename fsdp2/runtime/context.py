@@ -45,6 +45,7 @@ class Context:
         is_provisional: made for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
+        recomputed: units whose forward a checkpoint ran again in this backward, and which were not resharded after it.
         post_optim_event: waited for by the next root forward's all-gathers in place of the compute stream.
     """
 
@@ -54,6 +55,7 @@ class Context:
         self.is_provisional = is_provisional
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
+        self.recomputed: deque[ref[Member]] = deque()
         self._released: deque[tuple[FlatStorage, torch.Event | None]] = deque()
         self._reductions: deque[Reduction] = deque()
         self._max_reductions = 1
@@ -142,6 +144,7 @@ class Context:
 
     def _end_backward(self) -> None:
         self._callback_queued = False
+        self.recomputed.clear()
         root = self.units[0]
         for unit in self.units:
             unit.finish_backward()
@@ -162,4 +165,5 @@ class Context:
         while self._reductions:
             self._reductions.popleft().abandon()
         self._callback_queued = False
+        self.recomputed.clear()
         self.schedule.end_forward()

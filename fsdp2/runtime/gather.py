@@ -74,16 +74,12 @@ class Gather:
     Must be made while `fulls` have storage, and outside of inference mode.
 
     Args:
-        fqn: of the unit, for events.
         layouts: how each parameter is cut over `roles.shard_size` ranks.
         fulls: views of the unsharded parameters, of their global shapes; other tensors than the parameters themselves,
             so that filling them is not seen as modifying those.
     """
 
-    def __init__(
-        self, fqn: str, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], roles: MeshRoles, comm: Comm
-    ):
-        self.fqn = fqn
+    def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], roles: MeshRoles, comm: Comm):
         self.operands: list[Operand] = []
         self._roles = roles
         self._comm = comm
@@ -129,21 +125,21 @@ class Gather:
             whole = self._packed.view(0, (size * segment,), torch.uint8)
             self.operands.append(Operand(whole, range(0, (size + 1) * segment, segment)))
 
-    def start(self, shards: Sequence[torch.Tensor]) -> Pending | None:
-        """Copy this rank's flat `shards` in and issue the collective; None where nothing travels."""
+    def start(self, fqn: str, shards: Sequence[torch.Tensor]) -> Pending | None:
+        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels."""
         if self._packed is not None:
             self._packed.alloc()
         foreach_copy(self._own, shards)
         if not self.operands:
             return None
-        emit("all_gather", self.fqn, self._numel, self._nbytes, self._dtype, self._roles.shard_size)
-        with named("all-gather", self.fqn, self._roles):
+        emit("all_gather", fqn, self._numel, self._nbytes, self._dtype, self._roles.shard_size)
+        with named("all-gather", fqn, self._roles):
             return self._comm.all_gather(self.operands, self._roles.shard_group)
 
-    def finish(self, pending: Pending | None) -> None:
+    def finish(self, fqn: str, pending: Pending | None) -> None:
         """Wait for the collective that `start` issued, and copy out of the packed buffer; on the same stream."""
         if pending is not None:
-            with named("all-gather", self.fqn, self._roles):
+            with named("all-gather", fqn, self._roles):
                 pending.wait()
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)

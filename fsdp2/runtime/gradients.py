@@ -42,10 +42,8 @@ class Gradients:
             assert unsharded is not None
             if unsharded.requires_grad != trainable:
                 unsharded.requires_grad_(trainable)
-                if trainable:
-                    self._trainable.add(index)
-                else:
-                    self._trainable.discard(index)
+            if trainable != (index in self._trainable):
+                self._trainable ^= {index}
                 self.expect_all()
             if trainable and index not in self._hooked:
                 self._hooked.add(index)

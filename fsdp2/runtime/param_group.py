@@ -104,7 +104,7 @@ class ParamGroup:
             storage = self._storage or self._make_storage()
             storage.alloc()
             gather = self._gather()
-            pending = gather.start(self._sources())
+            pending = gather.start(self.fqn, self._sources())
             if streams.lazy:
                 self._under_way = lambda: self._finish(gather, pending)
             else:
@@ -115,7 +115,7 @@ class ParamGroup:
 
     def _finish(self, gather: Gather, pending: Pending | None) -> None:
         with torch.no_grad():
-            gather.finish(pending)
+            gather.finish(self.fqn, pending)
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
@@ -202,7 +202,7 @@ class ParamGroup:
                 # `.data`: the same memory with a version counter of its own.
                 fulls = [p.unsharded.data for p in self.params if p.unsharded is not None]
                 comm = comm_for(roles.shard_group, self.params[0].flat.device)
-                self._gathers[roles.shard_size] = Gather(self.fqn, layouts, fulls, roles, comm)
+                self._gathers[roles.shard_size] = Gather(layouts, fulls, roles, comm)
         return self._gathers[roles.shard_size]
 
     def _sources(self) -> list[torch.Tensor]:

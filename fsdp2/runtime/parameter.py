@@ -152,7 +152,7 @@ class ManagedParameter:
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
         """Create `unsharded` on `data`, which has the global shape and the compute dtype."""
-        self.unsharded = nn.Parameter(data, requires_grad=False)
+        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         if self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
             # Autograd then casts each gradient as it arrives: the one copy between compute and reduce dtype, and
             # gradients of several backwards add up in the reduce dtype.

@@ -177,7 +177,7 @@ class Reduction:
         size, device = self.roles.shard_size, grads[0].device
         if all(param.layout.dim == 0 for param in params):
             packed = torch.empty(size, segment_numel, dtype=self._dtype, device=device)
-            chunk_cat(grads, size, packed)
+            chunk_cat([grad for grad in grads if grad.numel()], size, packed)
             return packed
         packed = torch.zeros(size, segment_numel, dtype=self._dtype, device=device)
         offset = 0

@@ -29,12 +29,12 @@ from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.naming import check_tied, name_parameters
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
 
-__all__ = ["Stage", "Unit", "unit_of"]
+__all__ = ["Stage", "Unit", "has_forward", "unit_of", "units_below"]
 
 
 class Stage(Enum):
@@ -58,6 +58,11 @@ def unit_of(module: nn.Module) -> "Unit | None":
     """The unit that manages `module` itself, by the one attribute that we set on modules."""
     unit = module.__dict__.get("_fsdp2_unit")
     return unit if isinstance(unit, Unit) else None
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; a plain ModuleList cannot."""
+    return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
 
 
 class Unit:
@@ -132,14 +137,16 @@ class Unit:
     def refresh_groups(self) -> None:
         """The same without the check, for when a model is being materialised."""
         for group in self.groups:
-            group.refresh()
+            if group.phase is Phase.SHARDED:
+                group.refresh()
 
     # --- forms -------------------------------------------------------------------------------------------------------
 
     def unshard(self, prefetching: bool = False) -> None:
-        """Issue the all-gathers that are needed."""
+        """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
         context = self.ready_context()
-        for group in self.groups:
+        backwards = prefetching and backward_is_running()
+        for group in reversed(self.groups) if backwards else self.groups:
             group.unshard(context, prefetching)
 
     def wait_for_unshard(self) -> None:
@@ -178,7 +185,9 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
-        context = self._forward_context()
+        if self.context is None or self.context.is_provisional:
+            become_root(self)  # the first unit to run a forward is the root of all units below it
+        context = self.ready_context()
         is_recomputation = self._is_recomputation()
         if context.root is self and not is_recomputation:
             context.begin_forward()
@@ -187,6 +196,8 @@ class Unit:
             context.follow_compute()
         is_first = not is_recomputation and (not self._to_run or len(self._modules) == 1)
         if is_first:
+            if backward_is_running():
+                self._make_room_for_recomputation(context)
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
@@ -197,7 +208,7 @@ class Unit:
                 unit.unshard(prefetching=True)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
-        if is_first and self.groups and torch.is_grad_enabled():
+        if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
             args, kwargs = on_backward_end(self.post_backward, args, kwargs)
         return args, kwargs
 
@@ -213,10 +224,26 @@ class Unit:
         self._hook_backward(output)
         if not self._to_run:
             self._move(Stage.IDLE)
-            self._reshard_after_forward()
+            if backward_is_running():
+                self.context.recomputed.append(ref(self))
+            else:
+                self._reshard_after_forward()
         if self.context.root is self:
             self.context.end_forward()
         return output
+
+    @staticmethod
+    def _make_room_for_recomputation(context: Context) -> None:
+        """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once: the
+        last two that it recomputed stay unsharded, so that backward need not gather them again."""
+        while len(context.recomputed) > 1:
+            unit = context.recomputed.popleft()()
+            if isinstance(unit, Unit) and unit._stage is Stage.IDLE:
+                unit._reshard_after_forward()
+
+    def _holds_container(self) -> bool:
+        """Whether a module of the list never runs itself: backward of what it holds ends nobody knows when."""
+        return len(self._modules) > 1 and not all(has_forward(module) for module in self.modules)
 
     def complete_forward(self) -> None:
         """The root's forward is over: what did not run will not run now."""
@@ -234,13 +261,6 @@ class Unit:
         if self.groups:
             order, position = self.context.schedule.finished(self)
         on_backward_begin(lambda _grad: self.pre_backward(order, position), output)
-
-    def _forward_context(self) -> Context:
-        """The context; the first unit to run a forward becomes the root of all units below it."""
-        if self.context is None or self.context.is_provisional:
-            become_root(self)
-        assert self.context is not None
-        return self.context
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Inputs on the accelerator. On the CPU they are there."""
