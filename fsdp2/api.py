@@ -5,6 +5,7 @@ Everything is checked before anything is changed, so that a call that raises lea
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -19,6 +20,7 @@ from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_of
 from fsdp2.module import swap_class
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime.parameter import ManagedParameter, Slot
+from fsdp2.runtime.root import pre_forward
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 __all__ = ["fully_shard"]
@@ -248,7 +250,7 @@ def _attach(module: nn.Module, unit: Unit) -> None:
     """Swap the class, and hook forward and the state dict."""
     module.__dict__["_fsdp2_unit"] = unit
     swap_class(module)
-    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(partial(pre_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
     owners = {slot.module for param in unit.params for slot in param.slots} if module is unit.modules[0] else set()
     for owner in owners:

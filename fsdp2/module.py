@@ -17,7 +17,8 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.runtime.unit import Unit, unit_of, units_below
+from fsdp2.runtime.root import pre_forward, units_below
+from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swap_class"]
 
@@ -340,7 +341,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @wraps(function)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(self, args, kwargs)
+        args, kwargs = pre_forward(unit, self, args, kwargs)
         return unit.post_forward(self, args, function(self, *args, **kwargs))
 
     setattr(module, method_name, MethodType(wrapped, module))

@@ -49,6 +49,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wrap",),
     ("api",),
     ("module",),
+    ("runtime.root",),
     ("runtime.unit",),
     ("runtime.context", "runtime.hooks", "runtime.param_group"),
     ("runtime.gradients",),

@@ -13,7 +13,6 @@ leaves them so.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -28,13 +27,12 @@ from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
-from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
 
-__all__ = ["Stage", "Unit", "has_forward", "unit_of", "units_below"]
+__all__ = ["Stage", "Unit", "has_forward", "unit_of"]
 
 
 class Stage(Enum):
@@ -184,9 +182,7 @@ class Unit:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: unshard, prefetch, cast the inputs."""
-        if self.context is None or self.context.is_provisional:
-            become_root(self)  # the first unit to run a forward is the root of all units below it
+        """Forward pre-hook, behind `root.pre_forward`: unshard, prefetch, cast the inputs."""
         context = self.ready_context()
         is_recomputation = self._is_recomputation()
         if context.root is self and not is_recomputation:
@@ -349,51 +345,3 @@ def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
 
 def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
     return [unit for weak in weak_units if (unit := weak()) is not None]
-
-
-def units_below(module: nn.Module) -> list[Unit]:
-    """The units of `module` and its submodules, in the order of the module tree."""
-    units: list[Unit] = []
-    for submodule in module.modules():
-        unit = unit_of(submodule)
-        if unit is not None and unit not in units:
-            units.append(unit)
-    return units
-
-
-def become_root(root: Unit) -> None:
-    """Make `root` the root of all units below its module: names, checks, and one context for all.
-
-    Raises:
-        OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
-        ArgumentError: one weight belongs to two groups, or is managed under one name and not under another.
-    """
-    modules = root.modules
-    if len(modules) != 1:
-        raise OrderError(
-            f"fully_shard was called on a list of {len(modules)} modules, and one of them ran forward first; such a "
-            "unit cannot be the root. Call fully_shard on the module that contains them, and run that one's forward."
-        )
-    module_fqns = {module: fqn for fqn, module in modules[0].named_modules()}
-    units = units_below(modules[0])
-    for unit in units:
-        fqns = [module_fqns[module] for module in unit.modules if module in module_fqns]
-        if unit is not root and unit.context is not None and not unit.context.is_provisional:
-            raise OrderError(
-                f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
-                "the outermost sharded module's forward first; after that, inner modules may run alone."
-            )
-        unit.fqn = ", ".join(fqns)
-        for group in unit.groups:
-            group.fqn = unit.fqn
-            name_parameters(group.params, module_fqns)
-    check_tied(modules[0], [param for unit in units for param in unit.params])
-    for unit in units:
-        unit.refresh()
-    context = Context(units, root.device, is_provisional=False)
-    for unit in units:
-        if unit.context is not None:
-            unit.context.free_released()
-        unit.context = context
-        if unit.settings.reshard_after_forward is None:
-            unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
