@@ -142,6 +142,11 @@ class Context:
             if reduction.advance():
                 self._reductions.append(reduction)
 
+    def finish_partials(self) -> None:
+        """Finish what an all-reduce that is issued next must include."""
+        while any(reduction.leaves_partials for reduction in self._reductions):
+            self._reductions.popleft().finish()
+
     def _end_backward(self) -> None:
         self._callback_queued = False
         self.recomputed.clear()

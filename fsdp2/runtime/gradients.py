@@ -6,7 +6,6 @@ to be reduced yet simply stay there.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from weakref import ref
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from fsdp2.comm import comm_for
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.reduction import Contribution, Reduction
 from fsdp2.runtime.streams import Streams
 
 __all__ = ["Gradients"]
@@ -42,12 +41,24 @@ class Gradients:
             assert unsharded is not None
             if unsharded.requires_grad != trainable:
                 unsharded.requires_grad_(trainable)
-            if trainable != (index in self._trainable):
-                self._trainable ^= {index}
-                self.expect_all()
-            if trainable and index not in self._hooked:
-                self._hooked.add(index)
-                unsharded.register_post_accumulate_grad_hook(self._make_hook(index))
+            self._note_trainable(index, unsharded)
+
+    def follow_unsharded(self) -> None:
+        """Where the user froze or unfroze an unsharded parameter, the sharded one follows."""
+        for index, param in enumerate(self._params):
+            unsharded = param.unsharded
+            assert unsharded is not None
+            if unsharded.requires_grad != (index in self._trainable):
+                param.sharded.requires_grad_(unsharded.requires_grad)
+                self._note_trainable(index, unsharded)
+
+    def _note_trainable(self, index: int, unsharded: torch.Tensor) -> None:
+        if unsharded.requires_grad != (index in self._trainable):
+            self._trainable ^= {index}
+            self.expect_all()
+        if unsharded.requires_grad and index not in self._hooked:
+            self._hooked.add(index)
+            unsharded.register_post_accumulate_grad_hook(self._make_hook(index))
 
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be made anew."""
@@ -88,23 +99,19 @@ class Gradients:
             return []
         self._have_arrived = False
         self.expect_all()
-        found: list[tuple[ManagedParameter, torch.Tensor | None]] = []
-        all_reduces = settings.requires_all_reduce
+        found = []
         for param in self._params:
-            grad = self._take_one(param, settings.reduce_unused)
-            if grad is not None or (all_reduces and param.partial is not None):
-                found.append((param, grad))
-        reductions = []
-        found.sort(key=lambda pair: str(pair[0].reduce_dtype))
-        for _, pairs in groupby(found, key=lambda pair: pair[0].reduce_dtype):
-            group = list(pairs)
-            fresh = [(param, grad) for param, grad in group if grad is not None]
-            params = [param for param, _ in fresh] + [param for param, grad in group if grad is None]
-            roles = params[0].roles
-            comm = comm_for(roles.shard_group, params[0].flat.device)
-            grads = [grad for _, grad in fresh]
-            reductions.append(Reduction(fqn, params, grads, comm, settings, streams))
-        return reductions
+            grad, partial = self._take_one(param, settings.reduce_unused), None
+            if settings.requires_all_reduce:
+                partial, param.partial = param.partial, None
+            if grad is not None or partial is not None:
+                found.append(Contribution(param, grad, partial))
+        by_dtype: dict[torch.dtype, list[Contribution]] = {}
+        for each in found:
+            by_dtype.setdefault(each.param.reduce_dtype, []).append(each)
+        comm = comm_for(self._params[0].roles.shard_group, self._params[0].flat.device)
+        # Dict order is the parameters' order, which is the same on every rank.
+        return [Reduction(fqn, contributions, comm, settings, streams) for contributions in by_dtype.values()]
 
     @staticmethod
     def _take_one(param: ManagedParameter, fill: bool) -> torch.Tensor | None:

@@ -119,6 +119,8 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
+        if self.phase is Phase.UNSHARDED:
+            self.gradients.follow_unsharded()
         if self.phase is not Phase.GATHERING:
             return
         assert self._under_way is not None
@@ -139,6 +141,7 @@ class ParamGroup:
             return
         emit("reshard", self.fqn)
         if self.phase is Phase.UNSHARDED:
+            self.gradients.follow_unsharded()
             if to_smaller:
                 assert self.smaller is not None
                 with torch.no_grad():

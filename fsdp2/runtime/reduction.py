@@ -15,6 +15,7 @@ when it has to.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -29,46 +30,65 @@ from fsdp2.runtime.gather import interleave, named
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Reduction"]
+__all__ = ["Contribution", "Reduction"]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one parameter brings to a reduction: a gradient of global shape, or what an earlier backward left for this
+    all-reduce (1-D, padded), or both."""
+
+    param: ManagedParameter
+    grad: torch.Tensor | None
+    partial: torch.Tensor | None
 
 
 class Reduction:
     """One reduction; all of its gradients have one dtype.
 
+    Gradients and partials were made on other streams than those that read them here; this object keeps them alive
+    until `finish`, when the compute stream has waited for the reduction, and so it does with its own buffers.
+
     Args:
         fqn: of the unit.
-        params: parameters with a gradient, then, where partial gradients wait for this all-reduce, those without.
-        grads: gradients of the first ``len(grads)`` of them, of global shape; they are read until `finish` and kept
-            alive here until the stream that made them has waited for the reduction.
+        contributions: at least one, all for parameters of one mesh and one reduce dtype.
     """
 
     def __init__(
         self,
         fqn: str,
-        params: Sequence[ManagedParameter],
-        grads: Sequence[torch.Tensor],
+        contributions: Sequence[Contribution],
         comm: Comm,
         settings: UnitSettings,
         streams: Streams,
     ):
         self.fqn = fqn
-        self.roles = params[0].roles
+        self.roles = contributions[0].param.roles
         self._comm = comm
         self._settings = settings
         self._streams = streams
-        self._dtype = params[0].reduce_dtype
-        lanes = [
-            choose_lane(p.layout, self._dtype.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
-            for p in params[: len(grads)]
-        ]
-        # Packed ones first, so that their outputs are one piece of the flat output.
-        order = sorted(range(len(grads)), key=lambda index: lanes[index] is Lane.DIRECT)
+        self._contributions = list(contributions)
+        lanes = [self._lane(each) for each in contributions]
         self._num_packed = lanes.count(Lane.PACKED)
-        self._grads: list[torch.Tensor] = [grads[index].contiguous() for index in order]
-        self._params = [params[index] for index in order] + list(params[len(grads) :])
+        # Packed ones first, so that their outputs are one piece of the flat output; those without a gradient last.
+        order = sorted(range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None))
+        self._contributions = [contributions[index] for index in order]
         self._flat: torch.Tensor | None = None
         self._outputs: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
+        self._is_abandoned = False
         self._run = self._steps()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients while they are reduced."""
+        return self._contributions[0].param.reduce_dtype
+
+    def _lane(self, contribution: Contribution) -> Lane | None:
+        if contribution.grad is None:
+            return None
+        comm, layout = self._comm, contribution.param.layout
+        return choose_lane(layout, self.dtype.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
 
     def advance(self) -> bool:
         """Take one step; returns whether there is another."""
@@ -82,23 +102,30 @@ class Reduction:
 
     def abandon(self) -> None:
         """Take all steps that are left, but change no gradient. A failure was reported before and is not again."""
-        self._params, self._outputs = [], []
+        self._is_abandoned = True
         with suppress(CollectiveError):
             self.finish()
+
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether its results will wait for a later all-reduce."""
+        return self.roles.replicate_group is not None and not self._settings.requires_all_reduce
 
     def _steps(self) -> Iterator[None]:
         settings, streams, roles = self._settings, self._streams, self.roles
         scaling = scaling_for(
-            self._dtype, roles.shard_size, roles.replicate_size, settings.gradient_divide_factor, settings.force_sum
+            self.dtype, roles.shard_size, roles.replicate_size, settings.gradient_divide_factor, settings.force_sum
         )
         born = streams.record()
         with streams.reducing():
-            # Gradients: allocated on the compute stream, read here; kept by self._grads until [6]. Outputs: allocated
+            # Gradients: allocated on the compute stream, read here; kept by this object until [6]. Outputs: allocated
             # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
             streams.wait(born)
+            grads = [each.grad.contiguous() for each in self._contributions if each.grad is not None]
+            self._kept += grads
             if scaling.pre != 1:
-                foreach_div(self._grads, scaling.pre)
-            pending = self._scatter(scaling.scatter_averages)  # [1] [2]
+                foreach_div(grads, scaling.pre)
+            pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
             if pending is not None:
                 if streams.lazy:
                     yield
@@ -106,7 +133,7 @@ class Reduction:
                     pending.wait()
             done = streams.record()
         if roles.replicate_group is not None:
-            if not settings.requires_all_reduce:  # [3]
+            if self.leaves_partials:  # [3]
                 streams.wait(done)
                 self._keep_partial()
                 return
@@ -128,81 +155,79 @@ class Reduction:
         streams.wait(done)
         self._hand_over()  # [6]
 
-    def _scatter(self, average: bool) -> Pending | None:
-        """Make the flat output and issue the reduce-scatter into it."""
-        roles, params = self.roles, self._params
+    def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
+        """Make the flat output and issue the reduce-scatter of `grads` into it."""
+        roles = self.roles
         if roles.shard_size == 1 and roles.replicate_group is None:
-            self._outputs = [grad.view(-1) for grad in self._grads]
+            self._outputs = [grad.view(-1) for grad in grads]
             return None
-        sizes = [param.layout.padded_numel for param in params]
-        device = self._grads[0].device if self._grads else params[0].flat.device
-        flat = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+        sizes = [each.param.layout.padded_numel for each in self._contributions]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._contributions[0].param.flat.device)
         self._flat, self._outputs = flat, list(flat.split(sizes))
-        for output in self._outputs[len(self._grads) :]:
+        for output in self._outputs[len(grads) :]:
             output.zero_()
-        if not self._grads:
-            return None
         if roles.shard_size == 1:
-            foreach_copy(self._outputs[: len(self._grads)], [grad.view(-1) for grad in self._grads])
+            foreach_copy(self._outputs[: len(grads)], [grad.view(-1) for grad in grads])
             return None
-        numel = sum(sizes[: len(self._grads)])
+        numel = sum(sizes[: len(grads)])
+        if not numel:
+            return None
         emit("reduce_scatter", self.fqn, numel, numel * flat.itemsize, flat.dtype, roles.shard_size)
-        scatters = self._direct_scatters()
+        scatters = self._direct_scatters(grads)
         packed_numel = sum(sizes[: self._num_packed])
         if packed_numel:
-            packed = self._pack(packed_numel)
+            packed = self._pack(grads[: self._num_packed], packed_numel)
+            self._kept.append(packed)
             bounds = range(0, (roles.shard_size + 1) * packed_numel, packed_numel)
             scatters.append(Scatter(Operand(packed.view(-1), bounds), flat[:packed_numel]))
-        if not scatters:
-            return None
         with named("reduce-scatter", self.fqn, roles):
             return self._comm.reduce_scatter(scatters, roles.shard_group, average)
 
-    def _direct_scatters(self) -> list[Scatter]:
+    def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
         """Large gradients are operands themselves."""
         scatters = []
-        for index in range(self._num_packed, len(self._grads)):
-            param, grad = self._params[index], self._grads[index]
-            operand = Operand(grad.view(-1), param.layout.flat_bounds)
-            output, numel = self._outputs[index], param.local_numel
+        for index in range(self._num_packed, len(grads)):
+            param, output = self._contributions[index].param, self._outputs[index]
+            operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
+            numel = param.local_numel
             if numel != output.numel():
                 output[numel:].zero_()  # padding is seen by the all-reduce and its hook
             scatters.append(Scatter(operand, output[:numel]))
         return scatters
 
-    def _pack(self, segment_numel: int) -> torch.Tensor:
+    def _pack(self, grads: Sequence[torch.Tensor], segment_numel: int) -> torch.Tensor:
         """The other gradients in one buffer ``[ranks, segment_numel]``, padding zero."""
-        grads = self._grads[: self._num_packed]
-        params = self._params[: self._num_packed]
+        layouts = [each.param.layout for each in self._contributions[: len(grads)]]
         size, device = self.roles.shard_size, grads[0].device
-        if all(param.layout.dim == 0 for param in params):
-            packed = torch.empty(size, segment_numel, dtype=self._dtype, device=device)
+        if all(layout.dim == 0 for layout in layouts):
+            packed = torch.empty(size, segment_numel, dtype=self.dtype, device=device)
             chunk_cat([grad for grad in grads if grad.numel()], size, packed)
             return packed
-        packed = torch.zeros(size, segment_numel, dtype=self._dtype, device=device)
+        packed = torch.zeros(size, segment_numel, dtype=self.dtype, device=device)
         offset = 0
         destinations, sources = [], []
-        for param, grad in zip(params, grads, strict=True):
-            for destination, source in interleave(packed, offset, grad, param.layout):
+        for layout, grad in zip(layouts, grads, strict=True):
+            for destination, source in interleave(packed, offset, grad, layout):
                 destinations.append(destination)
                 sources.append(source)
-            offset += param.layout.padded_numel
+            offset += layout.padded_numel
         foreach_copy(destinations, sources)
         return packed
 
     def _keep_partial(self) -> None:
         """Add the outputs to what waits for an all-reduce."""
-        for param, output in zip(self._params, self._outputs, strict=True):
-            param.partial = output if param.partial is None else param.partial.add_(output)
-        self._grads = []
+        if self._is_abandoned:
+            return
+        for each, output in zip(self._contributions, self._outputs, strict=True):
+            partial = each.param.partial
+            each.param.partial = output if partial is None else partial.add_(output)
 
     def _all_reduce(self, average: bool) -> Pending:
         """Issue the all-reduce of the flat output, with what earlier backwards left."""
         assert self._flat is not None and self.roles.replicate_group is not None
-        for param, output in zip(self._params, self._outputs, strict=True):
-            if param.partial is not None:
-                output.add_(param.partial)
-                param.partial = None
+        for each, output in zip(self._contributions, self._outputs, strict=True):
+            if each.partial is not None:
+                output.add_(each.partial)
         flat, group = self._flat, self.roles.replicate_group
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, group.size())
         with named("all-reduce", self.fqn, self.roles):
@@ -216,20 +241,23 @@ class Reduction:
         if self._settings.all_reduce_hook is not None:
             for flat in flats:
                 self._settings.all_reduce_hook(flat)
-        dtypes = {param.dtype for param in self._params}
-        if dtypes == {self._dtype}:
+        dtypes = [each.param.dtype for each in self._contributions]
+        if set(dtypes) == {self.dtype}:
             return
-        if self._flat is not None and len(dtypes) == 1:
-            self._flat = self._flat.to(dtypes.pop())
+        self._kept += flats  # made on the reduce-scatter stream, read on the all-reduce stream
+        if self._flat is not None and len(set(dtypes)) == 1:
+            self._flat = self._flat.to(dtypes[0])
             self._outputs = list(self._flat.split([output.numel() for output in self._outputs]))
         else:
-            self._outputs = [output.to(p.dtype) for p, output in zip(self._params, self._outputs, strict=True)]
+            self._outputs = [output.to(dtype) for dtype, output in zip(dtypes, self._outputs, strict=True)]
 
     def _hand_over(self) -> None:
         """Set `sharded.grad`, or add to the one that is there."""
-        self._grads = []
+        if self._is_abandoned:
+            return
+        params = [each.param for each in self._contributions]
         old, new = [], []
-        for param, output in zip(self._params, self._outputs, strict=True):
+        for param, output in zip(params, self._outputs, strict=True):
             grad = param.grad_from(output)
             if param.sharded.grad is None:
                 param.sharded.grad = grad
@@ -237,7 +265,7 @@ class Reduction:
                 old.append(local_tensor(param.sharded.grad))
                 new.append(local_tensor(grad))
         foreach_add(old, new)
-        for param in self._params:
+        for param in params:
             for hook in post_accumulate_grad_hooks(param.sharded):
                 with torch.enable_grad():
                     hook(param.sharded)

@@ -7,6 +7,7 @@ then on they share one context, and their names are relative to the root.
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.errors import OrderError
@@ -17,6 +18,7 @@ from fsdp2.runtime.unit import Unit, unit_of
 __all__ = ["become_root", "pre_forward", "units_below"]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def pre_forward(
     unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -208,6 +208,7 @@ class Unit:
             args, kwargs = on_backward_end(self.post_backward, args, kwargs)
         return args, kwargs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output)
@@ -295,6 +296,8 @@ class Unit:
 
     def _reduce(self, group: ParamGroup) -> None:
         assert self.context is not None
+        if group.roles.replicate_group is not None and self.settings.requires_all_reduce:
+            self.context.finish_partials()
         self.context.reduce(group.gradients.take(self.settings, self.context.streams, self.fqn))
 
     def post_backward(self) -> None:
