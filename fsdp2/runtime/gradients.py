@@ -91,17 +91,22 @@ class Gradients:
                 param.unsharded.grad = None
         self.expect_all()
 
-    def take(self, settings: UnitSettings, streams: Streams, fqn: str) -> list[Reduction]:
+    def take(self, settings: UnitSettings, fill: bool, streams: Streams, fqn: str) -> list[Reduction]:
         """Reductions, not started, of all gradients there are; one for each dtype they are reduced in. The unsharded
-        parameters have no gradients after it."""
+        parameters have no gradients after it.
+
+        Args:
+            fill: add zeros for trainable parameters without a gradient, where the settings ask for it.
+        """
+        fill = fill and settings.reduce_unused
         may_have_partials = self._params[0].roles.replicate_group is not None
-        if not (self._have_arrived or settings.reduce_unused or may_have_partials):
+        if not (self._have_arrived or fill or may_have_partials):
             return []
         self._have_arrived = False
         self.expect_all()
         found = []
         for param in self._params:
-            grad, partial = self._take_one(param, settings.reduce_unused), None
+            grad, partial = self._take_one(param, fill), None
             if settings.requires_all_reduce:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:

@@ -294,11 +294,11 @@ class Unit:
         if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
             self._reduce(self.groups[index])
 
-    def _reduce(self, group: ParamGroup) -> None:
+    def _reduce(self, group: ParamGroup, fill: bool = True) -> None:
         assert self.context is not None
         if group.roles.replicate_group is not None and self.settings.requires_all_reduce:
             self.context.finish_partials()
-        self.context.reduce(group.gradients.take(self.settings, self.context.streams, self.fqn))
+        self.context.reduce(group.gradients.take(self.settings, fill, self.context.streams, self.fqn))
 
     def post_backward(self) -> None:
         """Backward is through with the unit, at least for now: reshard, reduce what was not."""
@@ -324,8 +324,9 @@ class Unit:
             if self.settings.reshard_after_backward and (root is None or root.settings.is_last_backward):
                 self.reshard()
             if self.settings.requires_gradient_sync:
+                # Zeros for what got no gradient were sent by `post_backward`, if that ran.
                 for group in reversed(self.groups):
-                    self._reduce(group)
+                    self._reduce(group, fill=self._stage is not Stage.DONE)
         for group in self.groups:
             group.gradients.expect_all()
         self._to_run.clear()
