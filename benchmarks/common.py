@@ -331,7 +331,7 @@ def provenance(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "commit": _commit(),
         },
-        "backend": dist.get_backend(),
+        "backend": dict(part.split(":") for part in dist.get_backend_config().split(","))[device],
         "ranks": dist.get_world_size(),
         "threads": torch.get_num_threads(),
     }
@@ -352,7 +352,7 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """The raw data of a run, one line a list of numbers."""
+    """The raw data of a run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

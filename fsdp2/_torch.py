@@ -23,7 +23,7 @@ __all__ = [
     "composable_apis",
     "foreach_add",
     "foreach_copy",
-    "foreach_div",
+    "foreach_divided",
     "local_tensor",
     "make_dtensor",
     "make_spec",
@@ -112,10 +112,9 @@ def foreach_add(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
         torch._foreach_add_(list(tensors), list(others))
 
 
-def foreach_div(tensors: Sequence[torch.Tensor], divisor: float) -> None:
-    """`torch._foreach_div_`."""
-    if tensors:
-        torch._foreach_div_(list(tensors), divisor)
+def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[torch.Tensor]:
+    """`torch._foreach_div`."""
+    return list(torch._foreach_div(list(tensors), divisor)) if tensors else []
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_of
-from fsdp2.module import swap_class
+from fsdp2.module import swapped_class
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from fsdp2.runtime.parameter import ManagedParameter, Slot
 from fsdp2.runtime.root import pre_forward
@@ -92,6 +92,9 @@ def fully_shard(
         dim, param_roles = _placement(param, fqn, shard_placement_fn, roles)
         placed.append((param, dim, param_roles))
 
+    smaller = {each: _smaller(each, reshard_to) for _, _, each in placed}
+    classes = [swapped_class(type(each)) for each in modules]
+
     settings = UnitSettings(reshard_after_forward=reshard_to)
     groups: dict[MeshRoles, list[ManagedParameter]] = {}
     while placed:
@@ -104,9 +107,9 @@ def fully_shard(
     _move_buffers(managed, roles.device)
     unit = Unit(modules, list(groups.values()), roles.device, mp_policy, settings)
     for group in unit.groups:
-        if isinstance(reshard_to, int) and not isinstance(reshard_to, bool):
-            group.smaller = group.roles.smaller(reshard_to)
-    for each in modules:
+        group.smaller = smaller[group.roles]
+    for each, cls in zip(modules, classes, strict=True):
+        each.__class__ = cls
         _attach(each, unit)
     return module
 
@@ -162,6 +165,17 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
         warn("reshard_after_forward=1 keeps parameters unsharded, as False does; pass False", stacklevel=3)
         return False
     return True if value == roles.shard_size else value
+
+
+def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | None:
+    """The mesh to reshard to after forward; a parameter's own mesh must allow it too."""
+    if reshard_to is None or isinstance(reshard_to, bool):
+        return None
+    if roles.shard_size % reshard_to != 0:
+        raise ArgumentError(
+            f"reshard_after_forward={reshard_to} does not divide the shard axis of a parameter's own mesh: {roles.mesh}"
+        )
+    return roles.smaller(reshard_to)
 
 
 def _placement(
@@ -247,9 +261,8 @@ def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device
 
 
 def _attach(module: nn.Module, unit: Unit) -> None:
-    """Swap the class, and hook forward and the state dict."""
+    """Hook forward and the state dict."""
     module.__dict__["_fsdp2_unit"] = unit
-    swap_class(module)
     module.register_forward_pre_hook(partial(pre_forward, unit), prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
     owners = {slot.module for param in unit.params for slot in param.slots} if module is unit.modules[0] else set()

@@ -20,18 +20,17 @@ from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedErro
 from fsdp2.runtime.root import pre_forward, units_below
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swap_class"]
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swapped_class"]
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
 
 
-def swap_class(module: nn.Module) -> None:
-    """Give `module` the FSDP methods. Modules of one original class share one swapped class."""
-    original = type(module)
+def swapped_class(original: type) -> type:
+    """The class that has the FSDP methods beside those of `original`; one for each original class."""
     if original not in _swapped_classes:
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = _swapped_classes[original]
+    return _swapped_classes[original]
 
 
 class UnshardHandle:
@@ -152,7 +151,8 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether trainable parameters without a gradient take part in reductions, with zeros (default False).
-        Recursive. For models in which ranks use different parameters: all ranks then reduce the same ones."""
+        Recursive. For models in which ranks use different parameters: all ranks then reduce the same ones, in the same
+        order, at the end of backward (so the gradients of the whole unit stay until then)."""
         self._set(recurse, reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params))
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -336,13 +336,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ArgumentError(f"register_fsdp_forward_method: {type(module)} has no method '{method_name}'")
-    function = method.__func__
     unit = module._unit()
 
-    @wraps(function)
+    @wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pre_forward(unit, self, args, kwargs)
-        return unit.post_forward(self, args, function(self, *args, **kwargs))
+        return unit.post_forward(self, args, method(*args, **kwargs))
 
     setattr(module, method_name, MethodType(wrapped, module))
 

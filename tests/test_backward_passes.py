@@ -196,6 +196,20 @@ def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
         assert_gradients(model, mean_gradients(plain, world_size, three))
 
 
+@on_ranks(2)
+def test_prefetch_in_every_backward(rank: int, world_size: int) -> None:
+    """SPEC 49, 63: of two forwards with a backward each, both backwards prefetch; the first is not the last."""
+    model = sharded_copy(Layers(3))
+    losses = [model(batch(step, rank, 4)).sum() for step in range(2)]
+    for step, loss in enumerate(losses):
+        model.set_is_last_backward(step == 1)
+        with events.record() as log:
+            loss.backward()
+        text = lines(log, "unshard", "reshard")
+        assert text.index("unshard layers.1") < text.index("reshard layers.2")
+        assert text.index("unshard layers.0") < text.index("reshard layers.1")
+
+
 @on_ranks(2, 4)
 def test_interleaved_forwards_and_backwards(rank: int, world_size: int) -> None:
     """SPEC 105: one-forward-one-backward pipelining, two microbatches in flight, equals the plain average."""

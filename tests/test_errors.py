@@ -20,13 +20,21 @@ from tests.ranks import on_ranks
 def test_twice(rank: int, world_size: int) -> None:
     """SPEC 181: a module is sharded once."""
     model = fully_shard(nn.Linear(2, 2))
-    expect(rank, wrapped(error_of(AssertionError, lambda: fully_shard(model))), """\
+    expect(
+        rank,
+        wrapped(error_of(AssertionError, lambda: fully_shard(model))),
+        """\
 fully_shard: this FSDPLinear is sharded already; call it once a module
-""")
+""",
+    )
     linear = nn.Linear(2, 2)
-    expect(rank, wrapped(error_of(AssertionError, lambda: fully_shard([linear, nn.ReLU(), linear]))), """\
+    expect(
+        rank,
+        wrapped(error_of(AssertionError, lambda: fully_shard([linear, nn.ReLU(), linear]))),
+        """\
 fully_shard: a module stands twice in the list
-""")
+""",
+    )
     assert type(linear) is nn.Linear
 
 
@@ -43,10 +51,14 @@ class Chain(nn.ModuleList):
 def test_containers(rank: int, world_size: int) -> None:
     """SPEC 182: a ModuleList or ModuleDict has no forward; a subclass with one is fine."""
     modules = nn.ModuleList([nn.Linear(2, 2)])
-    expect(rank, wrapped(error_of(ValueError, lambda: fully_shard(modules))), """\
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: fully_shard(modules))),
+        """\
 fully_shard: ModuleList has no forward, so its parameters would never be gathered; call fully_shard
 on its elements, or on a list of them
-""")
+""",
+    )
     assert "ModuleDict" in error_of(ValueError, lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})))
     assert type(modules) is nn.ModuleList and not isinstance(modules[0].weight, DTensor)
     plain = Chain([nn.Linear(4, 4)])
@@ -56,12 +68,20 @@ on its elements, or on a list of them
 @on_ranks(2)
 def test_not_a_module(rank: int, world_size: int) -> None:
     """SPEC 2, 19: the argument is a module or a list of modules."""
-    expect(rank, wrapped(error_of(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"]))), """\
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"]))),
+        """\
 fully_shard: expected an nn.Module, got <class 'str'>
-""")
-    expect(rank, wrapped(error_of(ValueError, lambda: fully_shard([]))), """\
+""",
+    )
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: fully_shard([]))),
+        """\
 fully_shard: expected at least one module, got an empty list
-""")
+""",
+    )
 
 
 @on_ranks(4)
@@ -71,10 +91,14 @@ def test_mesh_of_three_axes(rank: int, world_size: int) -> None:
     model = nn.Linear(2, 2)
     text = error_of(ValueError, lambda: fully_shard(model, mesh=mesh))
     assert str(mesh) in text
-    expect(rank, wrapped(text), """\
+    expect(
+        rank,
+        wrapped(text),
+        """\
 fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got DeviceMesh((a=1, b=2, c=2),
 'cpu', stride=((), 2, 1))
-""")
+""",
+    )
     assert not isinstance(model, FSDPModule)
 
 
@@ -82,11 +106,15 @@ fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got DeviceMe
 def test_unnamed_2d_mesh(rank: int, world_size: int) -> None:
     """SPEC 106: without names nobody can see which axis is which."""
     mesh = DeviceMesh("cpu", mesh_2d(2, 2).mesh)
-    expect(rank, wrapped(error_of(AssertionError, lambda: fully_shard(nn.Linear(2, 2), mesh=mesh))), """\
+    expect(
+        rank,
+        wrapped(error_of(AssertionError, lambda: fully_shard(nn.Linear(2, 2), mesh=mesh))),
+        """\
 fully_shard: a 2-D mesh needs mesh_dim_names, the first for the replicate axis and the second for
 the shard axis; got DeviceMesh((2, 2), 'cpu', stride=(2, 1)) without names. Pass
 mesh_dim_names=('replicate', 'shard') to init_device_mesh.
-""")
+""",
+    )
 
 
 class WithScalar(nn.Module):
@@ -103,9 +131,13 @@ class WithScalar(nn.Module):
 def test_scalar_parameter(rank: int, world_size: int) -> None:
     """SPEC 184: named, with advice; nothing has been changed when it is found."""
     model = WithScalar()
-    expect(rank, wrapped(error_of(ValueError, lambda: fully_shard(model))), """\
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: fully_shard(model))),
+        """\
 'inner.scale' is a scalar, which cannot be sharded; make it a tensor of shape (1,)
-""")
+""",
+    )
     assert type(model) is WithScalar and not any(isinstance(param, DTensor) for param in model.parameters())
 
 
@@ -113,9 +145,13 @@ def test_scalar_parameter(rank: int, world_size: int) -> None:
 def test_non_contiguous_parameter(rank: int, world_size: int) -> None:
     """SPEC 185: a channels_last convolution, with its shape and stride."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
-    expect(rank, wrapped(error_of(NotImplementedError, lambda: fully_shard(model))), """\
+    expect(
+        rank,
+        wrapped(error_of(NotImplementedError, lambda: fully_shard(model))),
+        """\
 '0.weight' is not contiguous: shape (4, 2, 3, 3), stride (18, 1, 6, 2); call .contiguous() on it
-""")
+""",
+    )
     assert type(model) is nn.Sequential
 
 
@@ -124,9 +160,13 @@ def test_non_contiguous_parameter(rank: int, world_size: int) -> None:
 def test_shard_dim_out_of_range(rank: int, world_size: int, dim: int) -> None:
     """SPEC 186: with the dim, the number of dims and the shape."""
     text = error_of(AssertionError, lambda: fully_shard(linears(1), shard_placement_fn=lambda param: Shard(dim)))
-    expect(rank, wrapped(text.replace(str(dim), "DIM", 1)), """\
+    expect(
+        rank,
+        wrapped(text.replace(str(dim), "DIM", 1)),
+        """\
 shard_placement_fn: Shard(DIM) for '0.weight', which has 2 dims: (4, 4)
-""")
+""",
+    )
 
 
 @on_ranks(2, 4)

@@ -81,6 +81,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] =
     "tensor": (lambda t: t, lambda c: c),
     "list": (lambda t: [t, 3, None], lambda c: c[0]),
     "tuple": (lambda t: ("x", t), lambda c: c[1]),
+    "second_of_two": (lambda t: (t * 2, t), lambda c: c[1]),
     "namedtuple": (lambda t: Pair(1.5, t), lambda c: c.second),
     "dict": (lambda t: {"a": t, 7: torch.ones(1)}, lambda c: c["a"]),
     "dataclass": (lambda t: Out(t), lambda c: c.value),

@@ -104,10 +104,14 @@ def test_meta_parameters_left(rank: int, world_size: int, how: str) -> None:
     call = model.unshard if how == "unshard" else lambda: model(batch(0, rank, 4))
     text = error_of(RuntimeError, call)
     assert "2.weight" in text and "2.bias" in text and "0.weight" not in text
-    expect(rank, wrapped(text), """\
+    expect(
+        rank,
+        wrapped(text),
+        """\
 unit '': parameters are still on the meta device: ['2.weight', '2.bias']. Materialise them first:
 model.to_empty(device=...), then initialise them or load a checkpoint.
-""")
+""",
+    )
     model[2].to_empty(device="cpu")
     call()
 
@@ -150,6 +154,20 @@ def test_dtype_change_before_the_first_forward(rank: int, world_size: int) -> No
 
 
 @on_ranks(2)
+def test_dtype_change_between_steps(rank: int, world_size: int) -> None:
+    """SPEC 35: FSDP2 cannot change dtype after the first forward; here it works, in both directions."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+        model.to(dtype)
+        plain.to(dtype)
+        with events.record() as log:
+            check_step(model, plain, rank, world_size, step)
+        assert {event.dtype for event in log if event.numel} == {dtype}
+        assert {param.grad.dtype for param in model.parameters()} == {dtype}
+
+
+@on_ranks(2)
 def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
     """SPEC 36, 115: a bf16 model cast to fp32 still reduces in the bf16 of its policy."""
     model = linears(1).bfloat16()
@@ -160,6 +178,22 @@ def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
     dtypes = {event.kind: event.dtype for event in log if event.numel}
     assert dtypes == {"all_gather": torch.float32, "reduce_scatter": torch.bfloat16}
     assert model[0].weight.grad.dtype == torch.float32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("convert", [False, True])
+def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) -> None:
+    """SPEC 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards."""
+    model = linears(2) if convert else linears(2).bfloat16()
+    shard = (fully_shard(model[0]), fully_shard(model))
+    for param in model[0].parameters():
+        param.grad_dtype = torch.float32
+    if convert:
+        model.bfloat16()
+    for _ in range(2):
+        model(batch(0, rank, 4, torch.bfloat16)).sum().backward()
+    assert [param.grad.dtype for param in shard[0].parameters()] == [torch.float32] * 2
+    assert [local(param.grad).dtype for param in model[1].parameters()] == [torch.bfloat16] * 2
 
 
 @on_ranks(2)
@@ -187,12 +221,16 @@ def test_replacing_a_parameter_by_a_plain_one(rank: int, world_size: int) -> Non
     """SPEC 34: a parameter that is no DTensor cannot be gathered; the error names it."""
     model = fully_shard(linears(2))
     model[1].weight = nn.Parameter(torch.zeros(4, 4))
-    expect(rank, wrapped(error_of(ValueError, lambda: model(batch(0, rank, 4)))), """\
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: model(batch(0, rank, 4)))),
+        """\
 1.weight: expected the module to hold an nn.Parameter that is a DTensor of shape (4, 4) with
 placements (Shard(dim=0),), got Parameter. Distribute full tensors first
 (torch.distributed.tensor.distribute_tensor) or load them with
 torch.distributed.checkpoint.state_dict.set_model_state_dict.
-""")
+""",
+    )
 
 
 @on_ranks(2)

@@ -18,8 +18,8 @@ from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 
 __all__ = ["GlooComm"]
 
-_GATHER_TAG = 1
-_SCATTER_TAG = 2
+_GATHER_TAG = 0x46530001  # unlikely to be a tag of the user's own messages in this group
+_SCATTER_TAG = 0x46530002
 
 
 class ScratchPool:
@@ -81,7 +81,7 @@ class ReduceScatter:
 class GlooComm(Comm):
     """Point-to-point on gloo. CPU tensors only."""
 
-    direct_min_bytes = 32 * 1024
+    direct_min_bytes = 512 * 1024  # below, a message of its own costs more than the copies: docs/log.md
     direct_allows_uneven = True
 
     def __init__(self) -> None:

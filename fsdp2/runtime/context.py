@@ -10,7 +10,8 @@ from weakref import ref
 
 import torch
 
-from fsdp2._torch import queue_backward_callback
+from fsdp2._torch import backward_is_running, queue_backward_callback
+from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.reduction import Reduction
@@ -132,13 +133,30 @@ class Context:
             self._max_reductions = max(unit.settings.max_input_buffers for unit in self.units)
             queue_backward_callback(self._end_backward)
 
+    def _advance_oldest(self) -> None:
+        """In a function of its own: what is finished must be freed before the next reduction makes its buffers."""
+        oldest = self._reductions.popleft()
+        if oldest.advance():
+            self._reductions.append(oldest)
+
+    def check_backward_ended(self) -> None:
+        """Called before a forward.
+
+        Raises:
+            OrderError: the last backward raised, and nothing was reset since.
+        """
+        if self._callback_queued and not backward_is_running():
+            raise OrderError(
+                "forward was called, but the last backward has not finished; did it raise? Call reset_iter_state() on "
+                "the root, on every rank, before the next iteration."
+            )
+
     def reduce(self, reductions: Sequence[Reduction]) -> None:
         """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
         for reduction in reductions:
             num_due = len(self._reductions) - self._max_reductions + 1
-            for earlier in list(self._reductions)[: max(num_due, 0)]:
-                if not earlier.advance():
-                    self._reductions.remove(earlier)
+            for _ in range(num_due):
+                self._advance_oldest()
             if reduction.advance():
                 self._reductions.append(reduction)
 

@@ -33,6 +33,8 @@ def named(what: str, fqn: str, roles: MeshRoles) -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise CollectiveError(
             f"unit '{fqn}': {what} failed on shard rank {roles.shard_rank} of {roles.shard_size}: {error}. Another "

@@ -91,15 +91,16 @@ class Gradients:
                 param.unsharded.grad = None
         self.expect_all()
 
-    def take(self, settings: UnitSettings, fill: bool, streams: Streams, fqn: str) -> list[Reduction]:
+    def take(self, settings: UnitSettings, at_end: bool, streams: Streams, fqn: str) -> list[Reduction]:
         """Reductions, not started, of all gradients there are; one for each dtype they are reduced in. The unsharded
         parameters have no gradients after it.
 
         Args:
-            fill: add zeros for trainable parameters without a gradient, where the settings ask for it.
+            at_end: backward is over. Only then are zeros added for trainable parameters without a gradient, where the
+                settings ask for it, and partials reduced by themselves: more gradients may have come before.
         """
-        fill = fill and settings.reduce_unused
-        may_have_partials = self._params[0].roles.replicate_group is not None
+        fill = at_end and settings.reduce_unused
+        may_have_partials = at_end and self._params[0].roles.replicate_group is not None
         if not (self._have_arrived or fill or may_have_partials):
             return []
         self._have_arrived = False

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
@@ -54,7 +55,8 @@ def on_backward_end(
 def on_backward_begin(callback: Callable[[torch.Tensor], None], output: Any) -> None:
     """Run `callback` in backward when the gradient of a tensor in `output` is there; once for each tensor."""
     for tensor in tensors_in(output):
-        if tensor.requires_grad:
+        # A parameter that is returned as it is has no backward of its own, and would keep the hook for life.
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(callback)
 
 

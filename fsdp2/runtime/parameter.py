@@ -133,7 +133,8 @@ class ManagedParameter:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype in which gradients wait and are reduced."""
-        return self.policy.reduce_dtype or self.dtype
+        wanted = self.policy.reduce_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
     def local_numel(self) -> int:
@@ -152,11 +153,14 @@ class ManagedParameter:
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
         """Create `unsharded` on `data`, which has the global shape and the compute dtype."""
+        before = self.unsharded
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
         if self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
             # Autograd then casts each gradient as it arrives: the one copy between compute and reduce dtype, and
             # gradients of several backwards add up in the reduce dtype.
             self.unsharded.grad_dtype = self.reduce_dtype
+        if before is not None and before.grad is not None:  # converted while gradients wait to be reduced
+            self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
     def make_resharded(self, roles: MeshRoles) -> None:

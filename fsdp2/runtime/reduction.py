@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2._torch import chunk_cat, foreach_add, foreach_copy, foreach_div, local_tensor, post_accumulate_grad_hooks
+from fsdp2._torch import chunk_cat, foreach_add, foreach_copy, foreach_divided, local_tensor, post_accumulate_grad_hooks
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter
 from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
@@ -46,6 +46,7 @@ class Contribution:
 class Reduction:
     """One reduction; all of its gradients have one dtype.
 
+    Gradients are only read: what autograd left in `.grad` may share its memory with a gradient that still flows.
     Gradients and partials were made on other streams than those that read them here; this object keeps them alive
     until `finish`, when the compute stream has waited for the reduction, and so it does with its own buffers.
 
@@ -93,7 +94,10 @@ class Reduction:
     def advance(self) -> bool:
         """Take one step; returns whether there is another."""
         with torch.no_grad():
-            return next(self._run, True) is None
+            if next(self._run, True) is None:
+                return True
+        self._contributions, self._kept, self._outputs, self._flat = [], [], [], None
+        return False
 
     def finish(self) -> None:
         """Take all steps that are left."""
@@ -122,9 +126,9 @@ class Reduction:
             # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
             streams.wait(born)
             grads = [each.grad.contiguous() for each in self._contributions if each.grad is not None]
-            self._kept += grads
             if scaling.pre != 1:
-                foreach_div(grads, scaling.pre)
+                grads = foreach_divided(grads, scaling.pre)
+            self._kept += grads
             pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
             if pending is not None:
                 if streams.lazy:
@@ -158,9 +162,6 @@ class Reduction:
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Make the flat output and issue the reduce-scatter of `grads` into it."""
         roles = self.roles
-        if roles.shard_size == 1 and roles.replicate_group is None:
-            self._outputs = [grad.view(-1) for grad in grads]
-            return None
         sizes = [each.param.layout.padded_numel for each in self._contributions]
         flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._contributions[0].param.flat.device)
         self._flat, self._outputs = flat, list(flat.split(sizes))
@@ -235,17 +236,16 @@ class Reduction:
 
     def _scale(self, post: float) -> None:
         """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""
-        flats = self._outputs if self._flat is None else [self._flat]
+        assert self._flat is not None
         if post != 1:
-            foreach_div(flats, post)
+            self._flat.div_(post)
         if self._settings.all_reduce_hook is not None:
-            for flat in flats:
-                self._settings.all_reduce_hook(flat)
+            self._settings.all_reduce_hook(self._flat)
         dtypes = [each.param.dtype for each in self._contributions]
         if set(dtypes) == {self.dtype}:
             return
-        self._kept += flats  # made on the reduce-scatter stream, read on the all-reduce stream
-        if self._flat is not None and len(set(dtypes)) == 1:
+        self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
+        if len(set(dtypes)) == 1:
             self._flat = self._flat.to(dtypes[0])
             self._outputs = list(self._flat.split([output.numel() for output in self._outputs]))
         else:
@@ -267,5 +267,4 @@ class Reduction:
         foreach_add(old, new)
         for param in params:
             for hook in post_accumulate_grad_hooks(param.sharded):
-                with torch.enable_grad():
-                    hook(param.sharded)
+                hook(param.sharded)

@@ -34,8 +34,10 @@ class Pass(Generic[Unit]):
         return len(self._order) - 1
 
     def before(self, position: int) -> Unit | None:
-        """The unit whose backward comes after that of the one at `position`; None for the first."""
-        return self._order[position - 1] if position > 0 else None
+        """The unit whose backward comes after that of the one at `position`; None for the first. The same unit several
+        times in a row counts once: the modules of a list finish one by one."""
+        unit = self._order[position]
+        return next((other for other in reversed(self._order[:position]) if other is not unit), None)
 
 
 class Schedule(Generic[Unit]):

@@ -69,7 +69,7 @@ class AcceleratorStreams(Streams):
     def wait(self, event: torch.Event | None) -> None:
         """See `Streams.wait`."""
         if event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(event)
+            event.wait()  # not `stream.wait_event(event)`, which does not take the user's torch.cuda.Event
 
 
 @cache

@@ -159,14 +159,9 @@ class Unit:
                 group.reshard(self.context, to_smaller)
 
     def _is_recomputation(self) -> bool:
-        if self._stage is not Stage.BACKWARD:
-            return False
-        if not backward_is_running():
-            raise OrderError(
-                f"unit '{self.fqn}': forward was called, but the last backward has not finished; did it raise? Call "
-                "reset_iter_state() on the root, on every rank, before the next iteration."
-            )
-        return True
+        assert self.context is not None
+        self.context.check_backward_ended()
+        return self._stage is Stage.BACKWARD
 
     def _reshard_after_forward(self) -> None:
         how = self.settings.reshard_after_forward
@@ -223,6 +218,7 @@ class Unit:
             self._move(Stage.IDLE)
             if backward_is_running():
                 self.context.recomputed.append(ref(self))
+                self.context.expect_end_of_backward()
             else:
                 self._reshard_after_forward()
         if self.context.root is self:
@@ -288,17 +284,17 @@ class Unit:
 
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient: their reduction can start before backward is through
-        with the unit. Not where another rank may lack some: then all ranks start at the same place, `post_backward`."""
+        with the unit. Not where another rank may lack some: then all ranks start at the same place, the end."""
         assert self.context is not None
         self.context.expect_end_of_backward()
         if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
             self._reduce(self.groups[index])
 
-    def _reduce(self, group: ParamGroup, fill: bool = True) -> None:
+    def _reduce(self, group: ParamGroup, at_end: bool = False) -> None:
         assert self.context is not None
         if group.roles.replicate_group is not None and self.settings.requires_all_reduce:
             self.context.finish_partials()
-        self.context.reduce(group.gradients.take(self.settings, fill, self.context.streams, self.fqn))
+        self.context.reduce(group.gradients.take(self.settings, at_end, self.context.streams, self.fqn))
 
     def post_backward(self) -> None:
         """Backward is through with the unit, at least for now: reshard, reduce what was not."""
@@ -307,7 +303,7 @@ class Unit:
         self._move(Stage.DONE)
         if self.settings.reshard_after_backward:
             self.reshard()
-        if self.settings.requires_gradient_sync:
+        if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
             for group in reversed(self.groups):
                 self._reduce(group)
 
@@ -320,13 +316,11 @@ class Unit:
         root = self.context.root
         if self._stage is Stage.BACKWARD:
             self.post_backward()
-        else:
-            if self.settings.reshard_after_backward and (root is None or root.settings.is_last_backward):
-                self.reshard()
-            if self.settings.requires_gradient_sync:
-                # Zeros for what got no gradient were sent by `post_backward`, if that ran.
-                for group in reversed(self.groups):
-                    self._reduce(group, fill=self._stage is not Stage.DONE)
+        elif self.settings.reshard_after_backward and (root is None or root.settings.is_last_backward):
+            self.reshard()
+        if self.settings.requires_gradient_sync:
+            for group in reversed(self.groups):
+                self._reduce(group, at_end=True)
         for group in self.groups:
             group.gradients.expect_all()
         self._to_run.clear()
