@@ -27,6 +27,7 @@ __all__ = [
     "local_tensor",
     "make_dtensor",
     "make_spec",
+    "node_of_base",
     "parameter_slots",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
@@ -75,6 +76,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def node_of_base(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """For a view, the autograd node of the tensor that it views; `Tensor._base` is the only way to that."""
+    return None if tensor._base is None else tensor._base.grad_fn
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -252,9 +252,9 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
     for _, module in managed:
-        for name, buffer in list(module.named_buffers(recurse=False)):
+        for buffer in module.buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:
-                setattr(module, name, buffer.to(device))
+                buffer.data = buffer.to(device)  # the same object: it may have other names
 
 
 # --- attaching --------------------------------------------------------------------------------------------------------

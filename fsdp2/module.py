@@ -111,8 +111,11 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
         """`to`, `cpu`, `to_empty` and the like act on the sharded parameters."""
         unit = self._unit()
         unit.reshard()
+        explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.refresh_groups()
+        for param, grad_dtype in explicit:
+            param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]
 
     # --- when to reduce ----------------------------------------------------------------------------------------------

@@ -301,9 +301,11 @@ def test_inputs_move_to_the_accelerator() -> None:
     try:
         model = AnyInputs()
         model.register_buffer("buffer", torch.ones(2))
+        model.register_buffer("same_buffer", model.buffer)
         ignored = model.linear.bias
         fully_shard(model, ignored_params={ignored})
         assert model.linear.weight.device.type == "cuda" and model.buffer.device.type == "cuda"
+        assert model.same_buffer is model.buffer
         assert model.linear.bias.device.type == "cpu"
         model.linear.bias = nn.Parameter(ignored.detach().cuda())
         output, inner, _ = model([torch.ones(4)], second={"x": torch.ones(4), "y": [torch.ones(1)]})

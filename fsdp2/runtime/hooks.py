@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch import node_of_base
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
@@ -58,6 +59,11 @@ def on_backward_begin(callback: Callable[[torch.Tensor], None], output: Any) -> 
         # A parameter that is returned as it is has no backward of its own, and would keep the hook for life.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(callback)
+            node = node_of_base(tensor)
+            if node is not None:
+                # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
+                # remains in the graph.
+                node.register_prehook(lambda grads: callback(grads[0]))
 
 
 def cast_floating(dtype: torch.dtype | None, value: Any) -> Any:

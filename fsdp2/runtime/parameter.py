@@ -114,6 +114,8 @@ class ManagedParameter:
         start, size = self.layout.bounds[roles.shard_rank], self.layout.local_size(roles.shard_rank)
         local, self.flat = self._padded(data.narrow(dim, start, size))
         self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=original.requires_grad)
+        if original.grad_dtype != original.dtype:
+            self.sharded.grad_dtype = original.grad_dtype
         self.unsharded: nn.Parameter | None = None
         self.resharded: nn.Parameter | None = None
         self.partial: torch.Tensor | None = None
@@ -131,10 +133,15 @@ class ManagedParameter:
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the sharded gradient: what the user set as `grad_dtype`, otherwise the original dtype."""
+        return self.sharded.grad_dtype or self.dtype
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype in which gradients wait and are reduced."""
         wanted = self.policy.reduce_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.grad_dtype
 
     @property
     def local_numel(self) -> int:
@@ -149,7 +156,10 @@ class ManagedParameter:
     def grad_from(self, flat: torch.Tensor) -> DTensor:
         """A gradient for `sharded`: the DTensor on this rank's (padded, 1-D) reduced gradient."""
         local = flat[: self.local_numel].view(self.layout.local_shape(self.roles.shard_rank))
-        return make_dtensor(local, self.spec)
+        spec = self.spec
+        if flat.dtype != self.dtype:
+            spec = self.roles.spec(self.layout.shape, self.layout.dim, flat.dtype)
+        return make_dtensor(local, spec)
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
         """Create `unsharded` on `data`, which has the global shape and the compute dtype."""
@@ -203,6 +213,8 @@ class ManagedParameter:
             local, self.flat = self._padded(local)
         self.spec = self.roles.spec(self.layout.shape, self.layout.dim, current.dtype)
         set_local_tensor(current, local, self.spec)
+        if current is not self.sharded and self.sharded.grad_dtype != self.sharded.dtype:
+            current.grad_dtype = self.sharded.grad_dtype
         self.sharded = current
         self.put(current)
         return True

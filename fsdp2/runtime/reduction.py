@@ -6,7 +6,7 @@ Steps, cited in `Reduction._steps`::
     [2] scatter    reduce-scatter over the shard axis, into one flat output for all parameters
     [3] partial    HSDP without all-reduce: the output is kept, and added to the next one
     [4] all-reduce over the replicate axis
-    [5] scale      what the collectives did not divide; the all-reduce hook; cast to the original dtype
+    [5] scale      what the collectives did not divide; the all-reduce hook; cast to the dtype of the sharded gradients
     [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run
 
 On an accelerator [1] to [5] are enqueued at once. On the CPU each wait ends a step, and the context takes the next step
@@ -241,7 +241,7 @@ class Reduction:
             self._flat.div_(post)
         if self._settings.all_reduce_hook is not None:
             self._settings.all_reduce_hook(self._flat)
-        dtypes = [each.param.dtype for each in self._contributions]
+        dtypes = [each.param.grad_dtype for each in self._contributions]
         if set(dtypes) == {self.dtype}:
             return
         self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
