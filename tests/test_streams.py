@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.comm.gloo import GlooComm
 from fsdp2.runtime import context, storage
 from tests.ranks import on_ranks
 from tests.simulated_streams import SimulatedStreams
@@ -88,6 +89,7 @@ def test_accelerator_order_is_safe_and_gives_the_same(
     expected = train(sharded(), rank)
     streams = SimulatedStreams()
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GlooComm, "direct_min_bytes", 4096)  # weights direct, biases packed
         monkeypatch.setattr(context, "streams_for", lambda device: streams)
         watch = Watch(monkeypatch, streams)
         actual = train(sharded(), rank)
