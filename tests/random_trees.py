@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.parity_models import mesh_2d
+
 DIM = 6
 
 
@@ -191,6 +193,10 @@ class Settings:
     """parameters stay unsharded between the microbatches of a step"""
     forward_prefetch: dict[str, list[str]]
     backward_prefetch: dict[str, list[str]]
+    hsdp: bool
+    """on four ranks: two replicas of two shards"""
+    partial: list[bool]
+    """for every microbatch of a step: reduced, but not over the replicas"""
 
     def __str__(self) -> str:
         return "\n".join(f"  {name}={value}" for name, value in vars(self).items())
@@ -202,10 +208,12 @@ class Settings:
 
     def shard(self, api: ModuleType, model: nn.Module) -> None:
         policy = api.MixedPrecisionPolicy(**self.policy)
+        mesh = mesh_2d(2, 2) if self.hsdp else None
         for unit in self.units:
             modules = [model.get_submodule(name) for name in unit]
             raf = self.reshard_after_forward[unit]
-            api.fully_shard(modules if len(modules) > 1 else modules[0], reshard_after_forward=raf, mp_policy=policy)
+            target = modules if len(modules) > 1 else modules[0]
+            api.fully_shard(target, mesh=mesh, reshard_after_forward=raf, mp_policy=policy)
         for name, targets in self.forward_prefetch.items():
             model.get_submodule(name).set_modules_to_forward_prefetch([model.get_submodule(t) for t in targets])
         for name, targets in self.backward_prefetch.items():
@@ -214,10 +222,11 @@ class Settings:
     def backward(self, model: nn.Module, step: int, rank: int) -> Tensor:
         """The microbatches of one step."""
         total = torch.zeros(())
-        for micro, unsynced in enumerate(self.unsynced):
+        for micro, (unsynced, partial) in enumerate(zip(self.unsynced, self.partial, strict=True)):
             if hasattr(model, "set_requires_gradient_sync"):
                 last = micro == len(self.unsynced) - 1
                 model.set_requires_gradient_sync(not unsynced)
+                model.set_requires_all_reduce(not partial)
                 model.set_is_last_backward(last)
                 model.set_reshard_after_backward(last or not self.keep)
             generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
@@ -249,7 +258,7 @@ def _units(rng: random.Random, model: nn.Module) -> Iterator[tuple[str, ...]]:
             yield tuple(unit)
 
 
-def random_settings(rng: random.Random, model: nn.Module) -> Settings:
+def random_settings(rng: random.Random, model: nn.Module, world_size: int) -> Settings:
     # Bottom-up by depth: a list unit may have picked up a module whose children come later in the walk.
     units = [*sorted(_units(rng, model), key=lambda unit: -unit[0].count(".")), ("",)]
     names = [unit[0] for unit in units]
@@ -257,6 +266,8 @@ def random_settings(rng: random.Random, model: nn.Module) -> Settings:
     params = [name for name, _ in model.named_parameters() if name.startswith("tree")]
     frozen_prefixes = tuple(rng.sample(names[:-1], min(len(names) - 1, rng.choice([0, 0, 1]))))
     frozen = [name for name in params if rng.random() < 0.1 or (frozen_prefixes and name.startswith(frozen_prefixes))]
+
+    hsdp = world_size == 4 and rng.random() < 0.5
 
     def random_lists() -> dict[str, list[str]]:
         chosen = rng.sample(names, min(len(names), rng.choice([0, 0, 1, 3])))
@@ -273,4 +284,6 @@ def random_settings(rng: random.Random, model: nn.Module) -> Settings:
         keep=rng.random() < 0.2,
         forward_prefetch=random_lists(),
         backward_prefetch=random_lists(),
+        hsdp=hsdp,
+        partial=[hsdp and rng.random() < 0.3 for _ in range(num_micro - 1)] + [False],
     )
