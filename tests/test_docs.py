@@ -50,8 +50,12 @@ try:
         exec(compile("\\n" * line + code, document["path"], "exec"), namespace)
 finally:
     import torch.distributed as dist
-    if dist.is_initialized() and sys.exc_info()[0] is None:
-        dist.destroy_process_group()
+    if sys.exc_info()[0] is None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # torch 2.13: a gloo thread that wants the GIL while the interpreter ends aborts the process, now and then.
+        sys.stdout.flush()
+        os._exit(0)
 """
 
 
