@@ -26,6 +26,7 @@ __all__ = [
     "foreach_divided",
     "local_tensor",
     "make_dtensor",
+    "make_parameter",
     "make_spec",
     "node_of_base",
     "parameter_slots",
@@ -53,6 +54,14 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = F
     `__init__` does nothing, behind a wrapper for Dynamo that costs as much as all the rest."""
     tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     return tensor
+
+
+def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
+    """A DTensor that is an `nn.Parameter`. `nn.Parameter` detaches, and what DTensor's dispatch makes of that has its
+    spec from a cache: the mesh is equal, but may be another object, with process groups of its own."""
+    param = nn.Parameter(make_dtensor(local, spec), requires_grad=requires_grad)
+    set_local_tensor(param, local, spec)
+    return param
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

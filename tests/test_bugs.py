@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
 from tests.ranks import on_ranks
@@ -179,3 +180,17 @@ def test_call_that_raised_left_sharded_parameters(rank: int, world_size: int) ->
     assert layer.weight is weight
     assert type(layer) is Picky
     assert fully_shard.state(layer) is None
+
+
+@on_ranks(2)
+def test_parameter_got_another_mesh_object(rank: int, world_size: int) -> None:
+    """`nn.Parameter(dtensor)` detaches, and DTensor's dispatch took the spec from its cache: the mesh was equal
+    to the caller's, but that of an earlier model, with process groups of its own."""
+    kept = []
+    for _ in range(3):
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        assert model.weight.device_mesh is mesh
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.device_mesh is mesh
+        kept.append(mesh)

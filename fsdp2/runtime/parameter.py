@@ -19,7 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import allows_direct_slots, local_tensor, make_dtensor, parameter_slots, set_local_tensor
+from fsdp2._torch import (
+    allows_direct_slots,
+    local_tensor,
+    make_dtensor,
+    make_parameter,
+    parameter_slots,
+    set_local_tensor,
+)
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
@@ -113,7 +120,7 @@ class ManagedParameter:
         self.spec = roles.spec(data.shape, dim, data.dtype)
         start, size = self.layout.bounds[roles.shard_rank], self.layout.local_size(roles.shard_rank)
         local, self.flat = self._padded(data.narrow(dim, start, size))
-        self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=original.requires_grad)
+        self.sharded = make_parameter(local, self.spec, original.requires_grad)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
         self.unsharded: nn.Parameter | None = None
@@ -182,7 +189,7 @@ class ManagedParameter:
         chunk = self.unsharded.detach().narrow(dim, layout.bounds[rank], layout.local_size(rank))
         local = chunk.clone(memory_format=torch.contiguous_format)
         spec = roles.spec(self.layout.shape, dim, local.dtype)
-        self.resharded = nn.Parameter(make_dtensor(local, spec), requires_grad=self.sharded.requires_grad)
+        self.resharded = make_parameter(local, spec, self.sharded.requires_grad)
 
     def refresh(self) -> bool:
         """Take up what the module holds now in place of `sharded`: another device, dtype, parameter, or storage without
