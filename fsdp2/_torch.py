@@ -5,25 +5,35 @@ Checked on torch 2.13.0 (CPU). Each function names the private thing and why no 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "DTensorSpec",
     "all_gather_flat",
     "all_gather_flat_coalesced",
+    "allocate_from_group",
     "allows_direct_slots",
     "backward_is_running",
     "chunk_cat",
     "composable_apis",
+    "concatenate_meshes",
+    "flatten_mesh",
     "foreach_add",
     "foreach_copy",
     "foreach_divided",
+    "foreach_multiply",
+    "foreach_norm",
+    "group_allocates",
     "local_tensor",
     "make_dtensor",
     "make_parameter",
@@ -34,7 +44,14 @@ __all__ = [
     "queue_backward_callback",
     "reduce_scatter_flat",
     "reduce_scatter_flat_coalesced",
+    "same_root_mesh",
+    "set_fully_shard_state",
     "set_local_tensor",
+    "strided_shard",
+    "subclassed_parameter",
+    "symmetric_empty",
+    "use_symmetric_memory",
+    "version",
 ]
 
 
@@ -47,6 +64,34 @@ def make_spec(
 ) -> DTensorSpec:
     """`DTensorSpec` says global shape and stride, which `DTensor.from_local` would have to work out at each call."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """`_StridedShard`: cut along `dim` after another axis has cut it into `split_factor` pieces. No public placement
+    says that."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several submeshes of one mesh, in this order, and their process groups. (Slicing the
+    root mesh by names would need names that exist there; flattened axes are not among them.)"""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The 1-D mesh of the same ranks; torch makes its process group once and finds it again by its name."""
+    return mesh if mesh.ndim == 1 else mesh._flatten()
+
+
+def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether two meshes are parts of one, or of equal ones: a DTensor's mesh may come from a cache."""
+    return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
+
+
+def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """`data` as a parameter of the user's own class, without calling a constructor that we do not know."""
+    param: nn.Parameter = torch.Tensor._make_subclass(kind, data, requires_grad)
+    return param
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -68,6 +113,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`DTensor._local_tensor` is the very storage; `to_local()` makes an autograd view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def version(tensor: torch.Tensor) -> int:
+    """`Tensor._version`: how often autograd saw it change in place."""
+    return tensor._version
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -115,6 +165,18 @@ def composable_apis(module: nn.Module) -> set[str]:
     return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
 
 
+def set_fully_shard_state(module: nn.Module, state: object) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`. torch's pipelining asks so for what ends
+    the backward of a stage, and there is no other way in. `state()` looks into an attribute of the module, whose name
+    torch makes up when it is imported, for the function that the `contract` decorator wraps."""
+    torch_fully_shard: Any = torch.distributed.fsdp.fully_shard
+    probe = nn.Module()
+    before = set(vars(probe))
+    torch_fully_shard.state(probe)
+    (attribute,) = vars(probe).keys() - before
+    module.__dict__.setdefault(attribute, {})[torch_fully_shard.__wrapped__] = state
+
+
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """`torch._foreach_copy_`: many copies (and casts) in one call, one kernel on an accelerator."""
     if destinations:
@@ -132,9 +194,52 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
     return list(torch._foreach_div(list(tensors), divisor)) if tensors else []
 
 
+def foreach_multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """`torch._foreach_mul_`, by a 0-dim tensor: the value stays on the device."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """`torch._foreach_norm`, computed in `dtype` (None: in their own)."""
+    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype)) if tensors else []
+
+
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+# --- communication memory ---------------------------------------------------------------------------------------------
+
+
+def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend has memory of its own to give out on `device`; asked of the backend, which the group
+    hands out by a private method only."""
+    try:
+        return bool(group._get_backend(device).supports_tensor_alloc(device))
+    except RuntimeError:  # no backend for this kind of device
+        return False
+
+
+def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """1-D memory of the group's backend, which it registered with the network. Only where `group_allocates`."""
+    tensor: torch.Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
+    return tensor
+
+
+def use_symmetric_memory(backend: str) -> None:
+    """Choose where symmetric memory comes from, for this process; there is no public module for symmetric memory."""
+    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
+    """1-D memory that every rank of `group` has mapped; collective. From the pool of symmetric memory: what was freed
+    is given out again, already registered, where `symmetric_memory.empty` would register anew."""
+    with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+        tensor = torch.empty(numel, dtype=dtype, device=device)
+    symmetric_memory.rendezvous(tensor, group.group_name)
+    return tensor
 
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
@@ -150,7 +255,10 @@ def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.Proc
 
 
 def reduce_scatter_flat(
-    output: torch.Tensor, source: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    output: torch.Tensor,
+    source: torch.Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
 ) -> dist.Work:
     """The flat reduce-scatter, asynchronous."""
     work: dist.Work = _reduce_scatter(output, source, op=op, group=group, async_op=True)

@@ -10,6 +10,9 @@ sizes in the same order. Picture for two ranks, ``|`` between the ranges::
     reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      sums run in rank order
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
+A reduce-scatter's sources may be of a narrower dtype than its outputs. Then the rows travel as they are, and are summed
+and divided in the outputs' dtype: half the bytes on the wire, and no rounding but that of the rows. See `comm.wire`.
+
 Methods return a `Pending`; the result may be read after its `wait`. On an accelerator `wait` only makes the current
 stream wait, on the CPU it blocks.
 """
@@ -52,7 +55,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Scatter:
-    """One operand of a reduce-scatter: `source` is summed over ranks, this rank's range goes to `output`."""
+    """One operand of a reduce-scatter: `source` is summed over ranks, this rank's range goes to `output`.
+
+    Attributes:
+        source: in the dtype that travels.
+        output: 1-D, of this rank's range's size; the sum runs in its dtype, which may be wider (bf16 rows, fp32 sums).
+    """
 
     source: Operand
     output: torch.Tensor
@@ -96,7 +104,8 @@ class Comm(ABC):
     """How operands travel within one kind of process group; holds no reference to a group.
 
     Attributes:
-        direct_min_bytes: smallest shard that pays for an operand of its own; None where all must share one.
+        direct_min_bytes: smallest shard that pays for an operand of its own in an all-gather; None where all must
+            share one.
         direct_allows_uneven: whether ranks may own ranges of different sizes.
         has_average: whether the backend divides by the group's size itself.
     """
@@ -105,6 +114,11 @@ class Comm(ABC):
     direct_allows_uneven: bool = False
     has_average: bool = False
 
+    @property
+    def scatter_direct_min_bytes(self) -> int | None:
+        """`direct_min_bytes` for reduce-scatters; the same, unless an implementation treats them apart."""
+        return self.direct_min_bytes
+
     @abstractmethod
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         """Fill every operand from all ranks; the caller has filled its own range."""
@@ -112,7 +126,10 @@ class Comm(ABC):
     @abstractmethod
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """Sum every source over the ranks and put this rank's range into its output, divided by the group's size
-        with `average`. Sources must be left alone until the wait."""
+        with `average`. Sources must be left alone until the wait.
+
+        All scatters of a call have the same two dtypes, of source and of output.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
         """Sum `tensor` over the ranks in place, divided by the group's size with `average`."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.wire import Exchange, is_narrow
 
 __all__ = ["FlatComm"]
 
@@ -40,6 +41,8 @@ class FlatComm(Comm):
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """See `Comm.reduce_scatter`."""
+        if is_narrow(scatters):
+            return Exchange(scatters, group, average)
         op = dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM
         works = [reduce_scatter_flat(scatter.output, scatter.source.full, op, group) for scatter in scatters]
         divisor = group.size() if average and not self.has_average else 1

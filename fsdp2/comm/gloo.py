@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.wire import sum_rows
 
 __all__ = ["GlooComm"]
 
@@ -68,9 +69,7 @@ class ReduceScatter:
         for work in self.works:
             work.wait()
         for rows, output in zip(self.received, self.outputs, strict=True):
-            torch.add(rows[0], rows[1], out=output)
-            for row in rows[2:]:
-                output.add_(row)
+            sum_rows(rows, output)
             if self.divisor != 1:
                 output.div_(self.divisor)
         pool, buffer = self.scratch
@@ -105,11 +104,11 @@ class GlooComm(Comm):
         """See `Comm.reduce_scatter`."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
-        buffer = self.pool.take(sum(s.output.nbytes for s in scatters) * (size - 1))
+        sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # what travels has the source's dtype
+        buffer = self.pool.take(sum(sizes) * (size - 1))
         received, offset = [], 0
-        for scatter in scatters:
-            nbytes = scatter.output.nbytes
-            pieces = buffer[offset : offset + nbytes * (size - 1)].view(scatter.output.dtype).chunk(size - 1)
+        for scatter, nbytes in zip(scatters, sizes, strict=True):
+            pieces = buffer[offset : offset + nbytes * (size - 1)].view(scatter.source.full.dtype).chunk(size - 1)
             rows = list(pieces) if nbytes else []
             rows[rank:rank] = [scatter.source.row(rank)]
             received.append(rows)

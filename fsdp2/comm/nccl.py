@@ -1,7 +1,8 @@
 """`NcclComm`: one coalesced group of collectives a unit, straight into and out of the parameters. Layer: comm.
 
-What a GPU must still confirm: that the coalesced calls overlap with compute as one kernel, and the threshold between
-the lanes. The calls themselves run in the tests on a fake process group.
+What a GPU must still confirm: that the coalesced calls overlap with compute as one kernel, the threshold between the
+lanes, and that an exchange of narrow rows (`comm.wire`) beats a reduce-scatter of wide ones. The calls themselves run
+in the tests on a fake process group.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import all_gather_flat_coalesced, reduce_scatter_flat_coalesced
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.wire import Exchange, is_narrow
 
 __all__ = ["NcclComm"]
 
@@ -29,6 +31,8 @@ class NcclComm(Comm):
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """See `Comm.reduce_scatter`."""
+        if is_narrow(scatters):
+            return Exchange(scatters, group, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         outputs = [scatter.output for scatter in scatters]
         sources = [scatter.source.full for scatter in scatters]

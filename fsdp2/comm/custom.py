@@ -1,0 +1,200 @@
+"""The user's own collectives: two interfaces, and the `Comm` that calls what implements them. Layer: comm.
+
+Both interfaces are those of torch's FSDP2 (`torch.distributed.fsdp`'s ``set_custom_all_gather`` and
+``set_custom_reduce_scatter``), so that an object made for the one serves the other; only the methods count, a subclass
+is not required. All of a group travels in one flat tensor, because that is what the interfaces are about::
+
+    all-gather       operand's own range --copy--> own slice of what `allocate` gave ==call==> all --copy--> operand
+    reduce-scatter   source --copy--> what `allocate` gave ==call==> what `allocate` gave --copy--> output
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.comm.base import Comm, Operand, Pending, Scatter
+from fsdp2.errors import ArgumentError, UnsupportedError
+
+__all__ = ["AllGather", "CustomComm", "ReduceScatter"]
+
+
+class AllGather(ABC):
+    """An all-gather of the user's own, for `FSDPModule.set_custom_all_gather`.
+
+    Each all-gather of the unit calls `allocate` and then the object, on the all-gather stream, on every rank of the
+    shard group in the same order::
+
+        class Logged(AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                print("gathers", output_tensor.nbytes, "bytes")
+                return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    (Before torch 2.13 that function was called ``all_gather_into_tensor``.)
+    """
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor of `size` (1-D), of any content: the output of the call that follows. It is dropped when
+        it has been copied out; whoever keeps it to give it out again must give out another one meanwhile."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor`, ``[ranks * n]``, with the `input_tensor`, ``[n]``, of every rank in rank order.
+
+        Args:
+            input_tensor: this rank's slice of `output_tensor`, filled.
+            async_op: True: the call may return before it is done.
+
+        Returns:
+            A handle whose `wait` is called before the output is read, or None if it may be read at once (on an
+            accelerator: by what is enqueued next on the current stream).
+        """
+
+
+class ReduceScatter(ABC):
+    """A reduce-scatter of the user's own, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Each reduction of the unit calls `allocate` for the input, then for the output, and then the object, on the
+    reduce-scatter stream, on every rank of the shard group in the same order. Example: see `AllGather`.
+    """
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A contiguous tensor of `size` (1-D), of any content. It is dropped when the output has been copied out."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce `input_tensor`, ``[ranks * n]``, over the ranks; this rank's n elements go to `output_tensor`.
+
+        Args:
+            op: ``ReduceOp.AVG`` to divide by the number of ranks, otherwise ``ReduceOp.SUM``.
+            async_op: is left at its default, as torch's FSDP2 does.
+
+        Returns:
+            As `AllGather.__call__`.
+        """
+
+
+def allocated(
+    allocate: Callable[..., torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """What the user's `allocate` gives for `numel` elements.
+
+    Raises:
+        ArgumentError: it is not what was asked for.
+    """
+    tensor = allocate((numel,), dtype=dtype, device=device)
+    if tensor.shape != (numel,) or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{type(getattr(allocate, '__self__', allocate)).__name__}.allocate: expected a contiguous tensor of size "
+            f"({numel},), {dtype}, on {device}; got {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, strides "
+            f"{tensor.stride()}. Return what was asked for, for example torch.empty(size, dtype=dtype, device=device)."
+        )
+    return tensor
+
+
+class CopyOut:
+    """A custom collective under way: at `wait`, what it left in the allocated tensors is copied to where it belongs.
+
+    Args:
+        copies: (destination, source).
+        kept: tensors that the collective still reads.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        kept: Sequence[torch.Tensor] = (),
+    ):
+        self.works = works
+        self.copies = copies
+        self.kept = kept
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        for destination, source in self.copies:
+            destination.copy_(source)
+        self.copies, self.kept = (), ()
+
+
+class CustomComm(Comm):
+    """`base` with the user's all-gather, the user's reduce-scatter, or both, in the place of its own.
+
+    The direct lane is off for what is replaced. Every rank must replace the same.
+    """
+
+    def __init__(self, base: Comm, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None):
+        self.base = base
+        self.custom_all_gather = all_gather
+        self.custom_reduce_scatter = reduce_scatter
+        self.direct_min_bytes = base.direct_min_bytes if all_gather is None else None
+        self.direct_allows_uneven = base.direct_allows_uneven
+        self.has_average = base.has_average
+
+    @property
+    def scatter_direct_min_bytes(self) -> int | None:
+        """See `Comm.scatter_direct_min_bytes`."""
+        return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
+
+    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+        """See `Comm.all_gather`; one call for each operand, of which the packed lane makes one."""
+        gather = self.custom_all_gather
+        if gather is None:
+            return self.base.all_gather(operands, group)
+        rank = group.rank()
+        works, copies = [], []
+        for operand in operands:
+            full = operand.full
+            whole = Operand(allocated(gather.allocate, full.numel(), full.dtype, full.device), operand.bounds)
+            whole.row(rank).copy_(operand.row(rank))
+            works.append(gather(output_tensor=whole.full, input_tensor=whole.row(rank), group=group, async_op=True))
+            copies.append((full, whole.full))
+        return CopyOut(works, copies)
+
+    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
+        """See `Comm.reduce_scatter`; one call for each scatter, of which the packed lane makes one.
+
+        Raises:
+            UnsupportedError: the source is of another dtype than the output.
+        """
+        scatter_by_user = self.custom_reduce_scatter
+        if scatter_by_user is None:
+            return self.base.reduce_scatter(scatters, group, average)
+        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+        works, copies, kept = [], [], []
+        for scatter in scatters:
+            full, output = scatter.source.full, scatter.output
+            if full.dtype != output.dtype:
+                raise UnsupportedError(
+                    f"a custom reduce-scatter sums in the dtype that travels; got {full.dtype} rows for a sum in "
+                    f"{output.dtype}. Leave the dtype on the wire unset, or do not set a custom reduce-scatter."
+                )
+            source = allocated(scatter_by_user.allocate, full.numel(), full.dtype, full.device)
+            result = allocated(scatter_by_user.allocate, output.numel(), output.dtype, output.device)
+            source.copy_(full)
+            works.append(scatter_by_user(output_tensor=result, input_tensor=source, group=group, op=op))
+            copies.append((output, result))
+            kept.append(source)
+        return CopyOut(works, copies, kept)
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
+        """See `Comm.all_reduce`."""
+        return self.base.all_reduce(tensor, group, average)

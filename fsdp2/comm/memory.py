@@ -1,0 +1,125 @@
+"""Where a unit's communication buffers come from: the process group's own memory, or symmetric memory. Layer: comm.
+
+Both let a backend do better than with any memory (NCCL: zero-copy over NVLink SHARP and InfiniBand; copy-engine
+all-gathers). They are kinds of *memory* below the backend's own flat collectives::
+
+    memory = GroupMemory(group, device)
+    comm = CustomComm(base, FlatAllGather(memory), FlatReduceScatter(memory))
+
+What a GPU must still confirm: everything but the errors, because no backend of the CPU has such memory.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch import (
+    all_gather_flat,
+    allocate_from_group,
+    group_allocates,
+    reduce_scatter_flat,
+    symmetric_empty,
+    use_symmetric_memory,
+)
+from fsdp2.comm.custom import AllGather, ReduceScatter
+from fsdp2.errors import ArgumentError, UnsupportedError
+
+__all__ = ["FlatAllGather", "FlatReduceScatter", "GroupMemory", "Memory", "SymmetricMemory"]
+
+
+class Memory(Protocol):
+    """Gives out buffers; every rank of the group asks for the same ones in the same order."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A 1-D tensor of any content."""
+
+
+class GroupMemory:
+    """Memory that `group`'s backend allocated (``set_allocate_memory_from_process_group_for_comm``).
+
+    Raises:
+        UnsupportedError: the backend has none on `device`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        if not group_allocates(group, device):
+            raise UnsupportedError(
+                f"memory from the process group: the backend of {device.type} tensors in this group has none to give "
+                f"({dist.get_backend_config(group)}); NCCL has. Leave this setting off on this backend."
+            )
+        self.group = group
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Memory.empty`."""
+        return allocate_from_group(self.group, numel, dtype, device)
+
+
+class SymmetricMemory:
+    """Memory that all ranks of `group` have mapped (``set_symm_mem_for_comm``). To make one is a collective call.
+
+    Raises:
+        ArgumentError: `backend` is not ``"NCCL"``.
+        UnsupportedError: `device` is no CUDA device, its backend in `group` is not NCCL, or torch has no NCCL symmetric
+            memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str = "NCCL"):
+        if backend != "NCCL":
+            raise ArgumentError(f"symmetric memory: expected backend 'NCCL', got {backend!r}")
+        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+        if backends.get(device.type) != "nccl":
+            raise UnsupportedError(
+                f"symmetric memory: expected CUDA parameters and a process group of NCCL, got {device.type} and "
+                f"{dist.get_backend_config(group)}. Leave this setting off here."
+            )
+        try:
+            use_symmetric_memory(backend)
+        except RuntimeError as error:
+            raise UnsupportedError(f"symmetric memory: this build of torch has none of {backend}: {error}") from error
+        dist.barrier(group)  # NCCL connects at the first collective, and a rendezvous needs the connection
+        self.group = group
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `Memory.empty`."""
+        return symmetric_empty(numel, dtype, device, self.group)
+
+
+class FlatAllGather(AllGather):
+    """The backend's own flat all-gather, in `memory`."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `AllGather.allocate`."""
+        return self.memory.empty(size[0], dtype, device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See `AllGather.__call__`; a handle in any case."""
+        return all_gather_flat(output_tensor, input_tensor, group)
+
+
+class FlatReduceScatter(ReduceScatter):
+    """The backend's own flat reduce-scatter, in `memory`."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See `ReduceScatter.allocate`."""
+        return self.memory.empty(size[0], dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See `ReduceScatter.__call__`; a handle in any case."""
+        return reduce_scatter_flat(output_tensor, input_tensor, op, group)
