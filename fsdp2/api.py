@@ -4,23 +4,27 @@ Everything is checked before anything is changed, so that a call that raises lea
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from warnings import warn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._torch import composable_apis, parameter_slots
-from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
-from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_of
+from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.mesh import MeshRoles
 from fsdp2.module import swapped_class
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
-from fsdp2.runtime.parameter import ManagedParameter, Slot
-from fsdp2.runtime.root import pre_forward
+from fsdp2.pipelining import register_stage
+from fsdp2.placing import PlacementFn, Placing, roles_for
+from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
+from fsdp2.runtime.attach import attach, guard_state_dict, owner_of
+from fsdp2.runtime.param_group import Keep
+from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
+from fsdp2.runtime.quantised import QuantisedGather
+from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 __all__ = ["fully_shard"]
@@ -28,7 +32,6 @@ __all__ = ["fully_shard"]
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def fully_shard(
@@ -41,28 +44,35 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    zero: ZeroPolicy | None = None,
 ) -> Modules:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
 
     The unit manages all parameters below `module` but those that an earlier call on a submodule manages; so call it
     bottom-up, on each block and then on the whole model. Every rank of the mesh calls it on the same modules in the
     same order. No communication of parameters: each rank keeps its rows of what it has. Parameters are replaced by
-    DTensors; make optimizers afterwards.
+    DTensors; make optimizers afterwards, or see `fsdp2.optim`.
+
+    A weight that is tied to one of an earlier unit stays one parameter, which that unit manages, with its policies.
 
     Args:
         module: a module with a `forward`, or a list of modules that form one unit (say, those that share a weight).
             Its class is swapped: it is an `FSDPModule` afterwards.
         mesh: 1-D: parameters are sharded over it (FSDP). 2-D with names: replicated over the first axis and sharded
             over the second (HSDP). None: all ranks. Parameters and buffers move to its device, but for meta tensors.
+            Parameters may be DTensors on another axis (tensor parallelism) of the mesh that `mesh` is part of.
         reshard_after_forward: True gives unsharded parameters back after forward and gathers them again for backward.
             False keeps them. An int reshards to groups of that many ranks, which must divide the shard axis. None:
             False for the root, True for others.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)``, a `ShardPlacementResult` with a mesh
-            of the parameter's own, or None for ``Shard(0)``. Uneven sizes are allowed on every dim.
+            of the parameter's own, or None for ``Shard(0)``. Uneven sizes are allowed on every dim. Scalars are
+            replicated.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: only the default is supported by this version.
+        offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory.
         ignored_params: left alone: not sharded, moved or reduced.
-        dp_mesh_dims: not supported by this version.
+        dp_mesh_dims: `mesh` is the full SPMD mesh, on which all parameters are DTensors; these of its axes are data
+            parallel. Replicate axes alone shard nothing.
+        zero: what is sharded and when, as a stage of ZeRO.
 
     Returns:
         `module`, the same object.
@@ -70,7 +80,7 @@ def fully_shard(
     Raises:
         ArgumentError: the mesh, an argument or a parameter is unfit; the message names it.
         MisuseError: a module is sharded already, or twice in the list.
-        UnsupportedError: see above; or a parameter is not contiguous, or is a DTensor.
+        UnsupportedError: options that do not go together.
 
     Example::
 
@@ -82,35 +92,47 @@ def fully_shard(
     Source: PyTorch FSDP, https://arxiv.org/abs/2304.11277; the interface is that of torch.distributed.fsdp.fully_shard.
     """
     modules = _check_modules(module)
-    _check_policies(offload_policy, dp_mesh_dims)
-    roles = roles_of(default_mesh() if mesh is None else mesh)
-    reshard_to = _check_reshard(reshard_after_forward, roles)
+    roles = roles_for(mesh, dp_mesh_dims, zero)
+    reshard_to = _reshard_to(reshard_after_forward, zero, roles)
     managed = list(_managed_modules(modules))
-    slots = _parameter_slots(managed, ignored_params or set())
-    placed: deque[tuple[nn.Parameter, int, MeshRoles]] = deque()
-    for param, (fqn, _) in slots.items():
-        dim, param_roles = _placement(param, fqn, shard_placement_fn, roles)
-        placed.append((param, dim, param_roles))
-
-    smaller = {each: _smaller(each, reshard_to) for _, _, each in placed}
+    places = _parameter_slots(managed, ignored_params or set())
+    placing = Placing(roles, shard_placement_fn, mp_policy, offload_policy)
+    placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
+    tied: list[_Tied] = []
+    planned: deque[tuple[nn.Parameter, Plan]] = deque()
+    for param, (fqn, slots) in places.items():
+        plan, known = placing.plan(fqn, param), managed_by(param)
+        if known is not None and known.unsharded is not param:
+            tied.append(_Tied(fqn, slots, known))
+            _check_tie(tied[-1], plan)
+        else:
+            planned.append((param, plan))
+    smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
     classes = [swapped_class(type(each)) for each in modules]
 
-    settings = UnitSettings(reshard_after_forward=reshard_to)
-    groups: dict[MeshRoles, list[ManagedParameter]] = {}
-    while placed:
-        param, dim, param_roles = placed.popleft()
-        fqn, places = slots.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
-        data = _to_device(param, param_roles.device)
-        groups.setdefault(param_roles, []).append(
-            ManagedParameter(places, fqn, param, data, param_roles, dim, mp_policy)
-        )
+    groups: dict[tuple[MeshRoles, Keep], list[ManagedParameter]] = {}
+    while planned:
+        param, plan = planned.popleft()
+        fqn, slots = places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
+        keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
+        new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
+        if plan.policy.all_gather_dtype is not None and new.dtype.is_floating_point and plan.roles.shard_size > 1:
+            new.extension = QuantisedGather(new)
+        groups.setdefault((plan.roles, keep), []).append(new)
     _move_buffers(managed, roles.device)
-    unit = Unit(modules, list(groups.values()), roles.device, mp_policy, settings)
-    for group in unit.groups:
-        group.smaller = smaller[group.roles]
-    for each, cls in zip(modules, classes, strict=True):
-        each.__class__ = cls
-        _attach(each, unit)
+    settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero)
+    unit = Unit(modules, list(groups.values()), roles.device, placing.policy, settings)
+    for group, (_, keep) in zip(unit.groups, groups, strict=True):
+        group.smaller, group.keep = smaller[group.roles], keep
+    for each in tied:
+        _share(each, unit)
+    for each_module, cls in zip(modules, classes, strict=True):
+        each_module.__class__ = cls
+        attach(each_module, unit)
+        register_stage(each_module, unit)
+    for owner in {slot.module for param in unit.params for slot in param.slots}:
+        if owner is not None:
+            guard_state_dict(owner, unit)
     return module
 
 
@@ -145,11 +167,15 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
-def _check_policies(offload_policy: OffloadPolicy, dp_mesh_dims: DataParallelMeshDims | None) -> None:
-    if isinstance(offload_policy, CPUOffloadPolicy) or type(offload_policy).__name__ == "CPUOffloadPolicy":
-        raise UnsupportedError("fully_shard: CPUOffloadPolicy is not supported by this version of fsdp2")
-    if dp_mesh_dims is not None:
-        raise UnsupportedError("fully_shard: dp_mesh_dims is not supported by this version of fsdp2")
+def _reshard_to(value: bool | int | None, zero: ZeroPolicy | None, roles: MeshRoles) -> bool | int | None:
+    """The `reshard_after_forward` that both arguments say together."""
+    if zero is not None and (zero.stage < 3 or zero.secondary_shard_size is not None):
+        if value is not None:
+            raise ArgumentError(
+                f"fully_shard: got reshard_after_forward={value!r} and {zero}, which says that itself; give only one"
+            )
+        value = zero.secondary_shard_size if zero.stage == 3 else False
+    return _check_reshard(value, roles)
 
 
 def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | None:
@@ -169,7 +195,7 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
 
 def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | None:
     """The mesh to reshard to after forward; a parameter's own mesh must allow it too."""
-    if reshard_to is None or isinstance(reshard_to, bool):
+    if reshard_to is None or isinstance(reshard_to, bool) or roles.shard_axis is None:
         return None
     if roles.shard_size % reshard_to != 0:
         raise ArgumentError(
@@ -178,38 +204,38 @@ def _smaller(roles: MeshRoles, reshard_to: bool | int | None) -> MeshRoles | Non
     return roles.smaller(reshard_to)
 
 
-def _placement(
-    param: nn.Parameter, fqn: str, placement_fn: PlacementFn | None, roles: MeshRoles
-) -> tuple[int, MeshRoles]:
-    """The dim to shard and the mesh of one parameter."""
-    result: Any = placement_fn(param) if placement_fn is not None else None
-    if isinstance(result, ShardPlacementResult):
-        if result.mesh is not None:
-            roles = roles_of(result.mesh)
-        result = result.placement
-    if result is None:
-        result = Shard(0)
-    if not isinstance(result, Shard):
+# --- tied weights -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """A weight of this unit that another unit manages under another name."""
+
+    fqn: str
+    slots: list[Slot]
+    param: ManagedParameter
+
+
+def _check_tie(tied: _Tied, plan: Plan) -> None:
+    if tied.param.roles != plan.roles:
         raise ArgumentError(
-            f"shard_placement_fn: expected a Shard, a ShardPlacementResult or None for '{fqn}', got {result!r}"
+            f"'{tied.fqn}' is the weight that was sharded as '{tied.param.fqn}' on {tied.param.roles.mesh}; it cannot "
+            f"be on {plan.roles.mesh} as well. Give both the same mesh."
         )
-    if isinstance(param, DTensor):
-        raise UnsupportedError(
-            f"'{fqn}' is a DTensor with placements {param.placements}: tensor-parallel parameters are not supported by "
-            "this version of fsdp2"
-        )
-    if param.ndim == 0:
-        raise ArgumentError(f"'{fqn}' is a scalar, which cannot be sharded; make it a tensor of shape (1,)")
-    if not param.is_contiguous():
-        raise UnsupportedError(
-            f"'{fqn}' is not contiguous: shape {tuple(param.shape)}, stride {param.stride()}; call .contiguous() on it"
-        )
-    dim = result.dim + param.ndim if result.dim < 0 else result.dim
-    if not 0 <= dim < param.ndim:
-        raise MisuseError(
-            f"shard_placement_fn: Shard({result.dim}) for '{fqn}', which has {param.ndim} dims: {tuple(param.shape)}"
-        )
-    return dim, roles
+
+
+def _share(tied: _Tied, unit: Unit) -> None:
+    """Let the managed parameter have this unit's names too, and this unit gather it."""
+    owner, group = owner_of(tied.param)
+    form = tied.param.slots[0].get()
+    assert isinstance(form, nn.Parameter)
+    for slot in tied.slots:
+        slot.put(form)
+        assert slot.module is not None
+        guard_state_dict(slot.module, owner)
+    tied.param.slots += tied.slots
+    if group not in unit.borrowed:
+        unit.borrowed.append(group)
 
 
 # --- what the unit manages --------------------------------------------------------------------------------------------
@@ -246,28 +272,8 @@ def _parameter_slots(
     return slots
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach() if tensor.is_meta else tensor.detach().to(device)
-
-
 def _move_buffers(managed: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
     for _, module in managed:
         for buffer in module.buffers(recurse=False):
             if buffer.device != device and not buffer.is_meta:
                 buffer.data = buffer.to(device)  # the same object: it may have other names
-
-
-# --- attaching --------------------------------------------------------------------------------------------------------
-
-
-def _attach(module: nn.Module, unit: Unit) -> None:
-    """Hook forward and the state dict."""
-    module.__dict__["_fsdp2_unit"] = unit
-    module.register_forward_pre_hook(partial(pre_forward, unit), prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.post_forward)
-    owners = {slot.module for param in unit.params for slot in param.slots} if module is unit.modules[0] else set()
-    for owner in owners:
-        if owner is not None:
-            owner.register_state_dict_pre_hook(lambda *_: unit.reshard())
-            owner.register_load_state_dict_pre_hook(lambda *_: unit.reshard())
-            owner.register_load_state_dict_post_hook(lambda *_: unit.refresh_groups())

@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cached_property
 from math import prod
 
-__all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "pack", "strides"]
+__all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "dense_strides", "memory_order", "pack", "strides"]
 
 
 def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
@@ -30,6 +30,29 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         result[dim] = result[dim + 1] * max(shape[dim + 1], 1)
     return tuple(result)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims from the outermost in memory to the innermost: permuted so, a dense tensor is contiguous. The dims as
+    they are for a contiguous tensor, and for one that is not dense (it has gaps, or elements that overlap).
+
+    >>> memory_order((2, 3, 4, 4), (48, 1, 12, 3))  # channels_last
+    (0, 2, 3, 1)
+    """
+    as_is = tuple(range(len(shape)))
+    order = tuple(sorted(as_is, key=lambda dim: -stride[dim]))
+    dense = strides([shape[dim] for dim in order])
+    for candidate, expected in ((as_is, strides(shape)), (order, dense)):
+        if all(stride[dim] == at or shape[dim] == 1 for dim, at in zip(candidate, expected, strict=True)):
+            return candidate
+    return as_is
+
+
+def dense_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a copy of such a tensor without gaps, dims in the same memory order."""
+    order = memory_order(shape, stride)
+    dense = strides([shape[dim] for dim in order])
+    return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
 def pack(sizes_bytes: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
@@ -88,6 +111,10 @@ class ShardLayout:
         """Start of each rank's elements in the whole tensor read flat; they are contiguous only when `dim` is 0."""
         assert self.dim == 0
         return tuple(bound * self.row_numel for bound in self.bounds)
+
+    def over(self, parts: int) -> "ShardLayout":
+        """The same tensor and dim cut into another number of chunks."""
+        return ShardLayout(self.shape, self.dim, parts)
 
     def local_size(self, rank: int) -> int:
         """Entries along the shard dim of chunk `rank`."""

@@ -1,28 +1,29 @@
 """What the axes of a DeviceMesh mean to us: the shard axis, the replicate axis, their groups. Layer: mesh.
 
-========  ===========================  ===================
-mesh      axes                         this is
-========  ===========================  ===================
-1-D       shard                        FSDP
-2-D       replicate, shard (in order)  HSDP
-========  ===========================  ===================
+=====================  ===========================  ==========================================
+mesh                   axes                         this is
+=====================  ===========================  ==========================================
+1-D                    shard                        FSDP
+2-D                    replicate, shard (in order)  HSDP
+`dp_mesh_dims`         any, by their names          the same beside model-parallel axes
+replicate axes alone   replicate                    DDP-like: whole parameters, one all-reduce
+=====================  ===========================  ==========================================
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from fsdp2._torch import DTensorSpec, make_spec
+from fsdp2._torch import concatenate_meshes, flatten_mesh
 from fsdp2.errors import ArgumentError, MisuseError
-from fsdp2.layout import strides
+from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["MeshRoles", "ShardPlacementResult", "default_mesh", "roles_of"]
+__all__ = ["Axis", "MeshRoles", "ShardPlacementResult", "default_mesh", "roles_from_dims", "roles_of"]
 
 # Meshes to which units reshard after forward, by the mesh they were made from and by size: making one makes process
 # groups, which all units of that mesh share.
@@ -43,37 +44,97 @@ class ShardPlacementResult:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """The ranks along one axis of a mesh, this rank among them."""
+
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class MeshRoles:
-    """A mesh with the roles of its axes. Equal for equal meshes."""
+    """A mesh with the roles of its axes; at least one of the two axes is there. Equal for equal meshes.
+
+    Attributes:
+        mesh: the data-parallel axes alone.
+        sharded_replicas: the sharded parameters (not what is gathered in forward) are cut over the replicate axis too.
+        full_mesh: the whole SPMD mesh, where `dp_mesh_dims` chose axes of it.
+        shard_names, replicate_names: the names of these axes there.
+        flat: without a shard axis, the 1-D mesh of all ranks of `mesh`, over which gradients are reduced.
+    """
 
     mesh: DeviceMesh
     replicate_axis: int | None
-    shard_axis: int
+    shard_axis: int | None
+    sharded_replicas: bool = False
+    full_mesh: DeviceMesh | None = None
+    shard_names: tuple[str, ...] = ()
+    replicate_names: tuple[str, ...] = ()
+    flat: DeviceMesh | None = None
 
     @cached_property
     def shard_size(self) -> int:
         """Ranks over which a parameter is cut."""
-        return self.mesh.size(self.shard_axis)
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @cached_property
     def shard_rank(self) -> int:
         """Which shard is this rank's."""
-        return self.mesh.get_local_rank(self.shard_axis)
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
 
     @cached_property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that together hold a parameter once."""
-        return self.mesh.get_group(self.shard_axis)
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold a parameter once; None without a shard axis."""
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
 
     @cached_property
     def replicate_size(self) -> int:
         """How many times the parameters are held."""
+        if self.flat is not None:
+            return self.flat.size()
         return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+
+    @cached_property
+    def replicate_rank(self) -> int:
+        """Which replica is this rank's."""
+        if self.flat is not None:
+            return self.flat.get_local_rank()
+        return 0 if self.replicate_axis is None else self.mesh.get_local_rank(self.replicate_axis)
 
     @cached_property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard as this one; None without a replicate axis."""
+        if self.flat is not None:
+            return self.flat.get_group()
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+
+    @property
+    def shard(self) -> Axis:
+        """The shard axis, which must be there."""
+        assert self.shard_group is not None
+        return Axis(self.shard_group, self.shard_size, self.shard_rank)
+
+    @property
+    def replicate(self) -> Axis:
+        """The replicate axis, which must be there."""
+        assert self.replicate_group is not None
+        return Axis(self.replicate_group, self.replicate_size, self.replicate_rank)
+
+    @cached_property
+    def any_group(self) -> dist.ProcessGroup:
+        """One of the two groups, for what is the same for both (their backend)."""
+        group = self.shard_group or self.replicate_group
+        assert group is not None
+        return group
+
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the shard axis (of the replicate axis, where there is no other)."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        assert self.mesh.mesh_dim_names is not None and self.shard_axis is not None
+        return self.mesh[self.mesh.mesh_dim_names[self.shard_axis]]
 
     @cached_property
     def device(self) -> torch.device:
@@ -83,12 +144,12 @@ class MeshRoles:
         module = torch.get_device_module(self.mesh.device_type)
         return torch.device(self.mesh.device_type, module.current_device())
 
-    def spec(self, shape: Sequence[int], dim: int, dtype: torch.dtype) -> DTensorSpec:
-        """The DTensor spec of a contiguous parameter of global `shape` sharded along `dim`."""
-        placements: tuple[Placement, ...] = (Shard(dim),)
-        if self.replicate_axis is not None:
-            placements = (Replicate(), Shard(dim))
-        return make_spec(self.mesh, placements, shape, strides(shape), dtype)
+    def replicated(self) -> "MeshRoles":
+        """The same ranks, all of which hold the whole: for what cannot be cut, and for ZeRO stage 0."""
+        if self.shard_axis is None:
+            return self
+        flat = flatten_mesh(self.mesh)
+        return replace(self, replicate_axis=0, shard_axis=None, sharded_replicas=False, flat=flat)
 
     def smaller(self, size: int) -> "MeshRoles":
         """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks.
@@ -103,6 +164,7 @@ class MeshRoles:
 
     def _make_smaller(self, size: int) -> DeviceMesh:
         groups = self.shard_size // size
+        assert self.shard_axis is not None
         with torch.device("cpu"):
             ranks = self.mesh.mesh.movedim(self.shard_axis, -1)
             if self.replicate_axis is None:
@@ -120,7 +182,10 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
         MisuseError: a 2-D mesh has no axis names (a mistaken order of the axes could not be noticed).
     """
     if mesh.ndim not in (1, 2):
-        raise ArgumentError(f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}")
+        raise ArgumentError(
+            f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "
+            "in one mesh, pass the data-parallel part (mesh['dp']) or name its axes with dp_mesh_dims."
+        )
     if mesh.ndim == 1:
         return MeshRoles(mesh, replicate_axis=None, shard_axis=0)
     if mesh.mesh_dim_names is None:
@@ -129,6 +194,35 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
             f"shard axis; got {mesh} without names. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
         )
     return MeshRoles(mesh, replicate_axis=0, shard_axis=1)
+
+
+def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
+    """The roles of those axes of a full SPMD mesh that `dims` names. Several axes of one role are flattened to one,
+    which makes a process group at the first call: every rank of the mesh must make it.
+
+    Raises:
+        ArgumentError: `dims` names nothing, or an axis that `mesh` does not have.
+    """
+    shard, replicate = dims.shard_names, dims.replicate_names
+    if not shard and not replicate:
+        raise ArgumentError("dp_mesh_dims: expected the names of shard axes, of replicate axes, or both; got neither")
+    if mesh.mesh_dim_names is None:
+        raise ArgumentError(f"dp_mesh_dims: the mesh has no mesh_dim_names, so its axes cannot be named: {mesh}")
+    both = set(shard) & set(replicate)
+    if both:
+        raise ArgumentError(f"dp_mesh_dims: an axis either shards or replicates, got both for {sorted(both)}")
+    for name in (*shard, *replicate):
+        if name not in mesh.mesh_dim_names:
+            raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
+    parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
+    return MeshRoles(
+        parts[0] if len(parts) == 1 else concatenate_meshes(parts),
+        replicate_axis=0 if replicate else None,
+        shard_axis=len(parts) - 1 if shard else None,
+        full_mesh=mesh,
+        shard_names=shard,
+        replicate_names=replicate,
+    )
 
 
 def default_mesh() -> DeviceMesh:

@@ -6,21 +6,31 @@ one; every method of it is overridden.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
-from weakref import ref
 
 import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.runtime.root import pre_forward, units_below
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.runtime.attach import post_forward, pre_forward
+from fsdp2.runtime.context import Context
+from fsdp2.runtime.copying import copy_module
+from fsdp2.runtime.finalization import Ticket
+from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.unit import Unit
+from fsdp2.settings import Settings, boolean, unit_in
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swapped_class"]
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "swapped_class",
+]
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
@@ -46,11 +56,26 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
+class GradientReductionHandle:
+    """Reductions under way, from ``module.finalize_backward(async_op=True)``."""
+
+    def __init__(self, context: Context, ticket: Ticket):
+        self._context = context
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        """Make the sharded gradients complete. Waiting again does nothing.
+
+        Raises:
+            OrderError: `reset_iter_state` was called since.
+        """
+        self._context.finish_ticket(self._ticket)
+
+
+class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
     """What a sharded module can do beside what its original class can.
 
-    The setters whose docstring says *recursive* also set the sharded modules below (``recurse=False`` does not);
-    the others act on this module's unit alone.
+    What it can be told to do differently is in its base class, `Settings`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +86,10 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        raise MisuseError(
-            f"a sharded {type(self).__name__} cannot be deep-copied: the copy would need hooks and communication of "
-            "its own. Build a second model, call fully_shard on it, and load this one's state_dict()."
-        )
+        """A sharded module of its own on the same mesh, say for the average of an EMA. Reshards this one first. No
+        communication."""
+        original = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
+        return copy_module(self, original, memo)  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise MisuseError(
@@ -105,117 +130,18 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
 
     def reshard(self) -> None:
         """Give back the unsharded parameters of this module's unit. No communication."""
-        self._unit().reshard()
+        self._unit().reshard_all()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `cpu`, `to_empty` and the like act on the sharded parameters."""
         unit = self._unit()
-        unit.reshard()
+        unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.refresh_groups()
         for param, grad_dtype in explicit:
             param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]
-
-    # --- when to reduce ----------------------------------------------------------------------------------------------
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward passes finish their reductions before they return (default True).
-
-        Applies to the whole tree of the root. Set False for all microbatches but the last: reductions are still issued,
-        but waited for only in the last; parameters that were prefetched and not used stay for the next backward.
-        """
-        unit = self._unit()
-        root = unit if unit.context is None else unit.context.root
-        assert isinstance(root, Unit)
-        root.settings = replace(root.settings, is_last_backward=_bool("is_last_backward", is_last_backward))
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients (default True). Recursive.
-
-        While False, gradients add up on the unsharded parameters, in the reduce dtype, without communication; the next
-        backward with True reduces their sum.
-
-        Example::
-
-            for index, batch in enumerate(microbatches):
-                model.set_requires_gradient_sync(index == len(microbatches) - 1)
-                loss(model(batch)).backward()
-        """
-        self._set(recurse, requires_gradient_sync=_bool("requires_gradient_sync", requires_gradient_sync))
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """With HSDP, whether backward also reduces over the replicate axis (default True). Recursive.
-
-        While False, reduce-scattered gradients add up apart from `.grad`; the next backward with True reduces them.
-        """
-        self._set(recurse, requires_all_reduce=_bool("requires_all_reduce", requires_all_reduce))
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters without a gradient take part in reductions, with zeros (default False).
-        Recursive. For models in which ranks use different parameters: all ranks then reduce the same ones, in the same
-        order, at the end of backward (so the gradients of the whole unit stay until then)."""
-        self._set(recurse, reduce_unused=_bool("reduce_scatter_unused_params", reduce_scatter_unused_params))
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
-        the root's tree counts. Recursive. More overlap for more memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
-        if max_input_buffers < 1:
-            raise ArgumentError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
-        self._set(recurse, max_input_buffers=max_input_buffers)
-
-    # --- how to reduce -----------------------------------------------------------------------------------------------
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over all ranks by `factor`, in place of the number of ranks."""
-        self._set(False, gradient_divide_factor=float(factor))
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let this unit's collectives sum, and divide afterwards, never use a backend's AVG."""
-        self._set(False, force_sum=_bool("enable", enable))
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
-        before they are handed to the sharded parameters; what it changes in place counts."""
-        if stream is not None:
-            raise UnsupportedError("set_all_reduce_hook: a stream of its own is not supported yet; pass stream=None")
-        self._set(False, all_reduce_hook=hook)
-
-    # --- when to reshard and unshard ---------------------------------------------------------------------------------
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change the `reshard_after_forward` of `fully_shard`, also what the root chose by itself. Recursive."""
-        self._set(recurse, reshard_after_forward=_bool("reshard_after_forward", reshard_after_forward))
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward gives the unsharded parameters back (default True). Recursive. False saves the next
-        microbatch's all-gathers for the memory of the whole model."""
-        self._set(recurse, reshard_after_backward=_bool("reshard_after_backward", reshard_after_backward))
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward all-gathers this unit's parameters (default True). False for parameters that backward
-        does not read, such as those of an embedding; their gradients are reduced all the same."""
-        self._set(False, unshard_in_backward=_bool("unshard_in_backward", unshard_in_backward))
-
-    def set_modules_to_forward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """Unshard `modules`, in this order, as soon as this module's own parameters are there in forward. Issued before
-        this module computes, so that they overlap with it. An empty list undoes it."""
-        self._unit().forward_prefetch = [ref(_unit_in("set_modules_to_forward_prefetch", m)) for m in modules]
-
-    def set_modules_to_backward_prefetch(self, modules: "Sequence[FSDPModule]") -> None:
-        """The same for backward, in place of the unit that ran just before this one in forward. An empty list restores
-        that."""
-        self._unit().backward_prefetch = [ref(_unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """For call compatibility: all-gathers are always asynchronous here."""
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
@@ -240,85 +166,56 @@ class FSDPModule(_TorchFSDPModule):  # type: ignore[misc]  # every method is ove
             assert isinstance(each, Unit)
             each.reset()
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next root forward's all-gathers wait for `event` rather than for all work given to the current stream so
-        far. Record it right after the optimizer step."""
-        self._unit().ready_context().post_optim_event = event
+    # --- gradients finished by hand ----------------------------------------------------------------------------------
 
-    # --- not yet -----------------------------------------------------------------------------------------------------
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Not supported yet.
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Whether backward leaves gradients unreduced until `finalize_backward` (default False). Root only; takes
+        effect at the next backward. For pipelines, and for overlapping reductions with other work. In this mode
+        `set_is_last_backward` has no meaning.
 
         Raises:
-            UnsupportedError: always.
+            OrderError: this module is not the root.
         """
-        raise _not_yet("set_custom_all_gather")
+        unit, context = self._unit(), self._unit().context
+        if context is not None and not context.is_provisional and context.root is not unit:
+            raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
+        self._set(False, manual_finalization=boolean("enable", enable))
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Not supported yet.
+    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+        """After the last backward in manual mode: reduce all gradients and reshard. Collective; every rank calls it.
+        Does nothing if no backward has reached the sharded modules.
+
+        Args:
+            async_op: return a handle while reductions are under way. Sharded gradients are complete after its `wait`,
+                and no forward may run before.
 
         Raises:
-            UnsupportedError: always.
+            OrderError: manual mode is off; a backward runs; a forward has not had its backward; the last handle was not
+                waited for; this module is not the root; or HSDP gradients wait for an all-reduce.
+
+        Example::
+
+            model.set_manual_backward_finalization(True)
+            model.set_requires_gradient_sync(False)
+            for batch in microbatches:
+                loss(model(batch)).backward()
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()
         """
-        raise _not_yet("set_custom_reduce_scatter")
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Not supported yet.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise _not_yet("set_separate_reduce_scatter_group")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported yet.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise _not_yet("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, backend: Any = "NCCL") -> None:
-        """Not supported yet.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise _not_yet("set_symm_mem_for_comm")
+        unit, context = self._unit(), self._unit().context
+        if context is None:
+            if not unit.settings.manual_finalization:
+                raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
+            return None
+        if context.root is not unit:
+            raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
+        ticket = context.finalize(async_op)
+        return None if ticket is None else GradientReductionHandle(context, ticket)
 
     # --- ours --------------------------------------------------------------------------------------------------------
 
-    def _unit(self) -> Unit:
-        assert isinstance(self, nn.Module)
-        unit = unit_of(self)
-        assert unit is not None
-        return unit
-
     def _get_fsdp_state(self) -> Any:
         return self._unit()
-
-    def _set(self, recurse: bool, **changes: Any) -> None:
-        assert isinstance(self, nn.Module)
-        for unit in units_below(self) if recurse else [self._unit()]:
-            unit.settings = replace(unit.settings, **changes)
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name}: expected a bool, got {value!r}")
-    return value
-
-
-def _unit_in(call: str, module: Any) -> Unit:
-    unit = unit_of(module) if isinstance(module, nn.Module) else None
-    if unit is None:
-        raise ArgumentError(f"{call}: expected modules on which fully_shard was called, got {type(module)}: {module}")
-    return unit
-
-
-def _not_yet(what: str) -> UnsupportedError:
-    return UnsupportedError(f"{what} is not supported by this version of fsdp2; see the status table in the README")
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -339,22 +236,26 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ArgumentError(f"register_fsdp_forward_method: {type(module)} has no method '{method_name}'")
-    unit = module._unit()
 
     @wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pre_forward(unit, self, args, kwargs)
-        return unit.post_forward(self, args, method(*args, **kwargs))
+        args, kwargs = pre_forward(self, args, kwargs)
+        return post_forward(self, args, method(*args, **kwargs))
 
     setattr(module, method_name, MethodType(wrapped, module))
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Let several roots use one set of communication streams. They always do here: streams belong to the device; the
-    call checks its argument, and is there for code written for torch's FSDP2.
+    """Let several roots share their reductions: the last backward of one of them finishes those of all, and
+    `set_reduce_scatter_max_input_buffers` counts them together. For models that are run in parts, such as the stages of
+    a pipeline. Communication streams belong to the device, and are shared in any case.
 
     Raises:
         ArgumentError: something in the list is not a sharded module.
     """
-    for module in modules:
-        _unit_in("share_comm_ctx", module)
+    units = [unit_in("share_comm_ctx", module) for module in modules]
+    shared = InFlight()
+    for unit in units:
+        unit.in_flight = shared
+        if unit.context is not None and unit.context.root is unit:
+            unit.context.in_flight = shared

@@ -4,11 +4,21 @@ The public ones have the fields of torch's FSDP2, so that either's objects can b
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
-__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy", "UnitSettings"]
+from fsdp2.errors import ArgumentError
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnitSettings",
+    "ZeroPolicy",
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,15 @@ class MixedPrecisionPolicy:
             parameter's original dtype (as torch 2.15; torch 2.13 takes `param_dtype`).
         output_dtype: floating-point forward outputs are cast to it. None: no cast.
         cast_forward_inputs: cast floating-point forward inputs to `param_dtype`, where that is set.
+        param_dtype_override_fn: called once with each floating-point parameter by `fully_shard`; returns its compute
+            dtype: None or `param_dtype` for that, its own dtype to leave it alone (an fp32 router in a bf16 block). It
+            must return the same on every rank.
+        all_gather_dtype: ``torch.int8`` sends unsharded parameters as block-quantised integers with one scale for each
+            256 elements: half the bytes of bf16, for an error of at most 1/254 of a block's largest element (ZeRO++'s
+            qwZ, https://arxiv.org/abs/2306.10209). Sharded parameters stay exact. None: the compute dtype.
+        reduce_scatter_dtype: gradients travel in this narrower dtype, but are summed in `reduce_dtype`, by an
+            all-to-all and a local sum: half the bytes of an fp32 reduction, without the rounding of a 16-bit sum.
+            None: `reduce_dtype`.
 
     Example::
 
@@ -32,6 +51,16 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    all_gather_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    reduce_scatter_dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.all_gather_dtype not in (None, torch.int8):
+            raise ArgumentError(f"all_gather_dtype: expected torch.int8 or None, got {self.all_gather_dtype}")
+        wire = self.reduce_scatter_dtype
+        if wire is not None and not wire.is_floating_point:
+            raise ArgumentError(f"reduce_scatter_dtype: expected a floating-point dtype or None, got {wire}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,67 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class ZeroPolicy:
+    """What is sharded, and when: the stages of ZeRO in one argument of `fully_shard`.
+
+    =====  =============================  ==========================================================================
+    stage  sharded                        parameters stay gathered                gradients are reduced
+    =====  =============================  ==========================================================================
+    0      nothing (DDP)                  always                                  in the last backward of a step
+    1      optimizer state                from a step's first to its last use     in the last backward of a step
+    2      and gradients                  from a step's first to its last use     in each backward
+    3      and parameters                 while their unit computes               in each backward
+    =====  =============================  ==========================================================================
+
+    A step may have several backwards; ``model.set_is_last_backward(False)`` before all but the last says so. With a
+    replicate axis the all-reduce over it waits for the last backward too.
+
+    Attributes:
+        stage: 0 to 3.
+        shard_size: ranks that together hold the parameters once, replicated over the others (HSDP, MiCS). Makes the
+            mesh, so `fully_shard` must get none. None: what the mesh says, all ranks by default.
+        secondary_shard_size: with stage 3, ranks that hold a second copy between forward and backward, so that
+            backward gathers among them alone (ZeRO++'s hpZ).
+        shard_replicas: with stage 3 and a replicate axis, the sharded parameters, their gradients and the optimizer
+            state are cut over the replicas too. A step gathers them once over the replicas; all other gathers stay
+            within one.
+        keep_frozen: parameters that do not require gradients stay gathered after their first use (LoRA on a base that
+            fits). Their sharded form may then be changed only through `load_state_dict`, or before `reshard`.
+
+    Raises:
+        ArgumentError: a stage that does not exist, or fields that contradict each other.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block, zero=ZeroPolicy(stage=2))
+        fully_shard(model, zero=ZeroPolicy(stage=2))
+
+    Source: ZeRO, https://arxiv.org/abs/1910.02054; ZeRO++, https://arxiv.org/abs/2306.10209; MiCS,
+    https://arxiv.org/abs/2205.00119.
+    """
+
+    stage: int = 3
+    shard_size: int | None = None
+    secondary_shard_size: int | None = None
+    shard_replicas: bool = False
+    keep_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ArgumentError(f"ZeroPolicy: expected a stage of 0, 1, 2 or 3, got {self.stage!r}")
+        if self.stage != 3 and (self.secondary_shard_size is not None or self.shard_replicas):
+            raise ArgumentError(
+                f"ZeroPolicy: secondary_shard_size and shard_replicas need stage 3, since parameters stay whole in "
+                f"stage {self.stage}"
+            )
+        if self.secondary_shard_size is not None and self.shard_replicas:
+            raise ArgumentError("ZeroPolicy: give secondary_shard_size or shard_replicas, not both")
+        if self.stage == 0 and self.shard_size is not None:
+            raise ArgumentError("ZeroPolicy: stage 0 shards nothing, so shard_size has no meaning")
+
+
+@dataclass(frozen=True)
 class UnitSettings:
     """What the `set_*` methods of `FSDPModule` change; one per unit, replaced as a whole.
 
@@ -95,7 +185,10 @@ class UnitSettings:
         gradient_divide_factor: divide the sum of gradients by this rather than by the number of ranks.
         force_sum: use SUM and divide by hand, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
-        all_reduce_hook: called with the flat reduced gradients before they are handed out.
+        all_reduce_hook: called with the flat reduced gradients before they are handed out, on the stream beside it.
+        predicts_forward: prefetch in forward what ran next in the last iterations; read on the root only.
+        manual_finalization: backward leaves gradients for `finalize_backward`; root only.
+        zero: what waits for the last backward of a step; None: nothing does.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -108,4 +201,23 @@ class UnitSettings:
     gradient_divide_factor: float | None = None
     force_sum: bool = False
     max_input_buffers: int = 1
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
+    predicts_forward: bool = False
+    manual_finalization: bool = False
+    zero: ZeroPolicy | None = None
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether a backward with these settings completes the sharded gradients, so that the optimizer may step."""
+        return self.requires_gradient_sync and self.requires_all_reduce
+
+    def in_backward(self, is_last: bool) -> "UnitSettings":
+        """What holds in a backward that is, or is not, the last of a step."""
+        if self.zero is None or is_last:
+            return self
+        return replace(
+            self,
+            requires_gradient_sync=self.requires_gradient_sync and self.zero.stage >= 2,
+            requires_all_reduce=False,
+            reshard_after_backward=self.reshard_after_backward and self.zero.stage == 3,
+        )

@@ -136,16 +136,6 @@ def test_state(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_copying_is_refused(rank: int, world_size: int) -> None:
-    """SPEC 7: deepcopy of a sharded module, or of a parent of one, points to the state dict."""
-    parent = linears(2)
-    fully_shard(parent[0])
-    for module in (parent[0], parent):
-        assert "state_dict" in error_of(AssertionError, lambda module=module: copy.deepcopy(module))
-    assert is_sharded(parent[0]), "the failed copy left the original alone"
-
-
-@on_ranks(2)
 def test_pickling_is_refused(rank: int, world_size: int) -> None:
     """SPEC 7: pickle fails early, and says what to do."""
     assert "state_dict" in error_of(AssertionError, lambda: pickle.dumps(fully_shard(nn.Linear(2, 2))))

@@ -96,7 +96,8 @@ def test_mesh_of_three_axes(rank: int, world_size: int) -> None:
         wrapped(text),
         """\
 fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got DeviceMesh((a=1, b=2, c=2),
-'cpu', stride=((), 2, 1))
+'cpu', stride=((), 2, 1)). With model-parallel axes in one mesh, pass the data-parallel part
+(mesh['dp']) or name its axes with dp_mesh_dims.
 """,
     )
     assert not isinstance(model, FSDPModule)
@@ -115,44 +116,6 @@ the shard axis; got DeviceMesh((2, 2), 'cpu', stride=(2, 1)) without names. Pass
 mesh_dim_names=('replicate', 'shard') to init_device_mesh.
 """,
     )
-
-
-class WithScalar(nn.Module):
-    """A parameter without dims, some levels down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.scale = nn.Parameter(torch.tensor(1.0))
-        self.linear = nn.Linear(2, 2)
-
-
-@on_ranks(2)
-def test_scalar_parameter(rank: int, world_size: int) -> None:
-    """SPEC 184: named, with advice; nothing has been changed when it is found."""
-    model = WithScalar()
-    expect(
-        rank,
-        wrapped(error_of(ValueError, lambda: fully_shard(model))),
-        """\
-'inner.scale' is a scalar, which cannot be sharded; make it a tensor of shape (1,)
-""",
-    )
-    assert type(model) is WithScalar and not any(isinstance(param, DTensor) for param in model.parameters())
-
-
-@on_ranks(2)
-def test_non_contiguous_parameter(rank: int, world_size: int) -> None:
-    """SPEC 185: a channels_last convolution, with its shape and stride."""
-    model = nn.Sequential(nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last))
-    expect(
-        rank,
-        wrapped(error_of(NotImplementedError, lambda: fully_shard(model))),
-        """\
-'0.weight' is not contiguous: shape (4, 2, 3, 3), stride (18, 1, 6, 2); call .contiguous() on it
-""",
-    )
-    assert type(model) is nn.Sequential
 
 
 @on_ranks(2)

@@ -46,22 +46,34 @@ LAYERS: list[tuple[str, ...]] = [
     ("parallel.*",),
     ("optim.*",),
     ("init.*",),
-    ("wrap",),
+    ("full_params", "wrap"),
+    ("wrap_policies",),
     ("api",),
+    ("placing",),
     ("module",),
+    ("settings", "pipelining"),
+    ("runtime.copying",),
+    ("runtime.attach",),
     ("runtime.root",),
     ("runtime.unit",),
-    ("runtime.context", "runtime.hooks", "runtime.param_group"),
-    ("runtime.gradients",),
-    ("runtime.reduction",),
-    ("runtime.gather",),
-    ("runtime.naming",),
+    ("runtime.holding",),
+    ("runtime.context", "runtime.hooks"),
+    ("runtime.in_flight", "runtime.memory", "runtime.param_group"),
+    ("runtime.assembly", "runtime.finalization", "runtime.gradients"),
+    ("runtime.extended", "runtime.reduction"),
+    ("runtime.channel", "runtime.gather"),
+    ("runtime.naming", "runtime.quantised"),
     ("runtime.parameter",),
-    ("runtime.schedule", "runtime.storage", "runtime.streams", "runtime.tree"),
+    ("runtime.geometry",),
+    ("runtime.extension", "runtime.packing"),
+    ("runtime.schedule", "runtime.slot", "runtime.storage", "runtime.streams", "runtime.tree"),
     ("runtime",),
     ("comm",),
     ("comm.flat", "comm.gloo", "comm.nccl"),
+    ("comm.memory",),
+    ("comm.custom", "comm.groups", "comm.quantise", "comm.wire"),
     ("comm.base", "comm.scaling"),
+    ("specs",),
     ("mesh",),
     ("layout",),
     ("policies",),
@@ -85,7 +97,10 @@ MAX_ATTRIBUTES = 12  # set on self in __init__, or fields of a dataclass
 PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields"})
 
 # (limit, "module" or "module:Class" or "module:Class.function") -> why that is better than staying within the limit.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and one of ours",
+    ("attributes", "policies:UnitSettings"): "one for each setter of FSDPModule; a unit replaces it as a whole",
+}
 
 
 every_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)

@@ -14,7 +14,6 @@ from fsdp2 import events, fully_shard
 from tests.models import (
     Transformer,
     check_step,
-    error_of,
     is_sharded,
     linears,
     numels,
@@ -23,9 +22,8 @@ from tests.models import (
     sharded_copy,
     tokens,
     units,
-    wrapped,
 )
-from tests.parity_models import assert_gradients, batch, expect, full, mean_gradients
+from tests.parity_models import assert_gradients, batch, full, mean_gradients
 from tests.ranks import on_ranks
 
 
@@ -37,24 +35,6 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 
 # --- shared -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_weight_tied_across_units(rank: int, world_size: int) -> None:
-    """SPEC 87: found at the first forward; the error names the parameter and advises a list."""
-    model = Transformer(tied=True)
-    fully_shard(model.embed)
-    fully_shard(model)
-    text = error_of(ValueError, lambda: model(tokens(0, rank)))
-    assert "embed.weight" in text or "head.weight" in text
-    expect(
-        rank,
-        wrapped(text),
-        """\
-'head.weight' and 'embed.weight' are one weight, but belong to two groups of parameters. Call
-fully_shard once on the list of the modules that share it: fully_shard([a, b]).
-""",
-    )
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.runtime import context, storage
+from fsdp2.runtime import context, memory, storage
 from tests.ranks import on_ranks
 from tests.simulated_streams import SimulatedStreams
 
@@ -42,7 +42,7 @@ class Watch:
         self.released: dict[int, dict[str, int]] = {}
         self.most_alive_bytes = 0
         self.num_freed = 0
-        alloc, free, release = storage.FlatStorage.alloc, storage.FlatStorage.free, context.Context.release
+        alloc, free, release = storage.FlatStorage.alloc, storage.FlatStorage.free, memory.ReleasedMemory.release
 
         def watched_alloc(flat: storage.FlatStorage) -> None:
             assert streams.current == "gather"
@@ -60,14 +60,14 @@ class Watch:
             free(flat)
             del self.alive[id(flat)]
 
-        def watched_release(self_: context.Context, flat: storage.FlatStorage) -> None:
+        def watched_release(self_: memory.ReleasedMemory, flat: storage.FlatStorage) -> None:
             assert streams.current == "compute"
             self.released[id(flat)] = streams.tick()
             release(self_, flat)
 
         monkeypatch.setattr(storage.FlatStorage, "alloc", watched_alloc)
         monkeypatch.setattr(storage.FlatStorage, "free", watched_free)
-        monkeypatch.setattr(context.Context, "release", watched_release)
+        monkeypatch.setattr(memory.ReleasedMemory, "release", watched_release)
 
 
 @on_ranks(2)

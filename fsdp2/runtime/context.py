@@ -1,6 +1,7 @@
 """`Context`: what the units below one root share. Layer: runtime, top.
 
-It owns the order of the iteration, the storage that waits to be freed, and the reductions in flight.
+It owns the order of the iteration, the storage that waits to be freed, and the reductions in flight, each in an object
+of its own.
 """
 
 from collections import deque
@@ -14,9 +15,10 @@ from fsdp2._torch import backward_is_running, queue_backward_callback
 from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.finalization import Finalization, Ticket
+from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.schedule import Schedule
-from fsdp2.runtime.storage import FlatStorage
 from fsdp2.runtime.streams import streams_for
 
 __all__ = ["Context"]
@@ -31,11 +33,17 @@ class Member(Protocol):
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed."""
 
+    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
+        """Give unsharded parameters back."""
+
     def complete_forward(self) -> None:
         """The root's forward is over: finish a unit of which some modules did not run."""
 
     def finish_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left."""
+
+    def check_no_partials(self) -> None:
+        """Raise where gradients wait for an all-reduce."""
 
 
 class Context:
@@ -43,6 +51,7 @@ class Context:
 
     Args:
         units: the root first, then the others in the order of the module tree. Held weakly: modules own their units.
+        in_flight: shared with other roots; None for one of its own.
         is_provisional: made for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
@@ -50,16 +59,18 @@ class Context:
         post_optim_event: waited for by the next root forward's all-gathers in place of the compute stream.
     """
 
-    def __init__(self, units: Sequence[Member], device: torch.device, is_provisional: bool):
+    def __init__(
+        self, units: Sequence[Member], device: torch.device, is_provisional: bool, in_flight: InFlight | None = None
+    ):
         self.streams = streams_for(device)
+        self.memory = ReleasedMemory(self.streams)
+        self.in_flight = InFlight() if in_flight is None else in_flight
+        self.finalization = Finalization()
         self.schedule: Schedule[Member] = Schedule()
         self.is_provisional = is_provisional
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Member]] = deque()
-        self._released: deque[tuple[FlatStorage, torch.Event | None]] = deque()
-        self._reductions: deque[Reduction] = deque()
-        self._max_reductions = 1
         self._callback_queued = False
 
     @property
@@ -72,10 +83,17 @@ class Context:
         """The root, while it lives."""
         return self._units[0]()
 
+    @property
+    def is_last_backward(self) -> bool:
+        """Whether the user declared (or did not deny) that this backward is the last of a step."""
+        root = self.root
+        return root is None or root.settings.is_last_backward
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
+        self.in_flight.check_nobody_waits(f"forward of '{self.units[0].fqn}'")
         emit("root_pre_forward", self.units[0].fqn)
         for unit in self.units:
             unit.complete_forward()  # what a forward that raised has left
@@ -89,55 +107,38 @@ class Context:
         with self.streams.gathering():
             self.streams.wait(event)
 
+    def predict(self, unit: Member) -> list[Member]:
+        """`unit` starts in the root's forward: the unit that ran after it in the last iterations, if they agree."""
+        root = self.root
+        if not self.schedule.in_root_forward or root is None or not root.settings.predicts_forward:
+            return []
+        fqn = self.schedule.started(unit.fqn)
+        return [other for other in self.units if fqn is not None and other.fqn == fqn]
+
+    def _give_up_wrong_guesses(self) -> None:
+        """Reshard what was prefetched by prediction and did not run."""
+        unused = self.schedule.unused_predictions()
+        for unit in self.units if unused else ():
+            if unit.fqn in unused and unit.settings.reshard_after_forward is not False:
+                unit.reshard()
+
     def end_forward(self) -> None:
         """The root's forward is over."""
         for unit in self.units:
             unit.complete_forward()
+        self._give_up_wrong_guesses()
         self.schedule.end_forward()
-
-    # --- memory ------------------------------------------------------------------------------------------------------
-
-    def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
-        """See `Memory.make_room`. On the all-gather stream: wait for the end of compute's use of released storage, and
-        free it, until no more than two units are alive. `storage` itself, if released, is taken back."""
-        for entry in [entry for entry in self._released if entry[0] is storage]:
-            self._released.remove(entry)
-            self.streams.wait(entry[1])
-        while len(self._released) > self.schedule.num_kept(prefetching):
-            self._free_oldest()
-
-    def release(self, storage: FlatStorage) -> None:
-        """See `Memory.release`. The storage stays allocated until the all-gather stream has waited for the event that
-        marks compute's last use; until then this context keeps it."""
-        self._released.append((storage, self.streams.record()))
-        if self.streams.lazy:
-            self._free_oldest()
-
-    def free_released(self) -> None:
-        """Free all released storage, once compute is through with it."""
-        with self.streams.gathering():
-            while self._released:
-                self._free_oldest()
-
-    def _free_oldest(self) -> None:
-        storage, event = self._released.popleft()
-        self.streams.wait(event)
-        storage.free()
+        self.finalization.awaits_backward = torch.is_grad_enabled()
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def expect_end_of_backward(self) -> None:
-        """Called from within a backward pass: `_end_backward` will run at its end."""
+        """Called from within a backward pass: `end_backward` will run at its end."""
         if not self._callback_queued:
             self._callback_queued = True
-            self._max_reductions = max(unit.settings.max_input_buffers for unit in self.units)
-            queue_backward_callback(self._end_backward)
-
-    def _advance_oldest(self) -> None:
-        """In a function of its own: what is finished must be freed before the next reduction makes its buffers."""
-        oldest = self._reductions.popleft()
-        if oldest.advance():
-            self._reductions.append(oldest)
+            self.finalization.begin_backward(self.units[0].settings.manual_finalization)
+            self.in_flight.limit(self, max(unit.settings.max_input_buffers for unit in self.units))
+            queue_backward_callback(self.end_backward)
 
     def check_backward_ended(self) -> None:
         """Called before a forward.
@@ -151,42 +152,77 @@ class Context:
                 "the root, on every rank, before the next iteration."
             )
 
-    def reduce(self, reductions: Sequence[Reduction]) -> None:
-        """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
-        for reduction in reductions:
-            num_due = len(self._reductions) - self._max_reductions + 1
-            for _ in range(num_due):
-                self._advance_oldest()
-            if reduction.advance():
-                self._reductions.append(reduction)
-
-    def finish_partials(self) -> None:
-        """Finish what an all-reduce that is issued next must include."""
-        while any(reduction.leaves_partials for reduction in self._reductions):
-            self._reductions.popleft().finish()
-
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """The backward pass is over: reduce and reshard what is left; the last one waits for all reductions."""
         self._callback_queued = False
         self.recomputed.clear()
         root = self.units[0]
         for unit in self.units:
             unit.finish_backward()
-        if root.settings.is_last_backward:
-            self.wait_for_reductions()
-            self.free_released()
+        if root.settings.is_last_backward and not self.finalization.is_manual:
+            self.finish_reductions()
         emit("root_post_backward", root.fqn)
 
-    def wait_for_reductions(self) -> None:
-        """Finish every reduction in flight, oldest first."""
-        while self._reductions:
-            self._reductions.popleft().finish()
+    def finish_reductions(self) -> None:
+        """Make all sharded gradients complete, and give back what was released."""
+        self.in_flight.finish_all()
+        self.memory.free_all()
+
+    def finalize(self, is_async: bool) -> Ticket | None:
+        """Reduce and reshard what manual backwards left. Returns the ticket for `finish_ticket`, None where nobody has
+        to wait.
+
+        Raises:
+            OrderError: not at this time (see `Finalization`), or HSDP gradients wait for an all-reduce.
+        """
+        root = self.units[0]
+        wanted = root.settings.manual_finalization
+        is_running = backward_is_running() or self._callback_queued
+        self.finalization.check_can_finalize(root.fqn, wanted, is_running)
+        self.in_flight.check_nobody_waits(f"finalize_backward of '{root.fqn}'")
+        if not self.finalization.is_due:
+            return None
+        for unit in self.units:
+            unit.check_no_partials()
+        self.finalization.end()
+        for unit in self.units:
+            unit.finish_backward()
+        if not is_async:
+            self.finish_reductions()
+            return None
+        self.in_flight.ticket = Ticket(self.finalization)
+        return self.in_flight.ticket
+
+    def finish_ticket(self, ticket: Ticket) -> None:
+        """Wait for an asynchronous finalisation; does nothing the second time.
+
+        Raises:
+            OrderError: its reductions were thrown away.
+        """
+        if ticket.is_void:
+            raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
+        if self.in_flight.ticket is ticket:
+            self.in_flight.ticket = None
+            self.finish_reductions()
 
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, throw their results away, and forget the iteration."""
-        while self._reductions:
-            self._reductions.popleft().abandon()
+        """Wait for reductions, throw their results away, and forget the iteration.
+
+        Raises:
+            OrderError: the reductions are those of another root that shares them, and has a handle out.
+        """
+        ticket, self.in_flight.ticket = self.in_flight.ticket, None
+        if ticket is not None and ticket.owner is not self.finalization:
+            self.in_flight.ticket = ticket
+            raise OrderError(
+                "reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()"
+            )
+        if ticket is not None:
+            ticket.is_void = True
+        self.in_flight.abandon_all()
         self._callback_queued = False
         self.recomputed.clear()
+        self.finalization.end()
         self.schedule.end_forward()

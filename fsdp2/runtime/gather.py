@@ -15,17 +15,18 @@ import torch
 
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Comm, Operand, Pending
-from fsdp2.errors import CollectiveError
+from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, choose_lane, pack
-from fsdp2.mesh import MeshRoles
+from fsdp2.mesh import Axis
+from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
 
-__all__ = ["Gather", "interleave", "named"]
+__all__ = ["Gather", "named"]
 
 
 @contextmanager
-def named(what: str, fqn: str, roles: MeshRoles) -> Iterator[None]:
+def named(what: str, fqn: str, axis: Axis) -> Iterator[None]:
     """Give errors of communication the names of the unit and the rank.
 
     Raises:
@@ -33,57 +34,29 @@ def named(what: str, fqn: str, roles: MeshRoles) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, FSDPError):
         raise
     except RuntimeError as error:
         raise CollectiveError(
-            f"unit '{fqn}': {what} failed on shard rank {roles.shard_rank} of {roles.shard_size}: {error}. Another "
-            "rank died, or did something else: did all ranks run the same modules in the same order?"
+            f"unit '{fqn}': {what} failed on rank {axis.rank} of {axis.size} of its group: {error}. Another rank "
+            "died, or did something else: did all ranks run the same modules in the same order?"
         ) from error
 
 
-def interleave(
-    packed: torch.Tensor, offset: int, full: torch.Tensor, layout: ShardLayout
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equally shaped views, (in the packed buffer, in the whole tensor), that hold the same elements.
-
-    Args:
-        packed: ``[parts, segment numel]``; the chunk of rank r stands in row r from column `offset` on.
-        full: the whole tensor, of ``layout.shape``.
-
-    At most two pairs, whatever the number of ranks: all full chunks, and the smaller last one.
-    """
-    if layout.numel == 0:
-        return []
-    dim, chunk = layout.dim, layout.chunk
-    num_full = layout.shape[dim] // chunk
-    pairs = []
-    if num_full:
-        columns = packed[:num_full, offset : offset + layout.padded_numel]
-        chunks = full.narrow(dim, 0, num_full * chunk).unflatten(dim, (num_full, chunk)).movedim(dim, 0)
-        pairs.append((columns.unflatten(1, layout.local_shape(0)), chunks))
-    rest = layout.shape[dim] - num_full * chunk
-    if rest:
-        shape = layout.local_shape(num_full)
-        row = packed[num_full, offset : offset + layout.local_numel(num_full)]
-        pairs.append((row.view(shape), full.narrow(dim, num_full * chunk, rest)))
-    return pairs
-
-
 class Gather:
-    """The all-gather of one group over one mesh.
+    """The all-gather of several tensors over one axis of a mesh.
 
     Must be made while `fulls` have storage, and outside of inference mode.
 
     Args:
-        layouts: how each parameter is cut over `roles.shard_size` ranks.
-        fulls: views of the unsharded parameters, of their global shapes; other tensors than the parameters themselves,
-            so that filling them is not seen as modifying those.
+        layouts: how each tensor is cut over `axis.size` ranks.
+        fulls: what to fill, of the layouts' shapes; other tensors than the parameters on the same memory, so that
+            filling them is not seen as modifying those.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], roles: MeshRoles, comm: Comm):
+    def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, comm: Comm):
         self.operands: list[Operand] = []
-        self._roles = roles
+        self._axis = axis
         self._comm = comm
         self._packed: FlatStorage | None = None
         self._unpack_to: list[torch.Tensor] = []
@@ -98,17 +71,17 @@ class Gather:
                 self._own[index] = full.view(-1)
             else:
                 self.operands.append(Operand(full.view(-1), layout.flat_bounds))
-                self._own[index] = self.operands[-1].row(roles.shard_rank)
+                self._own[index] = self.operands[-1].row(axis.rank)
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = {full.dtype for full in fulls}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
-        self._numel = roles.shard_size * sum(layout.padded_numel for layout in layouts)
+        self._numel = axis.size * sum(layout.padded_numel for layout in layouts)
         self._nbytes = sum(operand.full.nbytes for operand in self.operands)
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
-        size, rank = self._roles.shard_size, self._roles.shard_rank
+        size, rank = self._axis.size, self._axis.rank
         itemsizes = {fulls[index].itemsize for index in indices}
         sizes_bytes = [layouts[index].padded_numel * fulls[index].itemsize for index in indices]
         offsets, segment = pack(sizes_bytes, align=max(itemsizes))
@@ -124,8 +97,11 @@ class Gather:
                 self._unpack_from.append(source)
                 self._unpack_to.append(destination)
         if segment:
-            whole = self._packed.view(0, (size * segment,), torch.uint8)
-            self.operands.append(Operand(whole, range(0, (size + 1) * segment, segment)))
+            dtypes = {fulls[index].dtype for index in indices}
+            dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+            numel = segment // dtype.itemsize
+            whole = self._packed.view(0, (size * numel,), dtype)
+            self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
     def start(self, fqn: str, shards: Sequence[torch.Tensor]) -> Pending | None:
         """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels."""
@@ -134,14 +110,14 @@ class Gather:
         foreach_copy(self._own, shards)
         if not self.operands:
             return None
-        emit("all_gather", fqn, self._numel, self._nbytes, self._dtype, self._roles.shard_size)
-        with named("all-gather", fqn, self._roles):
-            return self._comm.all_gather(self.operands, self._roles.shard_group)
+        emit("all_gather", fqn, self._numel, self._nbytes, self._dtype, self._axis.size)
+        with named("all-gather", fqn, self._axis):
+            return self._comm.all_gather(self.operands, self._axis.group)
 
     def finish(self, fqn: str, pending: Pending | None) -> None:
         """Wait for the collective that `start` issued, and copy out of the packed buffer; on the same stream."""
         if pending is not None:
-            with named("all-gather", fqn, self._roles):
+            with named("all-gather", fqn, self._axis):
                 pending.wait()
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)

@@ -10,8 +10,9 @@ from weakref import ref
 
 import torch
 
-from fsdp2.comm import comm_for
+from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
+from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.reduction import Contribution, Reduction
 from fsdp2.runtime.streams import Streams
@@ -26,8 +27,9 @@ class Gradients:
         on_ready: called in backward each time all trainable parameters have got a gradient since `expect_all`.
     """
 
-    def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
+    def __init__(self, params: Sequence[ManagedParameter], channel: Channel, on_ready: Callable[[], None]):
         self._params = params
+        self._channel = channel
         self._on_ready = on_ready
         self._trainable: set[int] = set()
         self._missing: set[int] = set()
@@ -60,11 +62,20 @@ class Gradients:
             self._hooked.add(index)
             unsharded.register_post_accumulate_grad_hook(self._make_hook(index))
 
+    @property
+    def has_trainable(self) -> bool:
+        """Whether some unsharded parameter requires a gradient."""
+        return bool(self._trainable)
+
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be made anew."""
         self._hooked.clear()
         self._trainable.clear()
         self.expect_all()
+
+    def note_arrived(self) -> None:
+        """Gradients may have been set by hand, which runs no hook."""
+        self._have_arrived = True
 
     def expect_all(self) -> None:
         """No gradient has arrived yet."""
@@ -92,7 +103,7 @@ class Gradients:
         self.expect_all()
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams, fqn: str) -> list[Reduction]:
-        """Reductions, not started, of all gradients there are; one for each dtype they are reduced in. The unsharded
+        """Reductions, not started, of all gradients there are; one for each original dtype of parameters. The unsharded
         parameters have no gradients after it.
 
         Args:
@@ -100,7 +111,7 @@ class Gradients:
                 settings ask for it, and partials reduced by themselves: more gradients may have come before.
         """
         fill = at_end and settings.reduce_unused
-        may_have_partials = at_end and self._params[0].roles.replicate_group is not None
+        may_have_partials = at_end and self._channel.roles.replicate_group is not None
         if not (self._have_arrived or fill or may_have_partials):
             return []
         self._have_arrived = False
@@ -114,19 +125,21 @@ class Gradients:
                 found.append(Contribution(param, grad, partial))
         by_dtype: dict[torch.dtype, list[Contribution]] = {}
         for each in found:
-            by_dtype.setdefault(each.param.reduce_dtype, []).append(each)
-        comm = comm_for(self._params[0].roles.shard_group, self._params[0].flat.device)
+            by_dtype.setdefault(each.param.dtype, []).append(each)
         # Dict order is the parameters' order, which is the same on every rank.
-        return [Reduction(fqn, contributions, comm, settings, streams) for contributions in by_dtype.values()]
+        channel = self._channel
+        return [Reduction(fqn, contributions, channel, settings, streams) for contributions in by_dtype.values()]
 
     @staticmethod
     def _take_one(param: ManagedParameter, fill: bool) -> torch.Tensor | None:
-        """The gradient of one parameter in the reduce dtype; zeros for a trainable one without where `fill` says."""
-        grad = None if param.unsharded is None else param.unsharded.grad
-        if grad is not None:
-            assert param.unsharded is not None
-            param.unsharded.grad = None
-            return grad.detach().to(param.reduce_dtype)
-        if fill and param.sharded.requires_grad:
-            return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.flat.device)
-        return None
+        """The gradient of one parameter in the reduce dtype, dims in memory order; zeros for a trainable one
+        without where `fill` says."""
+        if fill and param.sharded.requires_grad and not param.has_known_reduce_dtype:
+            raise ArgumentError(
+                f"'{param.fqn}': with set_reduce_scatter_unused_params(True) all ranks must know the dtype of a "
+                "gradient that some do not have; its grad_dtype is None. Set that, or the policy's reduce_dtype."
+            )
+        grad = param.take_grad()
+        if grad is None and fill and param.sharded.requires_grad:
+            return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
+        return grad

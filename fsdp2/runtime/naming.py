@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from fsdp2.errors import ArgumentError
-from fsdp2.runtime.parameter import ManagedParameter, known_origin
+from fsdp2.runtime.parameter import ManagedParameter, managed_by
 
 __all__ = ["check_tied", "name_parameters"]
 
@@ -25,15 +25,7 @@ def check_tied(root: nn.Module, params: Sequence[ManagedParameter]) -> None:
         ArgumentError: one weight belongs to two groups, or is managed under one name and not under another.
     """
     advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
-    seen: dict[object, str] = {}
-    for param in params:
-        if param.origin in seen:
-            raise ArgumentError(
-                f"'{seen[param.origin]}' and '{param.fqn}' are one weight, but belong to two groups of parameters. "
-                f"{advice}"
-            )
-        seen[param.origin] = param.fqn
     for fqn, plain in root.named_parameters():
-        origin = known_origin(plain)
-        if origin in seen:
-            raise ArgumentError(f"'{fqn}' and '{seen[origin]}' are one weight; only the second is sharded. {advice}")
+        managed = managed_by(plain)
+        if managed is not None and managed in params and managed.unsharded is not plain:
+            raise ArgumentError(f"'{fqn}' and '{managed.fqn}' are one weight; only the second is sharded. {advice}")

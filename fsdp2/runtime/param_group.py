@@ -17,19 +17,19 @@ from typing import Protocol
 
 import torch
 
-from fsdp2._torch import local_tensor
-from fsdp2.comm import comm_for
+from fsdp2._torch import version
 from fsdp2.comm.base import Pending
 from fsdp2.events import emit
-from fsdp2.layout import ShardLayout, pack
-from fsdp2.mesh import MeshRoles
-from fsdp2.runtime.gather import Gather
+from fsdp2.mesh import Axis, MeshRoles
+from fsdp2.policies import CPUOffloadPolicy
+from fsdp2.runtime.assembly import Assembly
+from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
+from fsdp2.runtime.storage import Storage
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Memory", "ParamGroup", "Phase"]
+__all__ = ["Keep", "Memory", "ParamGroup", "Phase"]
 
 
 class Phase(Enum):
@@ -38,7 +38,7 @@ class Phase(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"  # the module holds the form it had before, the all-gather is under way
     UNSHARDED = "unsharded"
-    RESHARDED = "resharded"  # to the smaller post-forward mesh
+    RESHARDED = "resharded"  # to the smaller post-forward mesh, or to inner shards
 
 
 _MOVES = {
@@ -49,15 +49,23 @@ _MOVES = {
 }
 
 
+class Keep(Enum):
+    """What a group keeps when it reshards."""
+
+    NOTHING = "nothing"
+    STORAGE = "storage"  # the memory, at its address
+    FROZEN = "frozen"  # the memory and what is in it, while no parameter requires a gradient
+
+
 class Memory(Protocol):
     """What a group needs of its context: streams, and a place to leave storage that compute may still read."""
 
     streams: Streams
 
-    def make_room(self, storage: FlatStorage | None, prefetching: bool) -> None:
+    def make_room(self, storage: Storage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: one not made yet) is taken."""
 
-    def release(self, storage: FlatStorage) -> None:
+    def release(self, storage: Storage) -> None:
         """The compute stream's use of `storage` ends with what is enqueued now."""
 
 
@@ -70,20 +78,30 @@ class ParamGroup:
 
     Attributes:
         fqn: of the unit, relative to the root once there is one.
+        channel: how the parameters travel.
         smaller: roles on the mesh to which `reshard(to_smaller=True)` reshards.
+        users: units (their ids) that compute with the unsharded parameters, or will. More than one where weights are
+            tied over units.
+        keep: what reshard keeps.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
         self.params = list(params)
-        self.gradients = Gradients(self.params, on_ready)
+        self.channel = Channel(params[0].roles)
+        self.gradients = Gradients(self.params, self.channel, on_ready)
         self.fqn = ""
-        self.roles = params[0].roles
         self.smaller: MeshRoles | None = None
+        self.users: set[int] = set()
+        self.keep = Keep.NOTHING
         self.phase = Phase.SHARDED
-        self._storage: FlatStorage | None = None
-        self._gathers: dict[int, Gather] = {}
+        self._assembly: Assembly | None = None
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
+
+    @property
+    def roles(self) -> MeshRoles:
+        """Mesh and axes."""
+        return self.channel.roles
 
     # --- shard -> unshard -> reshard ---------------------------------------------------------------------------------
 
@@ -93,6 +111,13 @@ class ParamGroup:
         if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
+        if self._is_complete():
+            self._under_way = lambda: None
+        else:
+            self._issue(memory, prefetching)
+        self._move(Phase.GATHERING)
+
+    def _issue(self, memory: Memory, prefetching: bool) -> None:
         streams = memory.streams
         resharded = streams.record() if self.phase is Phase.RESHARDED else None
         with torch.no_grad(), streams.gathering():
@@ -100,22 +125,29 @@ class ParamGroup:
             # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
             # of that use. The second never leaves this stream.
             streams.wait(resharded)
-            memory.make_room(self._storage, prefetching)
-            storage = self._storage or self._make_storage()
-            storage.alloc()
-            gather = self._gather()
-            pending = gather.start(self.fqn, self._sources())
-            if streams.lazy:
-                self._under_way = lambda: self._finish(gather, pending)
+            memory.make_room(None if self._assembly is None else self._assembly.storage, prefetching)
+            assembly = self._assembly or self._assemble()
+            assembly.storage.alloc()
+            axis = None
+            if self.phase is Phase.RESHARDED and self.smaller is not None:
+                axis = self.smaller.shard
+                pending = assembly.start_smaller(self.fqn, axis)
             else:
-                self._finish(gather, pending)
+                pending = assembly.start(self.fqn, self._shards)
+            if streams.lazy:
+                self._under_way = lambda: self._finish(assembly, pending, axis)
+            else:
+                self._finish(assembly, pending, axis)
                 gathered = streams.record()
                 self._under_way = lambda: streams.wait(gathered)
-        self._move(Phase.GATHERING)
 
-    def _finish(self, gather: Gather, pending: Pending | None) -> None:
+    def _assemble(self) -> Assembly:
+        self._assembly = Assembly(self.params, self.channel)
+        return self._assembly
+
+    def _finish(self, assembly: Assembly, pending: Pending | None, axis: Axis | None) -> None:
         with torch.no_grad():
-            gather.finish(self.fqn, pending)
+            assembly.finish(self.fqn, pending, axis)
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
@@ -134,82 +166,80 @@ class ParamGroup:
             param.resharded = None
 
     def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
-        """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh."""
+        """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh (with
+        replicas that are sharded too, the inner shards stay)."""
         if self.phase is Phase.GATHERING:
             self.wait_for_unshard()
         if self.phase is Phase.SHARDED or (self.phase is Phase.RESHARDED and to_smaller):
             return
         emit("reshard", self.fqn)
+        assembly = self._assembly
+        assert assembly is not None
         if self.phase is Phase.UNSHARDED:
             self.gradients.follow_unsharded()
-            if to_smaller:
-                assert self.smaller is not None
+            if to_smaller and self.smaller is not None:
                 with torch.no_grad():
-                    for param in self.params:
-                        param.make_resharded(self.smaller)
-            assert self._storage is not None
-            memory.release(self._storage)
+                    assembly.copies = [param.make_resharded(self.smaller) for param in self.params]
+            if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
+                assembly.complete_at = self._versions()
+            elif self.keep is not Keep.STORAGE:
+                memory.release(assembly.storage)
+        if not to_smaller:
+            assembly.copies = []
+            with memory.streams.gathering():
+                assembly.free_inner()
         for param in self.params:
-            form = param.resharded if to_smaller else param.sharded
-            assert form is not None
-            param.put(form)
             if not to_smaller:
                 param.resharded = None
+            param.put(param.sharded if param.resharded is None else param.resharded)
         self._move(Phase.RESHARDED if to_smaller else Phase.SHARDED)
+
+    def forget_kept(self, memory: Memory) -> None:
+        """Sharded parameters will be changed: what was kept of the unsharded ones is given back."""
+        if self.phase is Phase.SHARDED and self._assembly is not None and self._assembly.complete_at is not None:
+            self._assembly.complete_at = None
+            memory.release(self._assembly.storage)
+
+    def _is_complete(self) -> bool:
+        """Whether the unsharded parameters were kept and are what a gather would make."""
+        assembly = self._assembly
+        if assembly is None or assembly.complete_at is None:
+            return False
+        kept, assembly.complete_at = assembly.complete_at, None
+        return self.keep is Keep.FROZEN and kept == self._versions()
+
+    def _versions(self) -> list[int]:
+        """How often torch saw each sharded parameter change."""
+        return [version(param.sharded) + version(param.flat) for param in self.params]
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"
         self.phase = phase
 
-    # --- what is made once -------------------------------------------------------------------------------------------
+    # --- following the sharded parameters ----------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Take up parameters that were moved, converted or replaced. Only while sharded."""
         changed = [param.refresh() for param in self.params]
         if any(changed) or not self._shards:
             self._shards = [param.flat[: param.local_numel] for param in self.params]
-        if any(changed) and self._storage is not None and any(self._is_stale(param) for param in self.params):
-            self._storage, self._gathers = None, {}
+        if any(changed) and self._assembly is not None and not self._assembly.fits():
+            self._assembly = None
             self.gradients.forget_unsharded()
 
-    @staticmethod
-    def _is_stale(param: ManagedParameter) -> bool:
-        """Whether the unsharded parameter no longer fits the sharded one."""
-        unsharded = param.unsharded
-        assert unsharded is not None
-        return unsharded.dtype != param.compute_dtype or unsharded.device != param.flat.device
+    def channel_changed(self) -> None:
+        """The channel has another `Comm`: plans made for the last one are void."""
+        if self._assembly is not None:
+            self._assembly.forget_gathers()
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that have no data yet."""
         return [param.fqn for param in self.params if param.sharded.device.type == "meta"]
 
-    def _make_storage(self) -> FlatStorage:
-        """The flat storage of the group, and the unsharded parameters as views of it."""
-        sizes = [param.layout.numel * param.compute_dtype.itemsize for param in self.params]
-        offsets, total = pack(sizes, ALIGN_BYTES)
-        with torch.inference_mode(False):
-            storage = FlatStorage(total, self.params[0].flat.device)
-            storage.alloc()
-            for param, offset in zip(self.params, offsets, strict=True):
-                param.make_unsharded(storage.view(offset, param.layout.shape, param.compute_dtype))
-        self._storage = storage
-        return storage
-
-    def _gather(self) -> Gather:
-        """The gather from the form that the parameters have now."""
-        roles = self.roles if self.phase is Phase.SHARDED else self.smaller
-        assert roles is not None
-        if roles.shard_size not in self._gathers:
-            with torch.inference_mode(False), torch.no_grad():
-                layouts = [ShardLayout(p.layout.shape, p.layout.dim, roles.shard_size) for p in self.params]
-                # `.data`: the same memory with a version counter of its own.
-                fulls = [p.unsharded.data for p in self.params if p.unsharded is not None]
-                comm = comm_for(roles.shard_group, self.params[0].flat.device)
-                self._gathers[roles.shard_size] = Gather(layouts, fulls, roles, comm)
-        return self._gathers[roles.shard_size]
-
-    def _sources(self) -> list[torch.Tensor]:
-        """This rank's shards, flat, in the form that the parameters have now."""
-        if self.phase is Phase.SHARDED:
-            return self._shards
-        return [local_tensor(p.resharded).view(-1) for p in self.params if p.resharded is not None]
+    def not_at_home(self) -> list[tuple[str, torch.device]]:
+        """FQNs and devices of parameters that are to be offloaded, but are not."""
+        return [
+            (param.fqn, param.flat.device)
+            for param in self.params
+            if isinstance(param.plan.offload, CPUOffloadPolicy) and param.flat.device != param.plan.home
+        ]

@@ -1,132 +1,228 @@
 """`ManagedParameter`: one parameter in its forms. Layer: runtime, below the param group.
 
-==========  ==============================================  =====================================================
-form        what the module holds                           memory
-==========  ==============================================  =====================================================
-sharded     `sharded`, a DTensor on the mesh                this rank's rows, padded to the size of a full shard
-unsharded   `unsharded`, a plain parameter                  a view of the group's flat storage
-resharded   `resharded`, a DTensor on the post-forward mesh this rank's rows of the smaller group, compute dtype
-==========  ==============================================  =====================================================
+==========  ===================================  ==================================================================
+form        what the module holds                memory
+==========  ===================================  ==================================================================
+sharded     `sharded`, a DTensor on the mesh     this rank's rows, padded to the size of a full shard
+unsharded   `unsharded`, a plain parameter (or   a view of the group's flat storage
+            a model-parallel DTensor)
+resharded   `resharded`, a DTensor on the post-  this rank's rows of the smaller group, compute dtype
+            forward mesh
+==========  ===================================  ==================================================================
 
 `sharded` and `unsharded` keep their identity for life: optimizers hold the one, autograd graphs the other. Which form
 the module holds now is the group's to know.
 """
 
+import copy
+from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import (
-    allows_direct_slots,
     local_tensor,
     make_dtensor,
     make_parameter,
-    parameter_slots,
     set_local_tensor,
+    subclassed_parameter,
 )
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
+from fsdp2.runtime.geometry import Geometry
+from fsdp2.runtime.slot import Slot
+from fsdp2.specs import ParamSpecs
 
-__all__ = ["ManagedParameter", "Slot", "known_origin", "origin_of"]
+__all__ = ["ManagedParameter", "Plan", "managed_by"]
 
-# A token for each parameter that was ever sharded and still lives elsewhere, so that a weight that is tied over two
-# units is found although neither unit sees the other. Weak: a later parameter at the same address gets a new token.
-_origins = WeakIdKeyDictionary()
-
-
-def origin_of(param: torch.Tensor) -> object:
-    """A token that is the same for all names of one original parameter and for nothing else."""
-    return _origins.setdefault(param, object())
-
-
-def known_origin(param: torch.Tensor) -> object:
-    """The token of a parameter that `origin_of` was asked for before; otherwise a token like no other."""
-    return _origins.get(param, object())
+# From original and unsharded parameters to what manages them now. Weak on both sides: a later parameter at the same
+# address is not taken for an earlier one.
+_managed = WeakIdKeyDictionary()
 
 
-class Slot:
-    """One place where a module holds a parameter. Holds the module weakly: modules own units, not the reverse."""
+def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
+    """The managed parameter that `tensor` became (it was there before `fully_shard`) or is the unsharded form of."""
+    weak = _managed.get(tensor)
+    return None if weak is None else weak()
 
-    def __init__(self, module: nn.Module, name: str):
-        self.name = name
-        self._module = ref(module)
-        self._direct = allows_direct_slots(module)
 
-    def get(self) -> torch.Tensor | None:
-        """What the module holds now."""
-        module = self._module()
-        return None if module is None else parameter_slots(module)[self.name]
+@dataclass(frozen=True)
+class Plan:
+    """How one parameter is to be managed; worked out and checked by `fully_shard` before anything changes.
 
-    def put(self, param: nn.Parameter) -> None:
-        """Make the module hold `param`."""
-        module = self._module()
-        if module is None:
-            return
-        if self._direct:
-            parameter_slots(module)[self.name] = param
-        else:
-            setattr(module, self.name, param)
+    Attributes:
+        roles: mesh and axes.
+        specs: of the DTensors.
+        dim: to shard, of the tensor as the user sees it.
+        policy: mixed precision.
+        param_dtype: compute dtype of this parameter; None for the original dtype.
+        offload: where the sharded parameter lives.
+    """
+
+    roles: MeshRoles
+    specs: ParamSpecs
+    dim: int
+    policy: MixedPrecisionPolicy
+    param_dtype: torch.dtype | None
+    offload: OffloadPolicy
 
     @property
-    def module(self) -> nn.Module | None:
-        """The module, while it lives."""
-        return self._module()
+    def home(self) -> torch.device:
+        """Where the sharded parameter, its gradient and the optimizer's state live."""
+        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.roles.device
+
+    @property
+    def pins(self) -> bool:
+        """Whether that is page-locked host memory."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A user's own class of parameter, and what the user noted on it: both live on in the unsharded parameter."""
+
+    cls: type
+    tags: dict[str, Any]
+
+    @staticmethod
+    def of(original: nn.Parameter) -> "_Kind":
+        """The kind of `original`; tensor subclasses that pose as parameters are kept as the data that they are."""
+        if nn.Parameter not in type(original).__mro__:
+            return _Kind(nn.Parameter, {})
+        return _Kind(type(original), dict(original.__dict__))
 
 
 class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
     Args:
+        slots: every place that holds it.
+        fqn: relative to the unit's module.
         original: what the slots hold until now.
-        data: its values, whole, on the mesh's device.
-        dim: to shard.
+        data: its (tensor-parallel: its local) values, whole.
 
     Attributes:
-        slots: every place that holds it.
-        fqn: its name, first relative to the unit's module, from the root's first forward on relative to the root.
-        roles: mesh and axes.
-        origin: see `origin_of`.
-        layout: how it is cut over the shard axis.
-        spec: DTensor spec of `sharded` and of its gradient.
-        sharded: see the table above.
-        flat: 1-D storage of the local shard, padded to `layout.padded_numel`.
-        unsharded: see the table above; None until the first unshard.
-        resharded: see the table above; None unless resharded to a smaller mesh.
+        fqn: relative to the root from the root's first forward on.
+        geometry: how it is cut.
+        sharded, unsharded, resharded: see the table above; the last two are None while there is none.
+        flat: 1-D storage of the local shard, padded.
+        whole: the memory of `unsharded`, dims in memory order; a tensor of its own, which no autograd graph knows.
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce (1-D, padded).
-        policy: mixed precision.
+        extension: what changes the all-gather of this parameter, if anything does.
     """
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        fqn: str,
-        original: nn.Parameter,
-        data: torch.Tensor,
-        roles: MeshRoles,
-        dim: int,
-        policy: MixedPrecisionPolicy,
-    ):
+    def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
         self.slots = slots
         self.fqn = fqn
-        self.roles = roles
-        self.policy = policy
-        self.origin = origin_of(original)
-        self.layout = ShardLayout(tuple(data.shape), dim, roles.shard_size)
-        self.spec = roles.spec(data.shape, dim, data.dtype)
-        start, size = self.layout.bounds[roles.shard_rank], self.layout.local_size(roles.shard_rank)
-        local, self.flat = self._padded(data.narrow(dim, start, size))
-        self.sharded = make_parameter(local, self.spec, original.requires_grad)
+        self.plan = plan
+        self.geometry = Geometry(data, plan.dim, plan.roles)
+        self._kind = _Kind.of(original)
+        local, self.flat = self._padded(self.geometry.cut(data))
+        self.extension: Extension | None = extension_of(fqn, local)
+        self.sharded = make_parameter(local, plan.specs.sharded(local.dtype), original.requires_grad)
+        self.sharded.__dict__.update(self._kind.tags)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
         self.unsharded: nn.Parameter | None = None
+        self.whole: torch.Tensor | None = None
         self.resharded: nn.Parameter | None = None
         self.partial: torch.Tensor | None = None
+        _managed[original] = ref(self)
         self.put(self.sharded)
+
+    def clone_sharded(self) -> nn.Parameter:
+        """A copy of `sharded` with memory of its own and no gradient."""
+        flat = self.flat.clone()
+        local = local_tensor(self.sharded)
+        if not is_wrapper(local):
+            layout, rank = self.local_layout
+            local = self.from_memory(flat[: self.local_numel].view(layout.local_shape(rank)))
+        else:
+            local = local.clone()
+        copied = make_parameter(local, self.plan.specs.sharded(local.dtype), self.sharded.requires_grad)
+        copied.__dict__.update(self._kind.tags)
+        if self.sharded.grad_dtype != self.sharded.dtype:
+            copied.grad_dtype = self.sharded.grad_dtype
+        return copied
+
+    def copy_with(self, slots: list[Slot], sharded: nn.Parameter) -> "ManagedParameter":
+        """The same parameter in a copied model: `slots` hold `sharded`, which has memory of its own."""
+        copied = copy.copy(self)
+        copied.slots = slots
+        copied.unsharded = copied.whole = copied.resharded = copied.partial = None
+        copied.sharded = sharded
+        copied.flat = copied.flat.new_empty(0)
+        if slots:
+            copied.refresh()
+        return copied
+
+    # --- geometry ----------------------------------------------------------------------------------------------------
+
+    @property
+    def roles(self) -> MeshRoles:
+        """Mesh and axes."""
+        return self.plan.roles
+
+    @property
+    def layout(self) -> ShardLayout:
+        """How it is cut over the shard axis, dims in memory order."""
+        return self.geometry.layout
+
+    @property
+    def outer(self) -> ShardLayout | None:
+        """See `Geometry.outer`."""
+        return self.geometry.outer
+
+    @property
+    def local_layout(self) -> tuple[ShardLayout, int]:
+        """See `Geometry.local`."""
+        return self.geometry.local
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of this rank's shard, without padding."""
+        layout, rank = self.local_layout
+        return layout.local_numel(rank)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements that every rank has storage for."""
+        return self.local_layout[0].padded_numel
+
+    def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Geometry.to_memory`."""
+        return self.geometry.to_memory(tensor)
+
+    def from_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Geometry.from_memory`."""
+        return self.geometry.from_memory(tensor)
+
+    def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy a local shard to the start of fresh storage for a full one: the shard there as the user sees it, and
+        all of it flat."""
+        home = chunk.device if chunk.is_meta else self.plan.home
+        layout, _ = self.local_layout
+        if is_wrapper(chunk):
+            shape = list(layout.local_shape(0))
+            padded = chunk.new_zeros(shape, device=home)
+            local = padded.narrow(layout.dim, 0, chunk.size(layout.dim)) if chunk.shape != padded.shape else padded
+            local.copy_(chunk)
+            return local, padded.view(-1)
+        flat = torch.zeros(layout.padded_numel, dtype=chunk.dtype, device=home)
+        if self.plan.pins and not chunk.is_meta:
+            flat = flat.pin_memory()
+        local = flat[: chunk.numel()].view(chunk.shape)
+        local.copy_(chunk)
+        return self.from_memory(local), flat
+
+    # --- dtypes ------------------------------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +232,7 @@ class ManagedParameter:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the unsharded parameter, hence on the wire of an all-gather."""
-        wanted = self.policy.param_dtype
+        wanted = self.plan.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
@@ -146,32 +242,44 @@ class ManagedParameter:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Dtype in which gradients wait and are reduced."""
-        wanted = self.policy.reduce_dtype
+        """Dtype in which gradients wait and are summed."""
+        wanted = self.plan.policy.reduce_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.grad_dtype
 
     @property
-    def local_numel(self) -> int:
-        """Elements of this rank's shard, without padding."""
-        return self.layout.local_numel(self.roles.shard_rank)
+    def has_known_reduce_dtype(self) -> bool:
+        """Whether all ranks know it, also one that has no gradient: the user may have lifted `grad_dtype`."""
+        return self.sharded.grad_dtype is not None or self.plan.policy.reduce_dtype is not None
+
+    @property
+    def aliases(self) -> bool:
+        """Whether `unsharded` can be `flat` itself: nothing is sharded, nothing cast, nothing moved (as DDP does)."""
+        return (
+            self.roles.shard_axis is None
+            and self.compute_dtype == self.dtype
+            and self.plan.home == self.roles.device
+            and self.extension is None
+        )
+
+    # --- forms -------------------------------------------------------------------------------------------------------
 
     def put(self, form: nn.Parameter) -> None:
         """Make every slot hold `form`."""
         for slot in self.slots:
             slot.put(form)
 
-    def grad_from(self, flat: torch.Tensor) -> DTensor:
-        """A gradient for `sharded`: the DTensor on this rank's (padded, 1-D) reduced gradient."""
-        local = flat[: self.local_numel].view(self.layout.local_shape(self.roles.shard_rank))
-        spec = self.spec
-        if flat.dtype != self.dtype:
-            spec = self.roles.spec(self.layout.shape, self.layout.dim, flat.dtype)
-        return make_dtensor(local, spec)
-
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
-        """Create `unsharded` on `data`, which has the global shape and the compute dtype."""
+        """Create `unsharded` on `data`, which has the compute dtype and the whole's shape as the user sees it."""
         before = self.unsharded
-        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        trainable, specs = self.sharded.requires_grad, self.plan.specs
+        if specs.inner_mesh is not None:
+            self.unsharded = make_parameter(data, specs.unsharded(data.dtype), trainable)
+        elif self._kind.cls is not nn.Parameter:
+            self.unsharded = subclassed_parameter(self._kind.cls, data, trainable)
+        else:
+            self.unsharded = nn.Parameter(data, requires_grad=trainable)
+        self.unsharded.__dict__.update(self._kind.tags)
+        _managed[self.unsharded] = ref(self)
         if self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
             # Autograd then casts each gradient as it arrives: the one copy between compute and reduce dtype, and
             # gradients of several backwards add up in the reduce dtype.
@@ -180,16 +288,43 @@ class ManagedParameter:
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
-    def make_resharded(self, roles: MeshRoles) -> None:
-        """Create `resharded` from `unsharded`: this rank's rows on the smaller mesh, copied."""
-        assert self.unsharded is not None
-        dim = self.layout.dim
-        layout = ShardLayout(self.layout.shape, dim, roles.shard_size)
-        rank = roles.shard_rank
-        chunk = self.unsharded.detach().narrow(dim, layout.bounds[rank], layout.local_size(rank))
+    def make_resharded(self, roles: MeshRoles) -> torch.Tensor:
+        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, the DTensor of it (for
+        model-parallel parameters the sharded one stands for it: there is no mesh that has both)."""
+        assert self.whole is not None
+        layout, rank = self.layout.over(roles.shard_size), roles.shard_rank
+        chunk = self.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
         local = chunk.clone(memory_format=torch.contiguous_format)
-        spec = roles.spec(self.layout.shape, dim, local.dtype)
-        self.resharded = make_parameter(local, spec, self.sharded.requires_grad)
+        specs = self.plan.specs
+        if specs.inner_mesh is None:
+            smaller = ParamSpecs(roles.mesh, (Replicate(), Shard(self.plan.dim)), specs.shape, specs.stride)
+            form = self.from_memory(local)
+            self.resharded = make_parameter(form, smaller.sharded(local.dtype), self.sharded.requires_grad)
+        else:
+            self.resharded = self.sharded
+        return local.view(-1)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_grad(self) -> torch.Tensor | None:
+        """The unsharded gradient, dims in memory order, in the reduce dtype; `unsharded` has none afterwards."""
+        if self.unsharded is None or self.unsharded.grad is None:
+            return None
+        grad, self.unsharded.grad = self.unsharded.grad.detach(), None
+        if isinstance(grad, DTensor):
+            placements = self.plan.specs.gradient_placements(grad)
+            if placements != grad.placements:
+                grad = grad.redistribute(placements=placements)
+            grad = local_tensor(grad)
+        return self.to_memory(grad.to(self.reduce_dtype))
+
+    def grad_from(self, flat: torch.Tensor) -> DTensor:
+        """A gradient for `sharded`: the DTensor on this rank's (padded, 1-D) reduced gradient."""
+        layout, rank = self.local_layout
+        local = self.from_memory(flat[: self.local_numel].view(layout.local_shape(rank)))
+        return make_dtensor(local, self.plan.specs.sharded(flat.dtype))
+
+    # --- following the module ----------------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
         """Take up what the module holds now in place of `sharded`: another device, dtype, parameter, or storage without
@@ -199,36 +334,48 @@ class ManagedParameter:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
         current = self.slots[0].get()
-        if current is self.sharded and local_tensor(current).untyped_storage() is self.flat.untyped_storage():
-            return False
-        expected = f"a DTensor of shape {self.layout.shape} with placements {self.spec.placements}"
-        if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
-            raise ArgumentError(
-                f"{self.fqn}: expected the module to hold an nn.Parameter that is {expected}, got "
-                f"{type(current).__name__}. Distribute full tensors first (torch.distributed.tensor.distribute_tensor) "
-                "or load them with torch.distributed.checkpoint.state_dict.set_model_state_dict."
-            )
-        if tuple(current.shape) != self.layout.shape or current.placements != self.spec.placements:
-            raise ArgumentError(
-                f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
-                f"{current.placements}. Distribute it like the parameter that it replaces."
-            )
-        local = local_tensor(current)
-        if local.is_contiguous() and local.numel() == self.layout.padded_numel:
-            self.flat = local.view(-1)
+        if current is self.sharded and self._is_current(local_tensor(current)):
+            return self._note_extension(local_tensor(current))
+        self._check_replacement(current)
+        assert isinstance(current, nn.Parameter)
+        local, layout = local_tensor(current), self.local_layout[0]
+        self._note_extension(local)
+        in_memory = local if is_wrapper(local) else self.to_memory(local)
+        if not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel:
+            self.flat = in_memory.reshape(-1)
         else:
-            local, self.flat = self._padded(local)
-        self.spec = self.roles.spec(self.layout.shape, self.layout.dim, current.dtype)
-        set_local_tensor(current, local, self.spec)
+            local, self.flat = self._padded(in_memory)
+        set_local_tensor(current, local, self.plan.specs.sharded(local.dtype))
         if current is not self.sharded and self.sharded.grad_dtype != self.sharded.dtype:
             current.grad_dtype = self.sharded.grad_dtype
         self.sharded = current
         self.put(current)
         return True
 
-    def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a local shard to the start of fresh storage for a full one: the shard there, and all of it flat."""
-        flat = torch.zeros(self.layout.padded_numel, dtype=chunk.dtype, device=chunk.device)
-        local = flat[: chunk.numel()].view(chunk.shape)
-        local.copy_(chunk)
-        return local, flat
+    def _note_extension(self, local: torch.Tensor) -> bool:
+        """Hooks may also be set on the local tensor later on. Returns whether there are new ones."""
+        found = extension_of(self.fqn, local)
+        is_new = found is not None and found is not self.extension
+        if is_new:
+            self.extension = found
+        return is_new
+
+    def _is_current(self, local: torch.Tensor) -> bool:
+        if is_wrapper(local):
+            return local.dtype == self.flat.dtype and local.device == self.flat.device
+        return local.untyped_storage() is self.flat.untyped_storage()
+
+    def _check_replacement(self, current: Any) -> None:
+        shape, placements = self.plan.specs.shape, self.plan.specs.placements
+        expected = f"a DTensor of shape {shape} with placements {placements}"
+        if not isinstance(current, DTensor) or not isinstance(current, nn.Parameter):
+            raise ArgumentError(
+                f"{self.fqn}: expected the module to hold an nn.Parameter that is {expected}, got "
+                f"{type(current).__name__}. Distribute full tensors first (torch.distributed.tensor.distribute_tensor) "
+                "or load them with torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+        if tuple(current.shape) != shape or tuple(current.placements) != placements:
+            raise ArgumentError(
+                f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
+                f"{current.placements}. Distribute it like the parameter that it replaces."
+            )

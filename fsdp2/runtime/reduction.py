@@ -5,7 +5,7 @@ Steps, cited in `Reduction._steps`::
     [1] pack       small or oddly shaped gradients are copied into one buffer; large ones are operands themselves
     [2] scatter    reduce-scatter over the shard axis, into one flat output for all parameters
     [3] partial    HSDP without all-reduce: the output is kept, and added to the next one
-    [4] all-reduce over the replicate axis
+    [4] replicas   all-reduce over the replicate axis; reduce-scatter where the shards are cut over it too
     [5] scale      what the collectives did not divide; the all-reduce hook; cast to the dtype of the sharded gradients
     [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run
 
@@ -16,17 +16,21 @@ when it has to.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
-from fsdp2._torch import chunk_cat, foreach_add, foreach_copy, foreach_divided, local_tensor, post_accumulate_grad_hooks
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter
+from fsdp2._torch import foreach_add, foreach_copy, foreach_divided, local_tensor, post_accumulate_grad_hooks
+from fsdp2.comm.base import Operand, Pending, Scatter
 from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
-from fsdp2.layout import Lane, choose_lane
-from fsdp2.policies import UnitSettings
-from fsdp2.runtime.gather import interleave, named
+from fsdp2.layout import Lane, ShardLayout, choose_lane
+from fsdp2.mesh import MeshRoles
+from fsdp2.policies import CPUOffloadPolicy, UnitSettings
+from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.gather import named
+from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.streams import Streams
 
@@ -35,8 +39,8 @@ __all__ = ["Contribution", "Reduction"]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one parameter brings to a reduction: a gradient of global shape, or what an earlier backward left for this
-    all-reduce (1-D, padded), or both."""
+    """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
+    left for this all-reduce (1-D, padded), or both."""
 
     param: ManagedParameter
     grad: torch.Tensor | None
@@ -44,7 +48,7 @@ class Contribution:
 
 
 class Reduction:
-    """One reduction; all of its gradients have one dtype.
+    """One reduction, in the dtype to which the reduce dtypes of its parameters promote.
 
     Gradients are only read: what autograd left in `.grad` may share its memory with a gradient that still flows.
     Gradients and partials were made on other streams than those that read them here; this object keeps them alive
@@ -52,20 +56,20 @@ class Reduction:
 
     Args:
         fqn: of the unit.
-        contributions: at least one, all for parameters of one mesh and one reduce dtype.
+        contributions: at least one, all for parameters of one mesh.
     """
 
     def __init__(
         self,
         fqn: str,
         contributions: Sequence[Contribution],
-        comm: Comm,
+        channel: Channel,
         settings: UnitSettings,
         streams: Streams,
     ):
         self.fqn = fqn
-        self.roles = contributions[0].param.roles
-        self._comm = comm
+        self.dtype = reduce(torch.promote_types, [each.param.reduce_dtype for each in contributions])
+        self._channel = channel
         self._settings = settings
         self._streams = streams
         self._contributions = list(contributions)
@@ -81,15 +85,22 @@ class Reduction:
         self._run = self._steps()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the gradients while they are reduced."""
-        return self._contributions[0].param.reduce_dtype
+    def roles(self) -> MeshRoles:
+        """Mesh and axes."""
+        return self._channel.roles
 
     def _lane(self, contribution: Contribution) -> Lane | None:
         if contribution.grad is None:
             return None
-        comm, layout = self._comm, contribution.param.layout
-        return choose_lane(layout, self.dtype.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
+        comm, param = self._channel.comm, contribution.param
+        minimum = comm.scatter_direct_min_bytes
+        return choose_lane(param.layout, self._wire_dtype.itemsize, minimum, comm.direct_allows_uneven)
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        """In which gradients travel to be summed in `dtype`."""
+        wanted = self._contributions[0].param.plan.policy.reduce_scatter_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     def advance(self) -> bool:
         """Take one step; returns whether there is another."""
@@ -125,7 +136,7 @@ class Reduction:
             # Gradients: allocated on the compute stream, read here; kept by this object until [6]. Outputs: allocated
             # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
             streams.wait(born)
-            grads = [each.grad.contiguous() for each in self._contributions if each.grad is not None]
+            grads = [each.grad.to(self.dtype).contiguous() for each in self._contributions if each.grad is not None]
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
             self._kept += grads
@@ -133,7 +144,7 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                with named("reduce-scatter", self.fqn, roles):
+                with named("reduce-scatter", self.fqn, roles.shard):
                     pending.wait()
             done = streams.record()
         if roles.replicate_group is not None:
@@ -143,10 +154,10 @@ class Reduction:
                 return
             with streams.all_reducing():
                 streams.wait(done)
-                pending = self._all_reduce(scaling.all_reduce_averages)  # [4]
+                pending = self._over_replicas(scaling.all_reduce_averages)  # [4]
                 if streams.lazy:
                     yield
-                with named("all-reduce", self.fqn, roles):
+                with named("all-reduce", self.fqn, roles.replicate):
                     pending.wait()
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
@@ -156,6 +167,8 @@ class Reduction:
                 done = streams.record()
         if not streams.lazy:
             yield
+        if done is not None and isinstance(self._contributions[0].param.plan.offload, CPUOffloadPolicy):
+            done.synchronize()  # the optimizer reads host memory, which no stream orders
         streams.wait(done)
         self._hand_over()  # [6]
 
@@ -163,7 +176,7 @@ class Reduction:
         """Make the flat output and issue the reduce-scatter of `grads` into it."""
         roles = self.roles
         sizes = [each.param.layout.padded_numel for each in self._contributions]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._contributions[0].param.flat.device)
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=roles.device)
         self._flat, self._outputs = flat, list(flat.split(sizes))
         for output in self._outputs[len(grads) :]:
             output.zero_()
@@ -173,16 +186,29 @@ class Reduction:
         numel = sum(sizes[: len(grads)])
         if not numel:
             return None
-        emit("reduce_scatter", self.fqn, numel, numel * flat.itemsize, flat.dtype, roles.shard_size)
+        wire = self._wire_dtype
+        if wire != self.dtype:
+            grads = [grad.to(wire) for grad in grads]
+            self._kept += grads
+        emit("reduce_scatter", self.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
         scatters = self._direct_scatters(grads)
         packed_numel = sum(sizes[: self._num_packed])
         if packed_numel:
-            packed = self._pack(grads[: self._num_packed], packed_numel)
-            self._kept.append(packed)
-            bounds = range(0, (roles.shard_size + 1) * packed_numel, packed_numel)
-            scatters.append(Scatter(Operand(packed.view(-1), bounds), flat[:packed_numel]))
-        with named("reduce-scatter", self.fqn, roles):
-            return self._comm.reduce_scatter(scatters, roles.shard_group, average)
+            layouts = [each.param.layout for each in self._contributions[: self._num_packed]]
+            scatters.append(self._packed_scatter(grads[: self._num_packed], layouts, flat[:packed_numel]))
+        group = self._channel.scatter_group
+        assert group is not None
+        with named("reduce-scatter", self.fqn, roles.shard):
+            return self._channel.comm.reduce_scatter(scatters, group, average)
+
+    def _packed_scatter(
+        self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
+    ) -> Scatter:
+        """Several tensors in one buffer, of which each rank gets its segment."""
+        buffer = packed(tensors, layouts, tensors[0].dtype)
+        self._kept.append(buffer)
+        bounds = range(0, (layouts[0].parts + 1) * output.numel(), output.numel())
+        return Scatter(Operand(buffer.view(-1), bounds), output)
 
     def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
         """Large gradients are operands themselves."""
@@ -190,30 +216,11 @@ class Reduction:
         for index in range(self._num_packed, len(grads)):
             param, output = self._contributions[index].param, self._outputs[index]
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
-            numel = param.local_numel
+            numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
                 output[numel:].zero_()  # padding is seen by the all-reduce and its hook
             scatters.append(Scatter(operand, output[:numel]))
         return scatters
-
-    def _pack(self, grads: Sequence[torch.Tensor], segment_numel: int) -> torch.Tensor:
-        """The other gradients in one buffer ``[ranks, segment_numel]``, padding zero."""
-        layouts = [each.param.layout for each in self._contributions[: len(grads)]]
-        size, device = self.roles.shard_size, grads[0].device
-        if all(layout.dim == 0 for layout in layouts):
-            packed = torch.empty(size, segment_numel, dtype=self.dtype, device=device)
-            chunk_cat([grad for grad in grads if grad.numel()], size, packed)
-            return packed
-        packed = torch.zeros(size, segment_numel, dtype=self.dtype, device=device)
-        offset = 0
-        destinations, sources = [], []
-        for layout, grad in zip(layouts, grads, strict=True):
-            for destination, source in interleave(packed, offset, grad, layout):
-                destinations.append(destination)
-                sources.append(source)
-            offset += layout.padded_numel
-        foreach_copy(destinations, sources)
-        return packed
 
     def _keep_partial(self) -> None:
         """Add the outputs to what waits for an all-reduce."""
@@ -223,33 +230,72 @@ class Reduction:
             partial = each.param.partial
             each.param.partial = output if partial is None else partial.add_(output)
 
-    def _all_reduce(self, average: bool) -> Pending:
-        """Issue the all-reduce of the flat output, with what earlier backwards left."""
-        assert self._flat is not None and self.roles.replicate_group is not None
+    def _over_replicas(self, average: bool) -> Pending:
+        """Issue what sums the flat output over the replicas, with what earlier backwards left."""
+        assert self._flat is not None
         for each, output in zip(self._contributions, self._outputs, strict=True):
             if each.partial is not None:
                 output.add_(each.partial)
-        flat, group = self._flat, self.roles.replicate_group
-        emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, group.size())
-        with named("all-reduce", self.fqn, self.roles):
-            return self._comm.all_reduce(flat, group, average)
+        if self.roles.sharded_replicas:
+            return self._scatter_replicas(average)
+        flat, axis = self._flat, self.roles.replicate
+        emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
+        with named("all-reduce", self.fqn, axis):
+            return self._channel.comm.all_reduce(flat, axis.group, average)
+
+    def _scatter_replicas(self, average: bool) -> Pending:
+        """Each replica gets its piece of this rank's shard."""
+        axis = self.roles.replicate
+        layouts, inner = [], []
+        for each, output in zip(self._contributions, self._outputs, strict=True):
+            assert each.param.outer is not None
+            layouts.append(each.param.outer)
+            inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
+        sizes = [layout.padded_numel for layout in layouts]
+        flat = torch.empty(sum(sizes), dtype=self.dtype, device=inner[0].device)
+        self._flat, self._outputs = flat, list(flat.split(sizes))
+        emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
+        scatters = [self._packed_scatter(inner, layouts, flat)] if flat.numel() else []
+        with named("reduce-scatter", self.fqn, axis):
+            return self._channel.comm.reduce_scatter(scatters, axis.group, average)
 
     def _scale(self, post: float) -> None:
         """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""
         assert self._flat is not None
         if post != 1:
             self._flat.div_(post)
-        if self._settings.all_reduce_hook is not None:
-            self._settings.all_reduce_hook(self._flat)
+        self._run_hook(self._flat)
         dtypes = [each.param.grad_dtype for each in self._contributions]
-        if set(dtypes) == {self.dtype}:
-            return
         self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
         if len(set(dtypes)) == 1:
-            self._flat = self._flat.to(dtypes[0])
+            self._flat = self._at_home(self._flat.to(dtypes[0]))
             self._outputs = list(self._flat.split([output.numel() for output in self._outputs]))
         else:
-            self._outputs = [output.to(dtype) for dtype, output in zip(dtypes, self._outputs, strict=True)]
+            outputs = zip(dtypes, self._outputs, strict=True)
+            self._outputs = [self._at_home(output.to(dtype)) for dtype, output in outputs]
+
+    def _run_hook(self, flat: torch.Tensor) -> None:
+        if self._settings.all_reduce_hook is None:
+            return
+        hook, stream = self._settings.all_reduce_hook
+        if stream is None or self._streams.lazy:
+            hook(flat)
+            return
+        # `flat` belongs to the current stream, which goes on only when the hook's stream is through with it.
+        ready = self._streams.record()
+        with stream:
+            self._streams.wait(ready)
+            hook(flat)
+            done = self._streams.record()
+        self._streams.wait(done)
+
+    def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
+        """A reduced gradient where the sharded parameter lives; offloaded, the copy is complete at `_hand_over`."""
+        plan = self._contributions[0].param.plan
+        if grad.device == plan.home:
+            return grad
+        self._kept.append(grad)
+        return torch.empty_like(grad, device=plan.home, pin_memory=plan.pins).copy_(grad, non_blocking=True)
 
     def _hand_over(self) -> None:
         """Set `sharded.grad`, or add to the one that is there."""

@@ -5,9 +5,7 @@ then on they share one context, and their names are relative to the root.
 """
 
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp2.errors import OrderError
@@ -15,17 +13,7 @@ from fsdp2.runtime.context import Context
 from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["become_root", "pre_forward", "units_below"]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def pre_forward(
-    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The forward pre-hook of a sharded module."""
-    if unit.context is None or unit.context.is_provisional:
-        become_root(unit)
-    return unit.pre_forward(module, args, kwargs)
+__all__ = ["become_root", "units_below"]
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -60,6 +48,11 @@ def become_root(root: Unit) -> None:
                 f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
                 "the outermost sharded module's forward first; after that, inner modules may run alone."
             )
+        if unit is not root and unit.settings.manual_finalization:
+            raise OrderError(
+                f"set_manual_backward_finalization was called on '{', '.join(fqns)}', which is not the root; call it "
+                "on the outermost sharded module"
+            )
         unit.fqn = ", ".join(fqns)
         for group in unit.groups:
             group.fqn = unit.fqn
@@ -67,10 +60,10 @@ def become_root(root: Unit) -> None:
     check_tied(modules[0], [param for unit in units for param in unit.params])
     for unit in units:
         unit.refresh()
-    context = Context(units, root.device, is_provisional=False)
+    context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
     for unit in units:
         if unit.context is not None:
-            unit.context.free_released()
+            unit.context.memory.free_all()
         unit.context = context
         if unit.settings.reshard_after_forward is None:
             unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)

@@ -17,7 +17,7 @@ One iteration of a root with units 0, 1, 2 that reshard after forward (time runs
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Pass", "Schedule"]
+__all__ = ["Pass", "Schedule", "num_kept"]
 
 Unit = TypeVar("Unit")
 
@@ -46,11 +46,18 @@ class Schedule(Generic[Unit]):
     def __init__(self) -> None:
         self._pass: Pass[Unit] = Pass()
         self._in_root_forward = False
+        self._starts: list[str] = []
+        self._last: list[str] = []
+        self._follows = False
+        self._guesses: set[str] = set()
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new pass."""
         self._pass = Pass()
         self._in_root_forward = True
+        self._follows = bool(self._starts) and self._starts == self._last
+        self._last, self._starts = self._starts, []
+        self._guesses = set()
 
     def end_forward(self) -> None:
         """The root's forward is over; from here on the pass lives with the hooks that will need it."""
@@ -80,12 +87,29 @@ class Schedule(Generic[Unit]):
         implicit = current.before(position)
         return () if implicit is None else (implicit,)
 
-    @staticmethod
-    def num_kept(prefetching: bool) -> int:
-        """How many units that were resharded but whose storage has not been given back may stay so when another
-        unshards.
+    # --- prediction --------------------------------------------------------------------------------------------------
 
-        Two units may be alive. When a unit unshards for itself, the one before may still be computing: one may stay
-        while the new one is gathered. When it is prefetched, the prefetching unit is the one that computes: none may.
-        """
-        return 0 if prefetching else 1
+    def started(self, name: str) -> str | None:
+        """The unit of that name starts in the root's forward; the name of the one to prefetch now, if the last two
+        iterations ran in one order and this one has followed it so far."""
+        position = len(self._starts)
+        self._starts.append(name)
+        if not self._follows or position + 1 >= len(self._last) or self._last[position] != name:
+            self._follows = False
+            return None
+        guess = self._last[position + 1]
+        self._guesses.add(guess)
+        return guess
+
+    def unused_predictions(self) -> set[str]:
+        """The names that were predicted in this forward, and did not start."""
+        return self._guesses.difference(self._starts)
+
+
+def num_kept(prefetching: bool) -> int:
+    """How many units that were resharded but whose storage has not been given back may stay so when another unshards.
+
+    Two units may be alive. When a unit unshards for itself, the one before may still be computing: one may stay while
+    the new one is gathered. When it is prefetched, the prefetching unit is the one that computes: none may.
+    """
+    return 0 if prefetching else 1

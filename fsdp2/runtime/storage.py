@@ -6,14 +6,42 @@ autograd that the parameter on the same bytes was modified, which is right, sinc
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from fsdp2.layout import strides
 
-__all__ = ["ALIGN_BYTES", "FlatStorage"]
+__all__ = ["ALIGN_BYTES", "FlatStorage", "Storage", "Storages"]
 
 ALIGN_BYTES = 256  # what CUDA's allocator aligns to, hence what vectorised kernels may expect
+
+
+class Storage(Protocol):
+    """Memory that is taken and given back as a whole."""
+
+    def alloc(self) -> None:
+        """Take the memory; its content is undefined."""
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+
+class Storages:
+    """Several as one."""
+
+    def __init__(self, parts: Sequence[Storage]):
+        self.parts = parts
+
+    def alloc(self) -> None:
+        """See `Storage.alloc`."""
+        for part in self.parts:
+            part.alloc()
+
+    def free(self) -> None:
+        """See `Storage.free`."""
+        for part in self.parts:
+            part.free()
 
 
 class FlatStorage:

@@ -13,8 +13,8 @@ leaves them so.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -26,8 +26,10 @@ from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.context import Context
+from fsdp2.runtime.holding import Holding
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
-from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
@@ -63,15 +65,13 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
 
 
-class Unit:
+class Unit(Holding):
     """One module, or a list of modules that gather and reduce together.
 
     Attributes:
-        groups: the parameters, one group per mesh; none for a unit without parameters.
         settings: what the `set_*` methods change.
         policy: mixed precision.
-        fqn: relative to the root once there is one; ``""`` for the root.
-        context: shared with the root; None until the first forward or unshard.
+        in_flight: reductions that this unit, as a root, shares with other roots; None where it does not.
         forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
     """
 
@@ -83,29 +83,15 @@ class Unit:
         policy: MixedPrecisionPolicy,
         settings: UnitSettings,
     ):
-        self._modules = [ref(module) for module in modules]
-        self.groups: list[ParamGroup] = []
-        for params in param_lists:
-            self.groups.append(ParamGroup(params, partial(_gradients_ready, ref(self), len(self.groups))))
+        super().__init__(modules, param_lists)
         self.device = device
         self.policy = policy
         self.settings = settings
-        self.fqn = ""
-        self.context: Context | None = None
         self.forward_prefetch: list[ref[Unit]] = []
         self.backward_prefetch: list[ref[Unit]] = []
+        self.in_flight: InFlight | None = None
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that still live."""
-        return [module for weak in self._modules if (module := weak()) is not None]
-
-    @property
-    def params(self) -> list[ManagedParameter]:
-        """The parameters of all groups."""
-        return [param for group in self.groups for param in group.params]
 
     def ready_context(self) -> Context:
         """The context; a provisional one for a unit that no root's forward has reached yet.
@@ -118,45 +104,16 @@ class Unit:
             self.context = Context([self], self.device, is_provisional=True)
         return self.context
 
-    def refresh(self) -> None:
-        """Take up parameters that were moved, converted or replaced.
+    @property
+    def stage(self) -> Stage:
+        """Where it is in its iteration."""
+        return self._stage
 
-        Raises:
-            OrderError: parameters are still on the meta device.
-        """
-        on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
-        if on_meta:
-            raise OrderError(
-                f"unit '{self.fqn}': parameters are still on the meta device: {on_meta}. Materialise them first: "
-                "model.to_empty(device=...), then initialise them or load a checkpoint."
-            )
-        self.refresh_groups()
-
-    def refresh_groups(self) -> None:
-        """The same without the check, for when a model is being materialised."""
-        for group in self.groups:
-            if group.phase is Phase.SHARDED:
-                group.refresh()
-
-    # --- forms -------------------------------------------------------------------------------------------------------
-
-    def unshard(self, prefetching: bool = False) -> None:
-        """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
+    def _in_backward(self) -> UnitSettings:
+        """The settings that hold in this backward."""
         context = self.ready_context()
-        backwards = prefetching and backward_is_running()
-        for group in reversed(self.groups) if backwards else self.groups:
-            group.unshard(context, prefetching)
-
-    def wait_for_unshard(self) -> None:
-        """Make the parameters usable."""
-        for group in self.groups:
-            group.wait_for_unshard()
-
-    def reshard(self, to_smaller: bool = False) -> None:
-        """Give unsharded parameters back."""
-        if self.context is not None:
-            for group in self.groups:
-                group.reshard(self.context, to_smaller)
+        settings = self.settings.in_backward(context.is_last_backward)
+        return replace(settings, requires_gradient_sync=False) if context.finalization.is_manual else settings
 
     def _is_recomputation(self) -> bool:
         assert self.context is not None
@@ -166,7 +123,7 @@ class Unit:
     def _reshard_after_forward(self) -> None:
         how = self.settings.reshard_after_forward
         if how is not False:
-            self.reshard(to_smaller=how is not True)
+            self.reshard(to_smaller=how is not True, within_step=torch.is_grad_enabled())
 
     def _move(self, stage: Stage) -> None:
         assert stage in _MOVES[self._stage], f"{self.fqn}: {self._stage} -> {stage}"
@@ -177,7 +134,7 @@ class Unit:
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook, behind `root.pre_forward`: unshard, prefetch, cast the inputs."""
+        """Forward pre-hook: unshard, prefetch, cast the inputs."""
         context = self.ready_context()
         is_recomputation = self._is_recomputation()
         if context.root is self and not is_recomputation:
@@ -195,16 +152,18 @@ class Unit:
         self.unshard()
         self.wait_for_unshard()
         if not is_recomputation:
-            for unit in _alive(self.forward_prefetch):
-                unit.unshard(prefetching=True)
+            self._prefetch_in_forward(context)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
             args, kwargs = on_backward_end(self.post_backward, args, kwargs)
         return args, kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _prefetch_in_forward(self, context: Context) -> None:
+        for unit in _alive(self.forward_prefetch) or context.predict(self):
+            unit.unshard(prefetching=True)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output)
         if self._stage is Stage.BACKWARD:
@@ -285,27 +244,28 @@ class Unit:
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient: their reduction can start before backward is through
         with the unit. Not where another rank may lack some: then all ranks start at the same place, the end."""
-        assert self.context is not None
-        self.context.expect_end_of_backward()
-        if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
-            self._reduce(self.groups[index])
+        self.ready_context().expect_end_of_backward()
+        settings = self._in_backward()
+        if settings.requires_gradient_sync and not settings.reduce_unused:
+            self._reduce(self.groups[index], settings)
 
-    def _reduce(self, group: ParamGroup, at_end: bool = False) -> None:
+    def _reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         assert self.context is not None
-        if group.roles.replicate_group is not None and self.settings.requires_all_reduce:
-            self.context.finish_partials()
-        self.context.reduce(group.gradients.take(self.settings, at_end, self.context.streams, self.fqn))
+        if group.roles.replicate_group is not None and settings.requires_all_reduce:
+            self.context.in_flight.finish_partials()
+        self.context.in_flight.start(group.gradients.take(settings, at_end, self.context.streams, self.fqn))
 
     def post_backward(self) -> None:
         """Backward is through with the unit, at least for now: reshard, reduce what was not."""
         emit("post_backward", self.fqn)
         self._to_run.clear()
         self._move(Stage.DONE)
-        if self.settings.reshard_after_backward:
-            self.reshard()
-        if self.settings.requires_gradient_sync and not self.settings.reduce_unused:
+        settings = self._in_backward()
+        if settings.reshard_after_backward:
+            self.reshard(within_step=not settings.ends_step)
+        if settings.requires_gradient_sync and not settings.reduce_unused:
             for group in reversed(self.groups):
-                self._reduce(group)
+                self._reduce(group, settings)
 
     def finish_backward(self) -> None:
         """The backward pass is over: what it has not finished is finished here.
@@ -313,14 +273,14 @@ class Unit:
         Parameters that were prefetched and not used stay for the next backward, if there is one.
         """
         assert self.context is not None
-        root = self.context.root
         if self._stage is Stage.BACKWARD:
             self.post_backward()
-        elif self.settings.reshard_after_backward and (root is None or root.settings.is_last_backward):
-            self.reshard()
-        if self.settings.requires_gradient_sync:
+        settings = self._in_backward()
+        if settings.reshard_after_backward and self.context.is_last_backward:
+            self.reshard(within_step=not settings.ends_step)
+        if settings.requires_gradient_sync:
             for group in reversed(self.groups):
-                self._reduce(group, at_end=True)
+                self._reduce(group, settings, at_end=True)
         for group in self.groups:
             group.gradients.expect_all()
         self._to_run.clear()
@@ -330,15 +290,30 @@ class Unit:
         """After an error: reshard, forget the iteration and all gradients that were not reduced."""
         self._to_run.clear()
         self._stage = Stage.IDLE
-        self.reshard()
+        self.reshard_all()
         for group in self.groups:
             group.gradients.drop()
 
+    def check_no_partials(self) -> None:
+        """Before gradients are finalised by hand.
 
-def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
-    unit = weak_unit()
-    if unit is not None:
-        unit.gradients_ready(index)
+        Raises:
+            OrderError: gradients wait for an all-reduce, or would after it.
+        """
+        for group in self.groups:
+            partial_fqns = [param.fqn for param in group.params if param.partial is not None]
+            off = group.roles.replicate_group is not None and not self.settings.requires_all_reduce
+            if partial_fqns or off:
+                raise OrderError(
+                    f"finalize_backward: unit '{self.fqn}' has all-reduce turned off, or gradients that wait for one "
+                    f"({partial_fqns}); call set_requires_all_reduce(True) before the first backward"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
+        """An empty unit with these settings; the copied modules fill it (see `runtime.copying`)."""
+        copied = Unit([], [], self.device, self.policy, self.settings)
+        memo[id(self)] = copied
+        return copied
 
 
 def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:

@@ -1,0 +1,181 @@
+"""`Assembly`: everything a group needs to become unsharded, made once at its first unshard. Layer: runtime, below the
+param group.
+
+It owns the memory of the unsharded parameters and the gathers that fill it: from the shards, and from the copies on a
+smaller mesh. With replicas that are sharded too, shards are first gathered over the replicate axis into the *inner*
+shards, which stay until the parameters change::
+
+    shards --gather over the replicate axis--> inner shards --gather over the shard axis--> unsharded parameters
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.comm.base import Pending
+from fsdp2.layout import pack
+from fsdp2.mesh import Axis
+from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.extended import ExtendedGather
+from fsdp2.runtime.gather import Gather
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """The unsharded side of a group. Making it takes its memory, on the all-gather stream like all that follows.
+
+    Attributes:
+        storage: of the unsharded parameters.
+        copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
+        complete_at: the versions of the sharded parameters of which `storage` has the whole although they are sharded;
+            None when it does not.
+    """
+
+    def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
+        self._params = params
+        self._channel = channel
+        self._gathers: dict[int, Gather] = {}
+        self._extended: dict[ManagedParameter, ExtendedGather] = {}
+        self.copies: list[torch.Tensor] = []
+        self.complete_at: list[int] | None = None
+        self._has_inner = False
+        self._inner: FlatStorage | None = None
+        self._inner_shards: list[torch.Tensor] = []
+        self._inner_gather: Gather | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._make_flat([param for param in params if param.extension is None])
+            self._extended = {param: ExtendedGather(param) for param in params if param.extension is not None}
+            self.storage: Storage = Storages([flat, *self._extended.values()]) if self._extended else flat
+            if params[0].outer is not None:
+                self._make_inner()
+
+    def _make_flat(self, params: Sequence[ManagedParameter]) -> FlatStorage:
+        """One piece of memory for all parameters without an extension, and the parameters as views of it."""
+        sizes = [0 if param.aliases else param.layout.numel * param.compute_dtype.itemsize for param in params]
+        offsets, total = pack(sizes, ALIGN_BYTES)
+        storage = FlatStorage(total, self._channel.roles.device)
+        storage.alloc()
+        for param, offset in zip(params, offsets, strict=True):
+            # Two views, each with a version counter of its own: filling `whole` must not look to autograd like a
+            # change of the parameter.
+            shape, dtype = param.layout.shape, param.compute_dtype
+            if param.aliases:
+                param.whole = param.flat.view(shape)
+                param.make_unsharded(param.from_memory(param.flat.data.view(shape)))
+                continue
+            param.whole = storage.view(offset, shape, dtype)
+            param.make_unsharded(param.from_memory(storage.view(offset, shape, dtype)))
+        return storage
+
+    def _make_inner(self) -> None:
+        """The inner shards: padded pieces of the shard axis, in the compute dtype."""
+        params = self._params
+        rank = self._channel.roles.shard_rank
+        offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
+        self._inner = FlatStorage(total, self._channel.roles.device)
+        self._inner.alloc()
+        fulls = []
+        for param, offset in zip(params, offsets, strict=True):
+            fulls.append(self._inner.view(offset, param.layout.local_shape(rank), param.compute_dtype))
+            self._inner_shards.append(fulls[-1].view(-1))
+        layouts = [param.outer for param in params if param.outer is not None]
+        self._inner_gather = Gather(layouts, fulls, self._channel.roles.replicate, self._channel.comm)
+        self._inner.free()
+
+    # --- one unshard -------------------------------------------------------------------------------------------------
+
+    def start(self, fqn: str, shards: Sequence[torch.Tensor]) -> Pending | None:
+        """Issue the all-gather of unit `fqn` from its flat `shards`; `finish` must follow."""
+        if self._inner_gather is not None:
+            self._gather_inner(fqn, shards)
+            shards = self._inner_shards
+        if self._channel.roles.shard_group is None:
+            self._copy(shards)
+            return None
+        gather = self._gather_over(self._channel.roles.shard)
+        return gather.start(fqn, self._sources(shards))
+
+    def _copy(self, shards: Sequence[torch.Tensor]) -> None:
+        """Without a shard axis nothing travels."""
+        for param, shard in zip(self._params, shards, strict=True):
+            assert param.whole is not None
+            if not param.aliases:
+                param.whole.view(-1).copy_(shard, non_blocking=True)
+
+    def start_smaller(self, fqn: str, axis: Axis) -> Pending | None:
+        """The same from `copies`, over the smaller mesh's shard `axis`."""
+        return self._gather_over(axis, plain=True).start(fqn, self.copies)
+
+    def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
+        """Make the unsharded parameters complete. `axis`: of the smaller mesh that they were gathered from, if any."""
+        roles = self._channel.roles
+        if axis is not None:
+            self._gathers[-axis.size].finish(fqn, pending)
+        elif roles.shard_group is not None:
+            self._gathers[roles.shard_size].finish(fqn, pending)
+            for extended in self._extended.values():
+                extended.finish()
+
+    def free_inner(self) -> None:
+        """The shards will change, or did: gather them anew next time."""
+        self._has_inner = False
+        if self._inner is not None:
+            self._inner.free()
+
+    def _gather_inner(self, fqn: str, shards: Sequence[torch.Tensor]) -> None:
+        if self._has_inner:
+            return
+        assert self._inner is not None and self._inner_gather is not None
+        self._inner.alloc()
+        self._inner_gather.finish(fqn, self._inner_gather.start(fqn, shards))
+        self._has_inner = True
+
+    def _sources(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._extended:
+            return list(shards)
+        sources = []
+        for param, shard in zip(self._params, shards, strict=True):
+            extended = self._extended.get(param)
+            sources += [shard] if extended is None else [each.view(-1) for each in extended.sources()]
+        return sources
+
+    def _gather_over(self, axis: Axis, plain: bool = False) -> Gather:
+        """The gather over `axis`; `plain` from copies of the unsharded parameters, past all extensions."""
+        key = -axis.size if plain else axis.size
+        if key not in self._gathers:
+            layouts, fulls = [], []
+            for param in self._params:
+                extended = None if plain else self._extended.get(param)
+                if extended is not None:
+                    layouts += extended.layouts
+                    # Version counters of their own: what `post` made may be views of them.
+                    fulls += [full.data for full in extended.fulls]
+                else:
+                    assert param.whole is not None
+                    layouts.append(param.layout.over(axis.size))
+                    fulls.append(param.whole)
+            with torch.inference_mode(False), torch.no_grad():
+                self._gathers[key] = Gather(layouts, fulls, axis, self._channel.comm)
+        return self._gathers[key]
+
+    # --- staying valid -----------------------------------------------------------------------------------------------
+
+    def fits(self) -> bool:
+        """Whether the unsharded parameters still fit the sharded ones, which may have been moved or converted."""
+        return all(self._fits(param) for param in self._params)
+
+    def _fits(self, param: ManagedParameter) -> bool:
+        if (param.extension is not None) != (param in self._extended) or param.unsharded is None:
+            return False
+        if param.extension is not None:
+            return True
+        if param.aliases and param.whole is not None:
+            return param.whole.untyped_storage() is param.flat.untyped_storage()
+        return param.unsharded.dtype == param.compute_dtype
+
+    def forget_gathers(self) -> None:
+        """The channel changed."""
+        self._gathers = {}

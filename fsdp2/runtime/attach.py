@@ -1,0 +1,87 @@
+"""The hooks by which modules run their unit: forward, and the state dict. Layer: runtime, top.
+
+All hooks are plain functions that find the unit through the module, so that a copied module has the hooks of its copy.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.root import become_root
+from fsdp2.runtime.unit import Unit, unit_of
+
+__all__ = ["attach", "guard_state_dict", "owner_of", "post_forward", "pre_forward"]
+
+_OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that manage them
+
+
+def attach(module: nn.Module, unit: Unit) -> None:
+    """Let `module` run as (one of) `unit`'s."""
+    module.__dict__["_fsdp2_unit"] = unit
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward)
+
+
+def guard_state_dict(module: nn.Module, unit: Unit) -> None:
+    """`module` holds parameters of `unit`: they are sharded when a state dict is made or loaded."""
+    owners = module.__dict__.get(_OWNERS)
+    if owners is not None:
+        if unit not in owners:
+            owners.append(unit)
+        return
+    module.__dict__[_OWNERS] = [unit]
+    module.register_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_post_hook(_refresh)
+
+
+def owner_of(param: ManagedParameter) -> tuple[Unit, ParamGroup]:
+    """The unit and the group that manage `param`."""
+    for slot in param.slots:
+        for unit in slot.module.__dict__.get(_OWNERS, ()) if slot.module is not None else ():
+            for group in unit.groups:
+                if param in group.params:
+                    return unit, group
+    raise AssertionError(f"{param.fqn} belongs to no unit")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def pre_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The forward pre-hook of a sharded module."""
+    unit = _unit(module)
+    if unit.context is None or unit.context.is_provisional:
+        become_root(unit)
+    return unit.pre_forward(module, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The forward hook of a sharded module."""
+    return _unit(module).post_forward(module, output)
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _owners(module: nn.Module) -> Sequence[Unit]:
+    owners: Sequence[Unit] = module.__dict__[_OWNERS]
+    return owners
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    for unit in _owners(module):
+        unit.reshard_all()
+
+
+def _refresh(module: nn.Module, *_: Any) -> None:
+    for unit in _owners(module):
+        unit.refresh_groups()

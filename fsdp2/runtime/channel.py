@@ -1,0 +1,56 @@
+"""`Channel`: over which process groups, and through which `Comm`, a group's parameters travel. Layer: runtime."""
+
+import torch.distributed as dist
+
+from fsdp2.comm import comm_for
+from fsdp2.comm.base import Comm
+from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
+from fsdp2.comm.groups import separate_group
+from fsdp2.mesh import MeshRoles
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """What the `set_custom_*` methods and their like change; one per param group.
+
+    Attributes:
+        roles: mesh and axes.
+        comm: the backend's, or the user's collectives around it.
+        scatter_group: the ranks of the shard axis in the process group that reduce-scatters use; None without one.
+    """
+
+    def __init__(self, roles: MeshRoles):
+        self.roles = roles
+        self.comm: Comm = comm_for(roles.any_group, roles.device)
+        self.scatter_group: dist.ProcessGroup | None = roles.shard_group
+        self._custom: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+        self._memory: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+
+    @property
+    def has_custom(self) -> bool:
+        """Whether collectives of the user's own are set."""
+        return self._custom != (None, None)
+
+    def customise(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
+        """Use these in place of the backend's, and of those set before; None leaves what there is."""
+        self._custom = (all_gather or self._custom[0], reduce_scatter or self._custom[1])
+        self._choose()
+
+    def use_memory(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
+        """Use these, the backend's own in other memory, where the user has set none; None for both ends it."""
+        self._memory = (all_gather, reduce_scatter)
+        self._choose()
+
+    def _choose(self) -> None:
+        base = comm_for(self.roles.any_group, self.roles.device)
+        all_gather = self._custom[0] or self._memory[0]
+        reduce_scatter = self._custom[1] or self._memory[1]
+        is_base = all_gather is None and reduce_scatter is None
+        self.comm = base if is_base else CustomComm(base, all_gather, reduce_scatter)
+
+    def separate_reduce_scatter(self, enable: bool) -> None:
+        """Give reduce-scatters a process group of their own, or let them share that of the all-gathers again.
+        Collective when it makes the group."""
+        group = self.roles.shard_group
+        self.scatter_group = separate_group(group) if enable and group is not None else group

@@ -1,0 +1,113 @@
+"""`ExtendedGather`: the all-gather of one parameter that has hooks for it; see `extension`. Layer: runtime, below the
+param group.
+
+::
+
+    shard --pre--> tensors ==collective==> `raw` --post--> unsharded parameter
+                                           (may hold its data itself, or in tensors that `post` made)
+"""
+
+from typing import Any
+
+import torch
+
+from fsdp2.errors import MisuseError
+from fsdp2.layout import ShardLayout, pack
+from fsdp2.runtime.extension import call_pre, releases_outputs
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
+
+__all__ = ["ExtendedGather"]
+
+
+class ExtendedGather:
+    """One parameter's; a `Storage`: it is taken before the gather and given back when the group reshards.
+
+    `raw` and what `post` allocates belong to the all-gather stream, like all unsharded storage.
+
+    Attributes:
+        param: has an extension.
+        layouts: of what is gathered.
+        fulls: what is gathered, views of `raw`.
+    """
+
+    def __init__(self, param: ManagedParameter):
+        assert param.extension is not None
+        self.param = param
+        self._extension = param.extension
+        self._metadata: Any = None
+        self._inner: list[tuple[torch.UntypedStorage, int]] = []
+        shares = self._call_pre()
+        self._first: list[torch.Tensor] | None = shares
+        size = param.roles.shard_size
+        self.layouts = [ShardLayout((size * share.shape[0], *share.shape[1:]), 0, size) for share in shares]
+        offsets, total = pack([size * share.nbytes for share in shares], ALIGN_BYTES)
+        self._raw = FlatStorage(total, param.roles.device)
+        self._raw.alloc()
+        self.fulls = [
+            self._raw.view(offset, layout.shape, share.dtype)
+            for offset, layout, share in zip(offsets, self.layouts, shares, strict=True)
+        ]
+
+    def sources(self) -> list[torch.Tensor]:
+        """What this rank sends; the hook runs once for each all-gather. Raises like `_call_pre`."""
+        first, self._first = self._first, None
+        return self._call_pre() if first is None else first
+
+    def _call_pre(self) -> list[torch.Tensor]:
+        """Run the hook.
+
+        Raises:
+            MisuseError: with uneven shards, `fsdp_pre_all_gather` left the padding out on a rank that has some.
+        """
+        param, specs = self.param, self.param.plan.specs
+        shares, self._metadata = call_pre(
+            self._extension,
+            param.roles.shard_mesh,
+            specs.shape,
+            specs.stride,
+            param.slots[0].module,
+            param.plan.policy,
+        )
+        layout, rank = param.local_layout
+        rows = layout.local_size(rank)
+        for share in shares:
+            if rows != layout.chunk and share.shape[0] == rows:
+                raise MisuseError(
+                    f"'{param.fqn}': fsdp_pre_all_gather returned a tensor of shape {tuple(share.shape)} on shard rank "
+                    f"{rank}; with uneven sharding it must return the padded size, {layout.local_shape(0)}"
+                )
+        return [share.contiguous() for share in shares]
+
+    def finish(self) -> None:
+        """The gathered tensors are there: make the unsharded parameter, or fill it."""
+        param = self.param
+        if param.unsharded is None:
+            tensor, inner = self._extension.fsdp_post_all_gather(tuple(self.fulls), self._metadata, param.compute_dtype)
+            raw = self.fulls[0].untyped_storage().data_ptr()
+            storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in inner}
+            self._inner = [(each, each.nbytes()) for pointer, each in storages.items() if pointer != raw]
+            specs = param.plan.specs
+            if specs.inner_mesh is None and tensor.shape != specs.shape:  # without the padding
+                tensor = torch.as_strided(tensor, specs.shape, specs.stride, 0)
+            param.make_unsharded(tensor)
+            if type(tensor) is torch.Tensor:
+                param.whole = param.to_memory(tensor.detach().data)
+        else:
+            for storage, nbytes in self._inner:
+                storage.resize_(nbytes)
+            self._extension.fsdp_post_all_gather(
+                tuple(self.fulls), self._metadata, param.compute_dtype, out=param.unsharded
+            )
+        if releases_outputs(param.fqn, self._extension):
+            self._raw.free()
+
+    def alloc(self) -> None:
+        """See `Storage.alloc`; what `post` made is taken right before it is filled."""
+        self._raw.alloc()
+
+    def free(self) -> None:
+        """See `Storage.free`."""
+        self._raw.free()
+        for storage, _ in self._inner:
+            storage.resize_(0)

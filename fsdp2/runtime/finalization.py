@@ -1,0 +1,66 @@
+"""`Finalization`: whether, and how far, the user ends backwards by hand (SPEC 192-197). Layer: runtime.
+
+::
+
+    forward -> backward -> forward -> backward -> finalize_backward()                                gradients complete
+                                                  finalize_backward(async_op=True) -> handle.wait()  gradients complete
+
+Pure state and its errors; the root's context acts on it.
+"""
+
+from fsdp2.errors import OrderError
+
+__all__ = ["Finalization", "Ticket"]
+
+
+class Ticket:
+    """An asynchronous finalisation that somebody is to wait for.
+
+    Attributes:
+        owner: the finalization of the root that was finalised.
+        is_void: its reductions were thrown away.
+    """
+
+    def __init__(self, owner: "Finalization"):
+        self.owner = owner
+        self.is_void = False
+
+
+class Finalization:
+    """Of one root.
+
+    Attributes:
+        is_manual: backward leaves gradients as they are; fixed when a backward begins, until they are finalised.
+        is_due: a backward ran that was not finalised.
+        awaits_backward: the root's forward ran with gradients, and no backward has come to it yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_manual = False
+        self.is_due = False
+        self.awaits_backward = False
+
+    def begin_backward(self, wanted: bool) -> None:
+        """A backward reached the root's units; the user `wanted` manual mode, or not."""
+        if not self.is_due:
+            self.is_manual = wanted
+        self.is_due = self.is_due or self.is_manual
+        self.awaits_backward = False
+
+    def check_can_finalize(self, fqn: str, wanted: bool, is_running: bool) -> None:
+        """Before gradients are finalised.
+
+        Raises:
+            OrderError: the mode is off, a backward runs, or a forward waits for its backward.
+        """
+        where = f"finalize_backward of '{fqn}'"
+        if not (wanted or self.is_manual):
+            raise OrderError(f"{where}: call set_manual_backward_finalization(True) before the backward")
+        if is_running:
+            raise OrderError(f"{where}: a backward is running; call it after that has returned")
+        if self.awaits_backward:
+            raise OrderError(f"{where}: a forward has run, but not its backward; call it after the last backward")
+
+    def end(self) -> None:
+        """The gradients are being reduced, or were thrown away."""
+        self.is_manual = self.is_due = self.awaits_backward = False

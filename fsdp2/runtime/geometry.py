@@ -1,0 +1,60 @@
+"""`Geometry`: how one parameter lies in memory and is cut over the ranks. Layer: runtime, below the parameter.
+
+Inside, a tensor's dims stand in *memory order*, so that everything is contiguous, and a shard of the outermost dim is
+one piece of memory also where the user's strides are others (channels_last).
+"""
+
+import torch
+
+from fsdp2.layout import ShardLayout, memory_order
+from fsdp2.mesh import MeshRoles
+from fsdp2.runtime.extension import is_wrapper
+
+__all__ = ["Geometry"]
+
+
+class Geometry:
+    """Of one parameter on this rank.
+
+    Args:
+        data: the whole parameter.
+        dim: to shard, of `data` as it is.
+
+    Attributes:
+        layout: how it is cut over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
+        outer: with replicas that are sharded too, how this rank's piece of that is cut again; otherwise None.
+        local: the cut that makes the sharded parameter, and which piece of it is this rank's.
+    """
+
+    def __init__(self, data: torch.Tensor, dim: int, roles: MeshRoles):
+        self._order = memory_order(data.shape, data.stride())
+        self._back = [self._order.index(each) for each in range(data.ndim)]
+        shape = tuple(data.shape[each] for each in self._order)
+        dim = self._order.index(dim) if shape else 0
+        self.layout = ShardLayout(shape or (1,), dim, roles.shard_size)
+        self._shard_rank = roles.shard_rank
+        self.outer: ShardLayout | None = None
+        self.local = self.layout, roles.shard_rank
+        if roles.sharded_replicas:
+            self.outer = ShardLayout(self.layout.local_shape(roles.shard_rank), dim, roles.replicate_size)
+            self.local = self.outer, roles.replicate_rank
+
+    def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of a tensor with the user's dims: dims in memory order."""
+        return tensor.permute(self._order) if self._order else tensor.view(1)
+
+    def from_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The reverse of `to_memory`."""
+        return tensor.permute(self._back) if self._order else tensor.view(())
+
+    def cut(self, data: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the whole, dims in memory order."""
+        dim, rank = self.layout.dim, self._shard_rank
+        if is_wrapper(data):  # these know how to be chunked rather than narrowed
+            chunks = torch.chunk(data, self.layout.parts, dim)
+            return chunks[rank] if rank < len(chunks) else data.narrow(dim, 0, 0)
+        piece = self.to_memory(data).narrow(dim, self.layout.bounds[rank], self.layout.local_size(rank))
+        if self.outer is not None:
+            outer, rank = self.local
+            piece = piece.narrow(dim, outer.bounds[rank], outer.local_size(rank))
+        return piece

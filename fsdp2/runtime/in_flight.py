@@ -1,0 +1,70 @@
+"""`InFlight`: the reductions of one root that are under way, oldest first. Layer: runtime."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from fsdp2.errors import OrderError
+from fsdp2.runtime.finalization import Ticket
+from fsdp2.runtime.reduction import Reduction
+
+__all__ = ["InFlight"]
+
+
+class InFlight:
+    """Named owner of every reduction, hence of its buffers, until it has been finished. Several roots may share one.
+
+    Attributes:
+        ticket: of the finalisation that somebody must wait for before anything else happens.
+    """
+
+    def __init__(self) -> None:
+        self.ticket: Ticket | None = None
+        self._limits: dict[int, int] = {}
+        self._reductions: deque[Reduction] = deque()
+
+    def limit(self, user: object, max_reductions: int) -> None:
+        """`user` lets that many be under way before compute waits for the oldest; the largest of all counts."""
+        self._limits[id(user)] = max_reductions
+
+    def check_nobody_waits(self, where: str) -> None:
+        """Before a forward or another finalisation.
+
+        Raises:
+            OrderError: gradients are being reduced for a handle that nobody has waited for.
+        """
+        if self.ticket is not None:
+            raise OrderError(
+                f"{where}: gradients of the last finalize_backward(async_op=True) are still being reduced; call wait() "
+                "on the handle that it returned"
+            )
+
+    def start(self, reductions: Sequence[Reduction]) -> None:
+        """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
+        max_reductions = max(self._limits.values(), default=1)
+        for reduction in reductions:
+            num_due = len(self._reductions) - max_reductions + 1
+            for _ in range(num_due):
+                self._advance_oldest()
+            if reduction.advance():
+                self._reductions.append(reduction)
+
+    def _advance_oldest(self) -> None:
+        """In a function of its own: what is finished must be freed before the next reduction makes its buffers."""
+        oldest = self._reductions.popleft()
+        if oldest.advance():
+            self._reductions.append(oldest)
+
+    def finish_partials(self) -> None:
+        """Finish what an all-reduce that is issued next must include."""
+        while any(reduction.leaves_partials for reduction in self._reductions):
+            self._reductions.popleft().finish()
+
+    def finish_all(self) -> None:
+        """Finish every reduction, oldest first."""
+        while self._reductions:
+            self._reductions.popleft().finish()
+
+    def abandon_all(self) -> None:
+        """The same, but no gradient changes."""
+        while self._reductions:
+            self._reductions.popleft().abandon()

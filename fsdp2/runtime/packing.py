@@ -1,0 +1,60 @@
+"""Where the elements of a tensor stand in a packed buffer. Layer: runtime."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2._torch import chunk_cat, foreach_copy
+from fsdp2.layout import ShardLayout
+
+__all__ = ["interleave", "packed"]
+
+
+def interleave(
+    packed: torch.Tensor, offset: int, full: torch.Tensor, layout: ShardLayout
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equally shaped views, (in the packed buffer, in the whole tensor), that hold the same elements.
+
+    Args:
+        packed: ``[parts, segment numel]``; the chunk of rank r stands in row r from column `offset` on.
+        full: the whole tensor, of ``layout.shape``.
+
+    At most two pairs, whatever the number of ranks: all full chunks, and the smaller last one.
+    """
+    if layout.numel == 0:
+        return []
+    dim, chunk = layout.dim, layout.chunk
+    num_full = layout.shape[dim] // chunk
+    pairs = []
+    if num_full:
+        columns = packed[:num_full, offset : offset + layout.padded_numel]
+        chunks = full.narrow(dim, 0, num_full * chunk).unflatten(dim, (num_full, chunk)).movedim(dim, 0)
+        pairs.append((columns.unflatten(1, layout.local_shape(0)), chunks))
+    rest = layout.shape[dim] - num_full * chunk
+    if rest:
+        shape = layout.local_shape(num_full)
+        row = packed[num_full, offset : offset + layout.local_numel(num_full)]
+        pairs.append((row.view(shape), full.narrow(dim, num_full * chunk, rest)))
+    return pairs
+
+
+def packed(tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype) -> torch.Tensor:
+    """Whole `tensors` in one buffer ``[parts, sum of padded shards]`` of `dtype`, padding zero. All layouts have the
+    same number of parts."""
+    size, segment = layouts[0].parts, sum(layout.padded_numel for layout in layouts)
+    if all(layout.dim == 0 for layout in layouts):
+        buffer = torch.empty(size, segment, dtype=dtype, device=tensors[0].device)
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if filled:
+            chunk_cat(filled, size, buffer)
+        return buffer
+    buffer = torch.zeros(size, segment, dtype=dtype, device=tensors[0].device)
+    offset = 0
+    destinations, sources = [], []
+    for layout, tensor in zip(layouts, tensors, strict=True):
+        for destination, source in interleave(buffer, offset, tensor, layout):
+            destinations.append(destination)
+            sources.append(source)
+        offset += layout.padded_numel
+    foreach_copy(destinations, sources)
+    return buffer

@@ -1,0 +1,177 @@
+"""How a managed parameter looks as a DTensor, sharded and unsharded: mesh, placements, global shape. Layer: mesh.
+
+==================  ===================================  =====================================================
+the parameter was   unsharded it is                      sharded it is a DTensor on
+==================  ===================================  =====================================================
+a plain tensor      a plain tensor                       the data-parallel mesh
+a DTensor on a      that DTensor                         the data-parallel axes, then the model-parallel ones
+model-parallel mesh                                      (both submeshes of one mesh)
+a DTensor on the    that DTensor                         the same mesh; several shard axes are flattened to one
+full SPMD mesh
+==================  ===================================  =====================================================
+
+Where a model-parallel axis cuts the very dim that we shard, it cuts first, and we cut what it leaves: that is what
+`_StridedShard` says, and why `full_tensor()` puts the pieces together in the right order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2._torch import DTensorSpec, concatenate_meshes, make_spec, same_root_mesh, strided_shard
+from fsdp2.errors import ArgumentError
+from fsdp2.layout import dense_strides
+from fsdp2.mesh import MeshRoles
+
+__all__ = ["ParamSpecs", "specs_of"]
+
+
+@dataclass(frozen=True)
+class ParamSpecs:
+    """The DTensor side of one parameter.
+
+    Attributes:
+        mesh, placements: of the sharded parameter and its gradient.
+        shape, stride: global.
+        inner_mesh, inner_placements: of the unsharded parameter; None for a plain tensor.
+        data_axes: axes of `inner_mesh` that are data parallel. A gradient may be partial there: the reduction sums.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    inner_mesh: DeviceMesh | None = None
+    inner_placements: tuple[Placement, ...] = ()
+    data_axes: frozenset[int] = frozenset()
+    _known: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, compare=False, repr=False)
+
+    def sharded(self, dtype: torch.dtype) -> DTensorSpec:
+        """Of the sharded parameter, or its gradient, in `dtype`."""
+        return self._spec("sharded", self.mesh, self.placements, dtype)
+
+    def unsharded(self, dtype: torch.dtype) -> DTensorSpec:
+        """Of the unsharded parameter, which must be a DTensor."""
+        assert self.inner_mesh is not None
+        return self._spec("unsharded", self.inner_mesh, self.inner_placements, dtype)
+
+    def _spec(self, form: str, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
+        if (form, dtype) not in self._known:
+            self._known[form, dtype] = make_spec(mesh, placements, self.shape, self.stride, dtype)
+        return self._known[form, dtype]
+
+    def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
+        """The placements that an unsharded gradient must have before its local tensor is reduced."""
+        return tuple(
+            mine if axis in self.data_axes else wanted
+            for axis, (mine, wanted) in enumerate(zip(grad.placements, self.inner_placements, strict=True))
+        )
+
+
+def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:
+    """The specs of `param`, to be sharded along `dim` on the axes of `roles`.
+
+    Raises:
+        ArgumentError: a DTensor on another device type or on a mesh that does not go with `roles`; with
+            `dp_mesh_dims`, a plain tensor, a DTensor on another mesh, or one that is cut along a data-parallel axis.
+    """
+    shape, stride = tuple(param.shape), dense_strides(param.shape, param.stride())
+    if roles.full_mesh is not None:
+        return _on_full_mesh(fqn, param, dim, roles)
+    if not isinstance(param, DTensor):
+        return ParamSpecs(roles.mesh, _data_placements(roles, dim, 1), shape, stride)
+    inner = param.device_mesh
+    if inner.device_type != roles.mesh.device_type:
+        raise ArgumentError(
+            f"'{fqn}' is a DTensor on a mesh of device type '{inner.device_type}', but the mesh given to fully_shard "
+            f"is of type '{roles.mesh.device_type}': make both from one init_device_mesh"
+        )
+    if not same_root_mesh(roles.mesh, inner):
+        raise ArgumentError(
+            f"'{fqn}' is a DTensor on {inner}, which is not part of the same mesh as that given to fully_shard, "
+            f"{roles.mesh}. Make one mesh with all axes, e.g. init_device_mesh(device, (dp, tp), "
+            'mesh_dim_names=("dp", "tp")), and pass mesh["dp"] and mesh["tp"].'
+        )
+    placements = _data_placements(roles, dim, _cuts(param.placements, inner, dim))
+    joint = concatenate_meshes([roles.mesh, inner])
+    return ParamSpecs(joint, (*placements, *param.placements), shape, stride, inner, param.placements)
+
+
+def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, ...]:
+    """On the axes of `roles`, for a dim that is in `cuts` pieces already."""
+    placements: list[Placement] = [Replicate()] * roles.mesh.ndim
+    if roles.shard_axis is not None:
+        placements[roles.shard_axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
+    if roles.sharded_replicas:
+        assert roles.replicate_axis is not None
+        placements[roles.replicate_axis] = strided_shard(dim, cuts * roles.shard_size)
+    return tuple(placements)
+
+
+def _cuts(placements: Sequence[Placement], mesh: DeviceMesh, dim: int) -> int:
+    """Into how many pieces `placements` cut `dim`. (`_StridedShard` is no `Shard` in every version of torch.)"""
+    return prod(
+        mesh.size(axis)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and not placement.is_partial() and getattr(placement, "dim", None) == dim
+    )
+
+
+def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:
+    mesh = roles.full_mesh
+    assert mesh is not None and mesh.mesh_dim_names is not None
+    if not isinstance(param, DTensor):
+        raise ArgumentError(
+            f"'{fqn}' is a plain tensor; with dp_mesh_dims every parameter must be a DTensor on the full mesh {mesh} "
+            "(see torch.distributed.tensor.distribute_module)"
+        )
+    if param.device_mesh is not mesh:
+        raise ArgumentError(
+            f"'{fqn}' is a DTensor on {param.device_mesh}, not on the very mesh given to fully_shard: {mesh}"
+        )
+    names = mesh.mesh_dim_names
+    data_axes = [names.index(name) for name in (*roles.shard_names, *roles.replicate_names)]
+    for axis in data_axes:
+        if not param.placements[axis].is_replicate():
+            raise ArgumentError(
+                f"'{fqn}': expected Replicate() on the data-parallel axis '{names[axis]}', got placements "
+                f"{param.placements}"
+            )
+    shard_axes = [names.index(name) for name in roles.shard_names] if roles.shard_axis is not None else []
+    placements = list(param.placements)
+    for axis in shard_axes:
+        cuts = _cuts(param.placements[axis + 1 :], mesh[tuple(names[axis + 1 :])], dim) if axis + 1 < mesh.ndim else 1
+        placements[axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
+    sharded_mesh, sharded_placements = mesh, placements
+    if len(shard_axes) > 1:
+        sharded_mesh, sharded_placements = _with_flat_axes(mesh, placements, roles, shard_axes[0])
+    return ParamSpecs(
+        sharded_mesh,
+        tuple(sharded_placements),
+        tuple(param.shape),
+        dense_strides(param.shape, param.stride()),
+        mesh,
+        param.placements,
+        frozenset(data_axes),
+    )
+
+
+def _with_flat_axes(
+    mesh: DeviceMesh, placements: Sequence[Placement], roles: MeshRoles, first_shard_axis: int
+) -> tuple[DeviceMesh, list[Placement]]:
+    """The mesh in which the data-parallel axes are those of `roles`, at the place of the first shard axis."""
+    assert mesh.mesh_dim_names is not None and roles.shard_axis is not None
+    parts: list[DeviceMesh] = []
+    result: list[Placement] = []
+    for axis, name in enumerate(mesh.mesh_dim_names):
+        if axis == first_shard_axis:
+            parts.append(roles.mesh)
+            result += [Replicate()] * (roles.mesh.ndim - 1) + [placements[axis]]
+        elif name not in roles.shard_names and name not in roles.replicate_names:
+            parts.append(mesh[name])
+            result.append(placements[axis])
+    return concatenate_meshes(parts), result
