@@ -2,9 +2,17 @@
 
 from fsdp2.api import fully_shard
 from fsdp2.errors import ArgumentError, CollectiveError, FSDPError, MisuseError, OrderError, UnsupportedError
+from fsdp2.full_params import full_params
 from fsdp2.mesh import ShardPlacementResult
-from fsdp2.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [
     "ArgumentError",
@@ -13,6 +21,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
+    "GradientReductionHandle",
     "MisuseError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -20,7 +29,15 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",
+    "WrapReport",
+    "ZeroPolicy",
+    "auto_shard",
+    "by_class",
+    "by_predicate",
+    "by_size",
+    "full_params",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "transformer_blocks",
 ]

@@ -1,0 +1,285 @@
+"""`full_params`: whole, plain parameters for a while, and back. Layer: above the api.
+
+::
+
+    enter    reshard; gather each parameter in its original dtype; the slots hold whole ones, the units manage nothing
+    body     the model is a plain one: read, change, initialise, load, save, run it
+    leave    each rank's rows of the whole ones into the sharded ones, in place; the slots hold those again
+
+A unit that manages nothing does nothing in its hooks, so a forward in the body needs no communication and computes with
+the whole parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from fsdp2._torch import backward_is_running, local_tensor
+from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.runtime.context import Context
+from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.root import become_root, units_below
+from fsdp2.runtime.unit import Stage, Unit, unit_of
+
+__all__ = ["full_params"]
+
+_open: WeakSet[Unit] = WeakSet()  # the units whose parameters are whole now
+
+
+@contextmanager
+def full_params(
+    module: nn.Module,
+    *,
+    write_back: bool = True,
+    recurse: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within this context the modules hold whole, plain `nn.Parameter`s in their original dtype, under their own names;
+    tied names hold one object. On exit the modules hold the sharded parameters again: the same objects as before, with
+    what was changed written into them.
+
+    Collective: every rank of the mesh enters it, for the same module, at the same place between two iterations. Needs
+    memory for all those parameters at once. A forward in the body runs on the whole parameters in their original dtype,
+    with no communication (not in a tensor-parallel model, whose layers expect DTensors); the gradients of a backward in
+    the body are this rank's own, and are dropped on exit.
+
+    Args:
+        module: the units at and below it open; parameters of a unit above it stay sharded.
+        write_back: on exit each rank takes its rows of what it has now, also of a parameter that was replaced by
+            another of the same shape; so all ranks must make the same changes. False: changes are dropped. They are
+            also dropped when the body raises (half of them may be made, and not on every rank).
+        recurse: False opens the unit of `module` alone.
+        rank0_only: only the first rank of the mesh holds whole ones; the other ranks hold the sharded ones, and cannot
+            run forward. What the first rank wrote is sent to all.
+        offload_to_cpu: the whole parameters are in host memory; only one at a time is on the device.
+        with_grads: the whole reduced gradients are in `.grad`, and are written back as parameters are; without it
+            `.grad` is None.
+
+    Raises:
+        ArgumentError: no unit is at or below `module`; `rank0_only` and `write_back` with `with_grads`, or with
+            parameters on several meshes; on exit, a parameter that was replaced by something of another shape (nothing
+            is written then).
+        OrderError: in forward or backward, or after one that raised; within another `full_params` of the same unit;
+            parameters are on the meta device.
+
+    Example::
+
+        with full_params(model):
+            model.embed.weight[pad_id] = 0  # under torch.no_grad()
+        with full_params(model, write_back=False, rank0_only=True, offload_to_cpu=True):
+            if dist.get_rank() == 0:
+                torch.save(model.state_dict(), "model.pt")
+
+    Source: summon_full_params of FSDP1, https://docs.pytorch.org/docs/stable/fsdp.html.
+    """
+    if with_grads and rank0_only and write_back:
+        raise ArgumentError("full_params: gradients of rank0_only cannot be written back; pass write_back=False")
+    units = _units(module, recurse)
+    _check_order(units)
+    params = _sharded_params(units)
+    meshes = list(dict.fromkeys(map(_mesh_of, params)))
+    if rank0_only and write_back:
+        _check_one_first_rank(meshes)
+    holds = not rank0_only or all(map(_is_first, meshes))
+    wholes: dict[ManagedParameter, nn.Parameter] = {}
+    with ExitStack() as undo:
+        undo.callback(_complete_new_roots, [(unit, unit.context) for unit in units])
+        _empty(units, undo)
+        for param in params:
+            undo.callback(partial(param.put, param.sharded))
+        for param in params:
+            whole = _gather(param, offload_to_cpu, with_grads)
+            if holds:
+                param.put(whole)
+                wholes[param] = whole
+        if not holds:
+            for unit in units:
+                _forbid_forward(unit, undo)
+        yield
+        if write_back:
+            _check_unchanged_shapes(wholes)
+            for param in params:
+                _write_back(param, holds, rank0_only, with_grads)
+
+
+# --- entering ---------------------------------------------------------------------------------------------------------
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    own = unit_of(module)
+    units = units_below(module) if recurse else [own] if own is not None else []
+    if not units:
+        raise ArgumentError(
+            f"full_params: no unit {'at or below' if recurse else 'at'} this {type(module).__name__}; pass the module "
+            "that fully_shard was called on, or one that contains it"
+        )
+    return units
+
+
+def _check_order(units: Sequence[Unit]) -> None:
+    for unit in units:
+        if unit in _open:
+            raise OrderError(f"full_params: the parameters of unit '{unit.fqn}' are whole already, by an outer one")
+        in_forward = unit.context is not None and unit.context.schedule.in_root_forward
+        if in_forward or backward_is_running() or unit.stage is not Stage.IDLE:
+            raise OrderError(
+                f"full_params: unit '{unit.fqn}' is in a forward or backward; open the context between iterations. If "
+                "that forward or backward raised, call reset_iter_state() on the root first, on every rank."
+            )
+
+
+def _check_one_first_rank(meshes: Sequence[DeviceMesh]) -> None:
+    if len({tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}) > 1:
+        raise ArgumentError(
+            f"full_params: with rank0_only and write_back all parameters must be on the same ranks, got the meshes "
+            f"{meshes}; leave out rank0_only, or pass write_back=False"
+        )
+
+
+def _sharded_params(units: Sequence[Unit]) -> list[ManagedParameter]:
+    """All parameters of the units, resharded and up to date, in the order of the module tree."""
+    for unit in units:
+        unit.reshard_all()
+        unit.refresh()
+    return list(dict.fromkeys(param for unit in units for param in unit.params))
+
+
+def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
+    """Until `undo`, let these units manage nothing and cast no inputs, and let no unit gather what they manage."""
+
+    def change(unit: Unit, **values: Any) -> None:
+        for name, value in values.items():
+            undo.callback(setattr, unit, name, getattr(unit, name))
+            setattr(unit, name, value)
+
+    groups = [group for unit in units for group in unit.groups]
+    contexts = [unit.context for unit in units if unit.context is not None]
+    for unit in dict.fromkeys([*units, *(member for context in contexts for member in context.units)]):
+        assert isinstance(unit, Unit)
+        if any(group in groups for group in unit.borrowed):  # weights that are tied over units
+            change(unit, borrowed=[group for group in unit.borrowed if group not in groups])
+    for unit in units:
+        undo.callback(_open.discard, unit)
+        _open.add(unit)
+        change(unit, groups=[], policy=replace(unit.policy, param_dtype=None))
+
+
+def _complete_new_roots(contexts: Sequence[tuple[Unit, Context | None]]) -> None:
+    """A root that ran its first forward in the body saw units without parameters: name and check them now."""
+    new = {unit.context for unit, before in contexts if unit.context is not before}
+    for context in new:
+        if context is None or context.is_provisional:
+            continue
+        root, *others = context.units
+        assert isinstance(root, Unit)
+        for unit in others:
+            assert isinstance(unit, Unit)
+            unit.context = None
+        become_root(root)
+
+
+def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:
+    """The whole parameter. Collective over the parameter's mesh."""
+    sharded = param.sharded
+    data = _whole(sharded, param.roles.device, offload_to_cpu)
+    grad = None
+    if with_grads and sharded.grad is not None:
+        grad = _whole(sharded.grad, param.roles.device, offload_to_cpu)
+    whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
+    whole.__dict__.update(sharded.__dict__)  # what the user noted on it
+    if grad is not None:
+        if grad.dtype != whole.dtype:
+            whole.grad_dtype = grad.dtype
+        whole.grad = grad
+    return whole
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor, device: torch.device, to_cpu: bool) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    on_device = tensor.detach().to(device)
+    assert isinstance(on_device, DTensor)
+    whole: torch.Tensor = on_device.full_tensor()
+    if to_cpu:
+        whole = whole.to("cpu")
+    if whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
+        whole = whole.clone()  # a mesh of one rank: the shard itself, which only a write-back may change
+    return whole
+
+
+def _mesh_of(param: ManagedParameter) -> DeviceMesh:
+    assert isinstance(param.sharded, DTensor)
+    return param.sharded.device_mesh
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    return not any(mesh.get_coordinate() or ())
+
+
+def _forbid_forward(unit: Unit, undo: ExitStack) -> None:
+    """For a rank that does not hold the whole parameters."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise OrderError(
+            f"'{unit.fqn}' ran forward within full_params(rank0_only=True), on a rank that does not hold the "
+            "parameters; run it on the first rank only, or without rank0_only"
+        )
+
+    for module in unit.modules:
+        undo.callback(module.register_forward_pre_hook(refuse, prepend=True).remove)
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def _check_unchanged_shapes(wholes: dict[ManagedParameter, nn.Parameter]) -> None:
+    for param, whole in wholes.items():
+        current = param.slots[0].get()
+        if current is whole:
+            continue
+        if current is None or isinstance(current, DTensor) or current.shape != whole.shape:
+            got = "None" if current is None else f"{type(current).__name__} of shape {tuple(current.shape)}"
+            raise ArgumentError(
+                f"full_params: '{param.fqn}' was replaced by {got}; expected a plain parameter of shape "
+                f"{tuple(whole.shape)}. A sharded parameter cannot change its shape: change the model, then shard it."
+            )
+
+
+@torch.no_grad()
+def _write_back(param: ManagedParameter, holds: bool, rank0_only: bool, with_grads: bool) -> None:
+    """Take this rank's rows of what the module holds now; with `rank0_only` of what the first rank's module holds, a
+    collective over the parameter's mesh."""
+    sharded, current = param.sharded, param.slots[0].get()
+    assert isinstance(sharded, DTensor)
+    if holds:
+        assert current is not None
+        data = current.detach()
+    else:
+        data = torch.empty(sharded.shape, dtype=sharded.dtype, device=param.roles.device)
+    mesh, placements = sharded.device_mesh, sharded.placements
+
+    def rows(whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
+        whole = whole.to(param.roles.device, dtype)
+        if rank0_only:  # torch 2.13 cannot scatter to ranks that two axes make along one dim, so all get the whole
+            whole = local_tensor(distribute_tensor(whole.contiguous(), mesh, [Replicate()] * mesh.ndim))
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    local_tensor(sharded).copy_(local_tensor(rows(data, sharded.dtype)))
+    if not with_grads or current is None:
+        return
+    if current.grad is None:
+        sharded.grad = None
+    elif sharded.grad is None:
+        sharded.grad = rows(current.grad, sharded.grad_dtype or sharded.dtype)
+    else:
+        local_tensor(sharded.grad).copy_(local_tensor(rows(current.grad, sharded.grad.dtype)))
