@@ -11,6 +11,14 @@ from fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fsdp2.optim import (
+    LocalOptimizer,
+    adopt_optimizer,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    local_optimizer,
+)
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
@@ -22,6 +30,7 @@ __all__ = [
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
+    "LocalOptimizer",
     "MisuseError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -31,12 +40,17 @@ __all__ = [
     "UnsupportedError",
     "WrapReport",
     "ZeroPolicy",
+    "adopt_optimizer",
     "auto_shard",
     "by_class",
     "by_predicate",
     "by_size",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "full_params",
     "fully_shard",
+    "get_total_norm",
+    "local_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "transformer_blocks",

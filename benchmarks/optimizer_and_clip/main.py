@@ -1,0 +1,201 @@
+"""What do clipping and the optimizer step cost on sharded parameters? See README.md beside this file.
+
+python benchmarks/optimizer_and_clip/main.py                     # the first table in README.md
+python benchmarks/optimizer_and_clip/main.py --rows 512 --dim 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import common
+from fsdp2 import optim
+
+RESULTS = Path(__file__).parent / "results"
+MAX_NORM = 1.0
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {}}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes (ignored under torchrun)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each variant")
+    parser.add_argument("--warmup", type=int, default=4, help="steps of each variant before")
+    parser.add_argument("--threads", type=int, default=1, help="torch.set_num_threads")
+    parser.add_argument("--params", type=int, default=300, help="half of them matrices, half vectors")
+    parser.add_argument("--rows", type=int, default=64, help="of a matrix")
+    parser.add_argument("--dim", type=int, default=64, help="columns of a matrix; a vector has four times as many")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
+    return parser.parse_args()
+
+
+class Shards:
+    """Sharded parameters with gradients, as `fully_shard` leaves them; `flat` is the same, one plain local tensor."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+        generator = torch.Generator().manual_seed(0)
+        self.params: list[nn.Parameter] = []
+        self.grads: list[torch.Tensor] = []
+        for index in range(options.params):
+            shape = (options.rows, options.dim) if index % 2 else (4 * options.dim,)
+            for held in (self.params, self.grads):
+                whole = torch.randn(shape, generator=generator).to(options.device)
+                held.append(distribute_tensor(whole, mesh, [Shard(0)]))
+            self.params[-1] = nn.Parameter(self.params[-1])
+
+    def locals(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """Plain parameters and gradients on the same memory."""
+        params = [nn.Parameter(param.to_local().detach()) for param in self.params if isinstance(param, DTensor)]
+        return params, [grad.to_local() for grad in self.grads if isinstance(grad, DTensor)]
+
+
+def set_grads(params: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None], Callable[[], Any]]]:
+    """(before, what is timed) by name."""
+    result: dict[str, tuple[Callable[[], None], Callable[[], Any]]] = {}
+
+    def add(name: str, params: list[nn.Parameter], grads: list[torch.Tensor], *calls: Callable[[], Any]) -> None:
+        result[name] = (lambda: set_grads(params, grads), lambda: [call() for call in calls])
+
+    for name, clip in (("torch", nn.utils.clip_grad_norm_), ("fsdp2", optim.clip_grad_norm_)):
+        shards = Shards(options)
+        add(f"{name} clip", shards.params, shards.grads, lambda s=shards, c=clip: c(s.params, MAX_NORM))
+    for kind, settings in IMPLEMENTATIONS.items():
+        theirs, ours, floor = Shards(options), Shards(options), Shards(options)
+        stepper = torch.optim.AdamW(theirs.params, **settings)
+        add(f"torch AdamW {kind}", theirs.params, theirs.grads, stepper.step)
+        stepper = optim.local_optimizer(torch.optim.AdamW, ours.params, **settings)
+        add(f"fsdp2 AdamW {kind}", ours.params, ours.grads, stepper.step)
+        params, grads = floor.locals()
+        stepper = torch.optim.AdamW(params, **settings)
+        add(f"plain AdamW {kind}", params, grads, stepper.step)
+    add_flat(options, add)
+    return result
+
+
+def add_flat(options: argparse.Namespace, add: Callable[..., None]) -> None:
+    """One flat tensor for all parameters, which fsdp2 does not offer: with the copies that it would need."""
+    params, grads = Shards(options).locals()
+    values: list[torch.Tensor] = [param.detach() for param in params]
+    flat = nn.Parameter(torch.cat([value.flatten() for value in values]))
+    flat_grad = torch.zeros_like(flat)
+    sizes = [value.numel() for value in values]
+    inside = [piece.view(value.shape) for piece, value in zip(flat.detach().split(sizes), values, strict=True)]
+    grads_inside = [piece.view(value.shape) for piece, value in zip(flat_grad.split(sizes), values, strict=True)]
+    stepper = torch.optim.AdamW([flat], fused=True)
+
+    def copy_grads() -> None:
+        torch._foreach_copy_(grads_inside, grads)
+
+    def copy_in() -> None:
+        torch._foreach_copy_(inside, values)
+
+    def copy_out() -> None:
+        torch._foreach_copy_(values, inside)
+
+    add("flat AdamW fused, gradients copied", [flat], [flat_grad], copy_grads, stepper.step)
+    add("flat AdamW fused, all copied", [flat], [flat_grad], copy_grads, copy_in, stepper.step, copy_out)
+
+
+def first_calls(chosen: dict[str, tuple[Callable[[], None], Callable[[], Any]]]) -> dict[str, float]:
+    """Seconds of the first call of each: DTensor works out how each operation is sharded, once."""
+    seconds = {}
+    for name, (before, timed) in chosen.items():
+        before()
+        dist.barrier()
+        start = time.process_time()
+        timed()
+        seconds[name] = time.process_time() - start
+    return seconds
+
+
+def with_before(before: Callable[[], None], timed: Callable[[], Any]) -> Callable[[], None]:
+    def step() -> None:
+        before()  # assigning gradients takes microseconds
+        timed()
+
+    return step
+
+
+def baseline_of(name: str) -> str:
+    """What a variant is compared with: torch, through DTensors, in the same implementation."""
+    return "torch clip" if name.endswith("clip") else "torch AdamW " + name.split()[2].rstrip(",")
+
+
+def report(seconds: dict[str, list[float]], first: dict[str, float]) -> str:
+    """The table of README.md."""
+    rows = [
+        [
+            name,
+            common.Spread.of(seconds[name]).format(2, 1000),
+            common.ratios(seconds, name, baseline_of(name)).format(),
+            f"{first[name] * 1000:.0f}",
+        ]
+        for name in seconds
+    ]
+    return common.table(["variant", "CPU, ms", "/ torch's", "first call, ms"], rows)
+
+
+def together(seconds: dict[str, list[float]], kind: str) -> common.Spread:
+    """Clipping and the step, ours over torch's, within each round."""
+    sums = {
+        who: [clip + step for clip, step in zip(seconds[f"{who} clip"], seconds[f"{who} AdamW {kind}"], strict=True)]
+        for who in ("torch", "fsdp2")
+    }
+    return common.ratios(sums, "fsdp2", "torch")
+
+
+def main() -> None:
+    options = parse()
+    common.launch(__file__, options.ranks)
+    common.join(options.device, options.threads)
+    chosen = variants(options)
+    first = first_calls(chosen)
+    steps = {name: with_before(*pair) for name, pair in chosen.items()}
+    timings = common.interleave(steps, options.rounds, options.warmup, options.device)
+    if dist.get_rank() == 0:
+        size = f"{options.params}x{options.rows}x{options.dim}"
+        path = options.out or RESULTS / f"{options.device}_{dist.get_world_size()}ranks_{size}.json"
+        sums = {kind: together(timings.cpu, kind) for kind in IMPLEMENTATIONS}
+        result = {
+            "question": "clipping and optimizer step",
+            "command": " ".join(["python", "benchmarks/optimizer_and_clip/main.py", *sys.argv[1:]]),
+            **common.provenance(options.device),
+            "workload": {key: getattr(options, key) for key in ("params", "rows", "dim")},
+            "rounds": options.rounds,
+            "warmup": options.warmup,
+            "together": {kind: asdict(spread) for kind, spread in sums.items()},
+            "first_call_seconds": first,
+            "seconds": timings.wall,
+            "cpu_seconds": timings.cpu,
+        }
+        common.write_json(path, result)
+        print(f"Processor time of a rank:\n\n{report(timings.cpu, first)}\n")
+        for kind, spread in sums.items():
+            print(f"clip and AdamW {kind} together, fsdp2 / torch: {spread.format()}")
+        print(f"\nraw data: {path}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Clipping and optimizers on local shards. Layer: above the API; imports no checkpointing."""
+
+from fsdp2.optim.adopt import adopt_optimizer
+from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fsdp2.optim.local import LocalOptimizer, local_optimizer
+
+__all__ = [
+    "LocalOptimizer",
+    "adopt_optimizer",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "local_optimizer",
+]

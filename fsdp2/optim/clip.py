@@ -1,0 +1,147 @@
+"""Gradient clipping by norm, on local shards. Layer: optim.
+
+torch's functions work on DTensors too, but take each gradient through DTensor's dispatch several times, and all-reduce
+once for each mesh axis; for several meshes in one call they fail. Here: one foreach norm of all local tensors, one
+all-reduce of one number (`norms` says when), one foreach multiplication.
+"""
+
+from collections.abc import Iterable
+from math import inf
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import foreach_multiply, local_tensor
+from fsdp2.errors import ArgumentError
+from fsdp2.optim.norms import by_device_and_dtype, norm_of
+
+__all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale the gradients, in place, so that the norm of all of them together is at most `max_norm`.
+
+    Takes the place of `torch.nn.utils.clip_grad_norm_`, whose arguments and result it has. Each element counts once,
+    however many ranks hold it.
+
+    Collective: every rank of the parameters' meshes calls it, with the same parameters in the same order. A rank may
+    lack gradients that others have.
+
+    Args:
+        parameters: DTensors on any number of meshes, with any placements, and plain tensors, which must have the same
+            gradients on all ranks.
+        max_norm: the largest norm to allow.
+        norm_type: any number above 0, ``inf`` (the largest absolute value) or ``-inf`` (the smallest).
+        error_if_nonfinite: raise, before anything is scaled, if the norm is infinite or NaN.
+        foreach: False takes the tensors one by one.
+
+    Returns:
+        The norm before: a plain 0-dim tensor, the same on every rank, on the first gradient's device, in float32
+        (float64 if a parameter has that).
+
+    Raises:
+        ArgumentError: a `norm_type` that is none of the above.
+        RuntimeError: see `error_if_nonfinite`.
+
+    Example::
+
+        loss.backward()
+        norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
+    """
+    parameters = _list(parameters)
+    total = _total_norm(parameters, [param.grad for param in parameters], norm_type, error_if_nonfinite, foreach)
+    clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
+
+
+def get_total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """The norm of all elements of `tensors` (parameters or gradients, say for a log); nothing changes.
+
+    Takes the place of `torch.nn.utils.get_total_norm`. Collective, with the arguments and the result of
+    `clip_grad_norm_`; DTensors that are partial sums are added up first, at the cost of a collective for each.
+
+    Raises:
+        ArgumentError, RuntimeError: as `clip_grad_norm_`.
+
+    Example::
+
+        norm = fsdp2.optim.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    """
+    tensors = _list(tensors)
+    return _total_norm(tensors, tensors, norm_type, error_if_nonfinite, foreach)
+
+
+def clip_grads_with_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    total_norm: torch.Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale the gradients, in place, by ``min(max_norm / (total_norm + 1e-6), 1)``. No communication.
+
+    Takes the place of `torch.nn.utils.clip_grads_with_norm_`: for a `total_norm` that covers more than `parameters`,
+    such as the other stages of a pipeline.
+
+    Args:
+        parameters: as for `clip_grad_norm_`.
+        max_norm: the largest norm to allow.
+        total_norm: 0-dim and plain.
+        foreach: False takes the tensors one by one.
+    """
+    factor = (float(max_norm) / (total_norm + 1e-6)).clamp(max=1.0)
+    with torch.no_grad():
+        grads = [_local(param.grad) for param in _list(parameters) if param.grad is not None]
+        for (device, _), list_ in by_device_and_dtype(grads).items():
+            if foreach is None or foreach:
+                foreach_multiply(list_, factor.to(device))
+            else:
+                for grad in list_:
+                    grad.mul_(factor.to(device))
+
+
+def _total_norm(
+    like: list[torch.Tensor],
+    tensors: list[torch.Tensor] | list[torch.Tensor | None],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    norm_type = float(norm_type)
+    if not (norm_type > 0 or norm_type == -inf):
+        raise ArgumentError(f"norm_type: expected a number above 0, inf or -inf, got {norm_type}")
+    with torch.no_grad():
+        total = norm_of(like, tensors, norm_type, foreach is None or foreach)
+        if error_if_nonfinite and not total.isfinite():
+            here = [index for index, tensor in enumerate(tensors) if tensor is not None and not _is_finite(tensor)]
+            raise RuntimeError(
+                f"The norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. On this "
+                f"rank the gradients of parameters number {here} hold values that are not finite. Skip this step, "
+                "or pass error_if_nonfinite=False to scale by such a norm anyway."
+            )
+    return total
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(_local(tensor).isfinite().all())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

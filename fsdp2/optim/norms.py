@@ -1,0 +1,219 @@
+"""The norm of many tensors of which each rank holds pieces: every element counts once. Layer: optim, below clip.
+
+A tensor that is cut over some mesh axes is whole only on the ranks of those axes together; along its other axes, and as
+a plain tensor, it is there several times. Of the kinds of tensors that come together (meshes, placements) each has
+
+* *cuts*: the groups of ranks, one for each mesh axis that cuts it, over which its parts must be added up;
+* *holders*: the ranks that hold the very piece that this rank holds.
+
+Where one group of ranks will do for all kinds, there is one all-reduce of one number over it, and of each piece only
+the first holder in the group counts. That is so for FSDP, HSDP (the shard group), tensor and expert parallelism over
+all ranks. Otherwise each distinct group gets one all-reduce, of one number for each kind that it cuts.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from fsdp2._torch import foreach_norm, local_tensor
+
+__all__ = ["by_device_and_dtype", "norm_of"]
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Tensors with the same mesh and placements; for plain ones there is no mesh.
+
+    Attributes:
+        indices: which of the tensors.
+    """
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+    indices: list[int]
+
+    @cached_property
+    def cut_axes(self) -> tuple[int, ...]:
+        """The mesh axes along which ranks hold different elements. Empty on ranks outside of the mesh."""
+        if self.mesh is None or self.mesh.get_coordinate() is None:
+            return ()
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.placements)
+            if self.mesh.size(axis) > 1 and not placement.is_replicate() and not placement.is_partial()
+        )
+
+    @cached_property
+    def is_partial(self) -> bool:
+        """Whether these are terms of sums over some axes."""
+        return any(placement.is_partial() for placement in self.placements)
+
+    @cached_property
+    def cuts(self) -> dict[Ranks, dist.ProcessGroup]:
+        """See the module docstring. By their ranks: equal meshes may have process groups of their own."""
+        if self.mesh is None:
+            return {}
+        groups = [self.mesh.get_group(axis) for axis in self.cut_axes]
+        return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+
+    def added_up_by(self, ranks: Ranks) -> bool:
+        """Whether a sum over `ranks`, in which each piece counts once, is the sum over the whole tensors."""
+        if not self.cuts or self.cuts.keys() == {ranks}:
+            return True
+        assert self.mesh is not None
+        return set(self.mesh.mesh.flatten().tolist()) == set(ranks)
+
+    def counts_within(self, ranks: Ranks) -> bool:
+        """Whether this rank is the first holder of its piece among `ranks`."""
+        coordinate = None if self.mesh is None else self.mesh.get_coordinate()
+        if self.mesh is None or coordinate is None:
+            return ranks[0] == dist.get_rank()
+        at = tuple(mine if axis in self.cut_axes else slice(None) for axis, mine in enumerate(coordinate))
+        holders = self.mesh.mesh[at].flatten().tolist()
+        first: int = min(set(holders) & set(ranks))
+        return first == dist.get_rank()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors whose norm becomes one number, and the groups over which that is added up."""
+
+    indices: list[int]
+    cuts: dict[Ranks, dist.ProcessGroup]
+
+
+def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
+    """In the order of first appearance, which is the same on all ranks."""
+    kinds: dict[tuple[int, tuple[Placement, ...]], Kind] = {}
+    for index, tensor in enumerate(tensors):
+        mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
+        key = (id(mesh), placements)
+        if key not in kinds:
+            kinds[key] = Kind(mesh, placements, [])
+        kinds[key].indices.append(index)
+    return list(kinds.values())
+
+
+def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
+    """One bucket where one group will do; otherwise one for each kind."""
+    cuts: dict[Ranks, dist.ProcessGroup] = {}
+    for kind in kinds:
+        for ranks, group in kind.cuts.items():
+            cuts.setdefault(ranks, group)
+    if not cuts:
+        return [Bucket([index for kind in kinds for index in kind.indices], {})]
+    world = dist.group.WORLD
+    assert world is not None
+    candidates = {**cuts, tuple(dist.get_process_group_ranks(world)): world}
+    for ranks, group in candidates.items():
+        if all(kind.added_up_by(ranks) for kind in kinds):
+            counted = [kind for kind in kinds if kind.counts_within(ranks)]
+            return [Bucket([index for kind in counted for index in kind.indices], {ranks: group})]
+    return [Bucket(kind.indices, {ranks: cuts[ranks] for ranks in kind.cuts}) for kind in kinds]
+
+
+def norm_of(
+    like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None], norm_type: float, foreach: bool
+) -> torch.Tensor:
+    """The norm of all elements of `tensors`; 0-dim, the same on every rank.
+
+    Collective over the meshes of `like`, also for a rank on which all tensors are None.
+
+    Args:
+        like: what decides mesh, placements and dtypes; the same on all ranks.
+        tensors: as many; None counts nothing.
+        norm_type: above 0, or minus infinity.
+        foreach: all norms in one call.
+    """
+    kinds = kinds_of(given if tensor is None else tensor for given, tensor in zip(like, tensors, strict=True))
+    buckets = buckets_of(kinds)
+    wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in like)
+    dtype = torch.float64 if wide else torch.float32
+    device = _device_of(kinds, like)
+    locals_ = _locals_of(kinds, tensors)
+    parts = []
+    for bucket in buckets:
+        present = [local for index in bucket.indices if (local := locals_[index]) is not None and local.numel()]
+        parts.append(_power(present, norm_type, dtype, device, foreach))
+    for ranks, group in {ranks: group for bucket in buckets for ranks, group in bucket.cuts.items()}.items():
+        cut = [index for index, bucket in enumerate(buckets) if ranks in bucket.cuts]
+        for index, part in zip(cut, _all_reduced([parts[index] for index in cut], norm_type, group), strict=True):
+            parts[index] = part
+    home = next((tensor.device for tensor in locals_ if tensor is not None), device)
+    return _root(torch.stack(parts), norm_type).to(home)
+
+
+def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Lists that one foreach call can take."""
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return lists
+
+
+def _device_of(kinds: Sequence[Kind], like: Sequence[torch.Tensor]) -> torch.device:
+    """Where the groups reduce: with CPU offload that is not where the gradients are."""
+    kind = next((mesh.device_type for kind in kinds if (mesh := kind.mesh) is not None), None)
+    if kind is None:
+        return like[0].device if like else torch.device("cpu")
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """This rank's parts. What is partial is added up first: the norm of a sum is not that of its terms."""
+    whole = list(tensors)
+    for kind in kinds:
+        if kind.is_partial:
+            summed = [Replicate() if placement.is_partial() else placement for placement in kind.placements]
+            for index in kind.indices:
+                tensor = whole[index]
+                if isinstance(tensor, DTensor):
+                    whole[index] = tensor.redistribute(placements=summed)
+    return [local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in whole]
+
+
+def _power(
+    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool
+) -> torch.Tensor:
+    """Of all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
+    norms: list[torch.Tensor] = []
+    for (_, kind), list_ in by_device_and_dtype(tensors).items():
+        wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # a sum of squares needs the digits
+        if foreach:
+            each = foreach_norm(list_, norm_type, wider)
+        else:
+            each = [torch.linalg.vector_norm(tensor, norm_type, dtype=wider) for tensor in list_]
+        norms.append(torch.stack(each).to(device, dtype))
+    if not norms:
+        return torch.full((), inf if norm_type == -inf else 0.0, dtype=dtype, device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    return norm if abs(norm_type) == inf else norm.pow(norm_type)
+
+
+def _all_reduced(parts: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Each added up (or the largest, or the smallest of each) over `group`, in one all-reduce."""
+    sent = torch.stack(list(parts))
+    if abs(norm_type) != inf:
+        dist.all_reduce(sent, group=group)
+        return list(sent)
+    # Backends differ in what MAX makes of NaN: infinities stand for it on the way, and flags say which they are.
+    sign = 1.0 if norm_type == inf else -1.0
+    sent = torch.stack([(sign * sent).nan_to_num(nan=inf, posinf=inf, neginf=-inf), sent.isnan().to(sent)])
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return list(torch.where(sent[1] > 0, torch.nan, sign * sent[0]))
+
+
+def _root(powers: torch.Tensor, norm_type: float) -> torch.Tensor:
+    if norm_type == inf:
+        return powers.max()
+    if norm_type == -inf:
+        return powers.min()
+    return powers.sum().sqrt() if norm_type == 2 else powers.sum().pow(1 / norm_type)
