@@ -33,6 +33,7 @@ __all__ = [
     "foreach_divided",
     "foreach_multiply",
     "foreach_norm",
+    "func_transforms_are_active",
     "group_allocates",
     "local_tensor",
     "make_dtensor",
@@ -140,6 +141,11 @@ def backward_is_running() -> bool:
 def node_of_base(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
     """For a view, the autograd node of the tensor that it views; `Tensor._base` is the only way to that."""
     return None if tensor._base is None else tensor._base.grad_fn
+
+
+def func_transforms_are_active() -> bool:
+    """Whether `torch.func` differentiates now."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -234,6 +234,7 @@ def _share(tied: _Tied, unit: Unit) -> None:
         assert slot.module is not None
         guard_state_dict(slot.module, owner)
     tied.param.slots += tied.slots
+    group.slots_changed()
     if group not in unit.borrowed:
         unit.borrowed.append(group)
 

@@ -61,6 +61,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.in_flight", "runtime.memory", "runtime.param_group"),
     ("runtime.assembly", "runtime.finalization", "runtime.gradients"),
     ("runtime.extended", "runtime.reduction"),
+    ("runtime.reduction_plan",),
     ("runtime.channel", "runtime.gather"),
     ("runtime.naming", "runtime.quantised"),
     ("runtime.parameter",),

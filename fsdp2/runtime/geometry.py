@@ -24,11 +24,14 @@ class Geometry:
         layout: how it is cut over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
         outer: with replicas that are sharded too, how this rank's piece of that is cut again; otherwise None.
         local: the cut that makes the sharded parameter, and which piece of it is this rank's.
+        local_shape, local_numel: of that piece, dims in memory order.
+        as_is: the user's dims stand in memory order already.
     """
 
     def __init__(self, data: torch.Tensor, dim: int, roles: MeshRoles):
         self._order = memory_order(data.shape, data.stride())
         self._back = [self._order.index(each) for each in range(data.ndim)]
+        self.as_is = self._order == tuple(range(data.ndim)) and data.ndim > 0
         shape = tuple(data.shape[each] for each in self._order)
         dim = self._order.index(dim) if shape else 0
         self.layout = ShardLayout(shape or (1,), dim, roles.shard_size)
@@ -38,13 +41,19 @@ class Geometry:
         if roles.sharded_replicas:
             self.outer = ShardLayout(self.layout.local_shape(roles.shard_rank), dim, roles.replicate_size)
             self.local = self.outer, roles.replicate_rank
+        layout, rank = self.local
+        self.local_shape, self.local_numel = layout.local_shape(rank), layout.local_numel(rank)
 
     def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of a tensor with the user's dims: dims in memory order."""
+        if self.as_is:
+            return tensor
         return tensor.permute(self._order) if self._order else tensor.view(1)
 
     def from_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """The reverse of `to_memory`."""
+        if self.as_is:
+            return tensor
         return tensor.permute(self._back) if self._order else tensor.view(())
 
     def cut(self, data: torch.Tensor) -> torch.Tensor:

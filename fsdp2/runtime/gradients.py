@@ -14,7 +14,8 @@ from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import Contribution, Reduction
+from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
 __all__ = ["Gradients"]
@@ -31,15 +32,21 @@ class Gradients:
         self._params = params
         self._channel = channel
         self._on_ready = on_ready
+        self._synced: list[bool] = []
         self._trainable: set[int] = set()
+        self._plans: dict[tuple[tuple[int, bool], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
         self._hooked: set[int] = set()
         self._have_arrived = False
 
     def sync_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, once the unsharded ones exist."""
-        for index, param in enumerate(self._params):
-            unsharded, trainable = param.unsharded, param.sharded.requires_grad
+        wanted = [param.sharded.requires_grad for param in self._params]
+        if wanted == self._synced:
+            return
+        self._synced = wanted
+        for index, (param, trainable) in enumerate(zip(self._params, wanted, strict=True)):
+            unsharded = param.unsharded
             assert unsharded is not None
             if unsharded.requires_grad != trainable:
                 unsharded.requires_grad_(trainable)
@@ -47,6 +54,10 @@ class Gradients:
 
     def follow_unsharded(self) -> None:
         """Where the user froze or unfroze an unsharded parameter, the sharded one follows."""
+        found = [param.unsharded is not None and param.unsharded.requires_grad for param in self._params]
+        if found == self._synced:
+            return
+        self._synced = found
         for index, param in enumerate(self._params):
             unsharded = param.unsharded
             assert unsharded is not None
@@ -71,7 +82,13 @@ class Gradients:
         """The unsharded parameters will be made anew."""
         self._hooked.clear()
         self._trainable.clear()
+        self._synced = []
+        self.forget_plans()
         self.expect_all()
+
+    def forget_plans(self) -> None:
+        """Dtypes or the channel may have changed."""
+        self._plans = {}
 
     def note_arrived(self) -> None:
         """Gradients may have been set by hand, which runs no hook."""
@@ -116,30 +133,34 @@ class Gradients:
             return []
         self._have_arrived = False
         self.expect_all()
-        found = []
-        for param in self._params:
-            grad, partial = self._take_one(param, fill), None
-            if settings.requires_all_reduce:
+        by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}
+        for index, param in enumerate(self._params):
+            grad, partial = self._filled(param) if fill else param.take_grad(), None
+            if param.partial is not None and settings.requires_all_reduce:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
-                found.append(Contribution(param, grad, partial))
-        by_dtype: dict[torch.dtype, list[Contribution]] = {}
-        for each in found:
-            by_dtype.setdefault(each.param.dtype, []).append(each)
+                by_dtype.setdefault(param.dtype, []).append((index, Contribution(param, grad, partial)))
         # Dict order is the parameters' order, which is the same on every rank.
-        channel = self._channel
-        return [Reduction(fqn, contributions, channel, settings, streams) for contributions in by_dtype.values()]
+        return [self._reduction(found, settings, streams, fqn) for found in by_dtype.values()]
+
+    def _reduction(
+        self, found: Sequence[tuple[int, Contribution]], settings: UnitSettings, streams: Streams, fqn: str
+    ) -> Reduction:
+        key = tuple((index, each.grad is not None) for index, each in found)
+        contributions = [each for _, each in found]
+        if key not in self._plans:
+            self._plans[key] = ReductionPlan(contributions, self._channel)
+        return Reduction(fqn, contributions, self._plans[key], settings, streams)
 
     @staticmethod
-    def _take_one(param: ManagedParameter, fill: bool) -> torch.Tensor | None:
-        """The gradient of one parameter in the reduce dtype, dims in memory order; zeros for a trainable one
-        without where `fill` says."""
-        if fill and param.sharded.requires_grad and not param.has_known_reduce_dtype:
+    def _filled(param: ManagedParameter) -> torch.Tensor | None:
+        """The gradient of one parameter; zeros for a trainable one without."""
+        if param.sharded.requires_grad and not param.has_known_reduce_dtype:
             raise ArgumentError(
                 f"'{param.fqn}': with set_reduce_scatter_unused_params(True) all ranks must know the dtype of a "
                 "gradient that some do not have; its grad_dtype is None. Set that, or the policy's reduce_dtype."
             )
         grad = param.take_grad()
-        if grad is None and fill and param.sharded.requires_grad:
+        if grad is None and param.sharded.requires_grad:
             return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
         return grad

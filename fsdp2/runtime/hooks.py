@@ -15,14 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import node_of_base
+from fsdp2._torch import func_transforms_are_active, node_of_base
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """Identity whose backward calls `callback`. (Separate `setup_context` and `jvp`: torch.func asks for them.)"""
+    """Identity whose backward calls `callback`."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.callback()
+        return (None, *grads)
+
+
+class _BackwardEndOfTransforms(torch.autograd.Function):
+    """The same as torch.func asks for it: `setup_context` and `jvp`. Calling it costs four times as much."""
 
     @staticmethod
     def forward(callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,7 +63,10 @@ def on_backward_end(
     tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not tensors:
         return args, kwargs
-    wrapped = iter(_BackwardEnd.apply(callback, *tensors))  # type: ignore[no-untyped-call]
+    function: Any = _BackwardEndOfTransforms if func_transforms_are_active() else _BackwardEnd
+    wrapped = iter(function.apply(callback, *tensors))
+    if not kwargs and len(args) == 1 and args[0] is tensors[0]:
+        return (next(wrapped),), kwargs
     return map_tensors(lambda tensor: next(wrapped) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 

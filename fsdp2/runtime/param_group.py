@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from fsdp2._torch import version
 from fsdp2.comm.base import Pending
@@ -26,6 +27,7 @@ from fsdp2.runtime.assembly import Assembly
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.storage import Storage
 from fsdp2.runtime.streams import Streams
 
@@ -97,6 +99,7 @@ class ParamGroup:
         self._assembly: Assembly | None = None
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
+        self._table: list[tuple[int, Slot, dict[str, nn.Parameter | None] | None]] | None = None
 
     @property
     def roles(self) -> MeshRoles:
@@ -160,10 +163,8 @@ class ParamGroup:
         self._under_way = None
         self._move(Phase.UNSHARDED)
         self.gradients.sync_trainable()
-        for param in self.params:
-            assert param.unsharded is not None
-            param.put(param.unsharded)
-            param.resharded = None
+        self._put([param.unsharded for param in self.params])
+        self._drop_resharded()
 
     def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
         """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh (with
@@ -188,11 +189,33 @@ class ParamGroup:
             assembly.copies = []
             with memory.streams.gathering():
                 assembly.free_inner()
-        for param in self.params:
-            if not to_smaller:
-                param.resharded = None
-            param.put(param.sharded if param.resharded is None else param.resharded)
+        small = to_smaller and self.smaller is not None
+        self._put([param.resharded if small else param.sharded for param in self.params])
+        if not to_smaller:
+            self._drop_resharded()
         self._move(Phase.RESHARDED if to_smaller else Phase.SHARDED)
+
+    def _drop_resharded(self) -> None:
+        if self.smaller is not None:
+            for param in self.params:
+                param.resharded = None
+
+    def _put(self, forms: Sequence[nn.Parameter | None]) -> None:
+        """Make the modules hold these forms of the parameters."""
+        if self._table is None:
+            self._table = [
+                (index, slot, slot.direct) for index, param in enumerate(self.params) for slot in param.slots
+            ]
+        for index, slot, direct in self._table:
+            form = forms[index]
+            if direct is not None:
+                direct[slot.name] = form
+            elif form is not None:
+                slot.put(form)
+
+    def slots_changed(self) -> None:
+        """A parameter got another name."""
+        self._table = None
 
     def forget_kept(self, memory: Memory) -> None:
         """Sharded parameters will be changed: what was kept of the unsharded ones is given back."""
@@ -221,6 +244,8 @@ class ParamGroup:
     def refresh(self) -> None:
         """Take up parameters that were moved, converted or replaced. Only while sharded."""
         changed = [param.refresh() for param in self.params]
+        self.gradients.forget_plans()
+        self._table = None
         if any(changed) or not self._shards:
             self._shards = [param.flat[: param.local_numel] for param in self.params]
         if any(changed) and self._assembly is not None and not self._assembly.fits():
@@ -229,6 +254,7 @@ class ParamGroup:
 
     def channel_changed(self) -> None:
         """The channel has another `Comm`: plans made for the last one are void."""
+        self.gradients.forget_plans()
         if self._assembly is not None:
             self._assembly.forget_gathers()
 

@@ -26,7 +26,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import (
     local_tensor,
-    make_dtensor,
     make_parameter,
     set_local_tensor,
     subclassed_parameter,
@@ -188,8 +187,7 @@ class ManagedParameter:
     @property
     def local_numel(self) -> int:
         """Elements of this rank's shard, without padding."""
-        layout, rank = self.local_layout
-        return layout.local_numel(rank)
+        return self.geometry.local_numel
 
     @property
     def padded_numel(self) -> int:
@@ -307,22 +305,28 @@ class ManagedParameter:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def take_grad(self) -> torch.Tensor | None:
-        """The unsharded gradient, dims in memory order, in the reduce dtype; `unsharded` has none afterwards."""
-        if self.unsharded is None or self.unsharded.grad is None:
+        """The unsharded gradient, dims in memory order; `unsharded` has none afterwards."""
+        unsharded = self.unsharded
+        if unsharded is None or (grad := unsharded.grad) is None:
             return None
-        grad, self.unsharded.grad = self.unsharded.grad.detach(), None
+        unsharded.grad = None
+        if grad.requires_grad:
+            grad = grad.detach()
         if isinstance(grad, DTensor):
             placements = self.plan.specs.gradient_placements(grad)
             if placements != grad.placements:
                 grad = grad.redistribute(placements=placements)
             grad = local_tensor(grad)
-        return self.to_memory(grad.to(self.reduce_dtype))
+        return grad if self.geometry.as_is else self.geometry.to_memory(grad)
 
-    def grad_from(self, flat: torch.Tensor) -> DTensor:
-        """A gradient for `sharded`: the DTensor on this rank's (padded, 1-D) reduced gradient."""
-        layout, rank = self.local_layout
-        local = self.from_memory(flat[: self.local_numel].view(layout.local_shape(rank)))
-        return make_dtensor(local, self.plan.specs.sharded(flat.dtype))
+    def local_grad(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's (padded, 1-D) reduced gradient, as the local tensor of the sharded parameter looks."""
+        geometry = self.geometry
+        if flat.numel() != geometry.local_numel:
+            flat = flat[: geometry.local_numel]
+        if len(geometry.local_shape) != 1:
+            flat = flat.view(geometry.local_shape)
+        return flat if geometry.as_is else geometry.from_memory(flat)
 
     # --- following the module ----------------------------------------------------------------------------------------
 

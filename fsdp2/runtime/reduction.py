@@ -15,40 +15,34 @@ when it has to.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import reduce
 
 import torch
 
-from fsdp2._torch import foreach_add, foreach_copy, foreach_divided, local_tensor, post_accumulate_grad_hooks
+from fsdp2._torch import (
+    foreach_add,
+    foreach_copy,
+    foreach_divided,
+    local_tensor,
+    make_dtensor,
+    post_accumulate_grad_hooks,
+)
 from fsdp2.comm.base import Operand, Pending, Scatter
 from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
-from fsdp2.layout import Lane, ShardLayout, choose_lane
+from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import CPUOffloadPolicy, UnitSettings
-from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gather import named
 from fsdp2.runtime.packing import packed
-from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Contribution", "Reduction"]
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
-    left for this all-reduce (1-D, padded), or both."""
-
-    param: ManagedParameter
-    grad: torch.Tensor | None
-    partial: torch.Tensor | None
+__all__ = ["Reduction"]
 
 
 class Reduction:
-    """One reduction, in the dtype to which the reduce dtypes of its parameters promote.
+    """One reduction.
 
     Gradients are only read: what autograd left in `.grad` may share its memory with a gradient that still flows.
     Gradients and partials were made on other streams than those that read them here; this object keeps them alive
@@ -57,27 +51,22 @@ class Reduction:
     Args:
         fqn: of the unit.
         contributions: at least one, all for parameters of one mesh.
+        plan: for them, in their order.
     """
 
     def __init__(
         self,
         fqn: str,
         contributions: Sequence[Contribution],
-        channel: Channel,
+        plan: ReductionPlan,
         settings: UnitSettings,
         streams: Streams,
     ):
         self.fqn = fqn
-        self.dtype = reduce(torch.promote_types, [each.param.reduce_dtype for each in contributions])
-        self._channel = channel
+        self._plan = plan
         self._settings = settings
         self._streams = streams
-        self._contributions = list(contributions)
-        lanes = [self._lane(each) for each in contributions]
-        self._num_packed = lanes.count(Lane.PACKED)
-        # Packed ones first, so that their outputs are one piece of the flat output; those without a gradient last.
-        order = sorted(range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None))
-        self._contributions = [contributions[index] for index in order]
+        self._contributions = [contributions[index] for index in plan.order]
         self._flat: torch.Tensor | None = None
         self._outputs: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -87,20 +76,7 @@ class Reduction:
     @property
     def roles(self) -> MeshRoles:
         """Mesh and axes."""
-        return self._channel.roles
-
-    def _lane(self, contribution: Contribution) -> Lane | None:
-        if contribution.grad is None:
-            return None
-        comm, param = self._channel.comm, contribution.param
-        minimum = comm.scatter_direct_min_bytes
-        return choose_lane(param.layout, self._wire_dtype.itemsize, minimum, comm.direct_allows_uneven)
-
-    @property
-    def _wire_dtype(self) -> torch.dtype:
-        """In which gradients travel to be summed in `dtype`."""
-        wanted = self._contributions[0].param.plan.policy.reduce_scatter_dtype
-        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        return self._plan.channel.roles
 
     def advance(self) -> bool:
         """Take one step; returns whether there is another."""
@@ -128,15 +104,22 @@ class Reduction:
 
     def _steps(self) -> Iterator[None]:
         settings, streams, roles = self._settings, self._streams, self.roles
+        dtype = self._plan.dtype
         scaling = scaling_for(
-            self.dtype, roles.shard_size, roles.replicate_size, settings.gradient_divide_factor, settings.force_sum
+            dtype, roles.shard_size, roles.replicate_size, settings.gradient_divide_factor, settings.force_sum
         )
         born = streams.record()
         with streams.reducing():
             # Gradients: allocated on the compute stream, read here; kept by this object until [6]. Outputs: allocated
             # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
             streams.wait(born)
-            grads = [each.grad.to(self.dtype).contiguous() for each in self._contributions if each.grad is not None]
+            grads = [
+                each.grad
+                if each.grad.dtype == dtype and each.grad.is_contiguous()
+                else each.grad.to(dtype).contiguous()
+                for each in self._contributions
+                if each.grad is not None
+            ]
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
             self._kept += grads
@@ -174,32 +157,29 @@ class Reduction:
 
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Make the flat output and issue the reduce-scatter of `grads` into it."""
-        roles = self.roles
-        sizes = [each.param.layout.padded_numel for each in self._contributions]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=roles.device)
-        self._flat, self._outputs = flat, list(flat.split(sizes))
+        roles, plan = self.roles, self._plan
+        flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
+        self._flat, self._outputs = flat, list(flat.split(plan.sizes))
         for output in self._outputs[len(grads) :]:
             output.zero_()
         if roles.shard_size == 1:
             foreach_copy(self._outputs[: len(grads)], [grad.view(-1) for grad in grads])
             return None
-        numel = sum(sizes[: len(grads)])
+        numel, wire = plan.scattered_numel, plan.wire_dtype
         if not numel:
             return None
-        wire = self._wire_dtype
-        if wire != self.dtype:
+        if wire != plan.dtype:
             grads = [grad.to(wire) for grad in grads]
             self._kept += grads
         emit("reduce_scatter", self.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
         scatters = self._direct_scatters(grads)
-        packed_numel = sum(sizes[: self._num_packed])
-        if packed_numel:
-            layouts = [each.param.layout for each in self._contributions[: self._num_packed]]
-            scatters.append(self._packed_scatter(grads[: self._num_packed], layouts, flat[:packed_numel]))
-        group = self._channel.scatter_group
+        if plan.packed_numel:
+            layouts = plan.packed_layouts
+            scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, flat[: plan.packed_numel]))
+        group = plan.channel.scatter_group
         assert group is not None
         with named("reduce-scatter", self.fqn, roles.shard):
-            return self._channel.comm.reduce_scatter(scatters, group, average)
+            return plan.channel.comm.reduce_scatter(scatters, group, average)
 
     def _packed_scatter(
         self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
@@ -213,7 +193,7 @@ class Reduction:
     def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
         """Large gradients are operands themselves."""
         scatters = []
-        for index in range(self._num_packed, len(grads)):
+        for index in range(len(self._plan.packed_layouts), len(grads)):
             param, output = self._contributions[index].param, self._outputs[index]
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
             numel = param.layout.local_numel(self.roles.shard_rank)
@@ -241,7 +221,7 @@ class Reduction:
         flat, axis = self._flat, self.roles.replicate
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
         with named("all-reduce", self.fqn, axis):
-            return self._channel.comm.all_reduce(flat, axis.group, average)
+            return self._plan.channel.comm.all_reduce(flat, axis.group, average)
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Each replica gets its piece of this rank's shard."""
@@ -252,12 +232,12 @@ class Reduction:
             layouts.append(each.param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
         sizes = [layout.padded_numel for layout in layouts]
-        flat = torch.empty(sum(sizes), dtype=self.dtype, device=inner[0].device)
+        flat = torch.empty(sum(sizes), dtype=self._plan.dtype, device=inner[0].device)
         self._flat, self._outputs = flat, list(flat.split(sizes))
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
         scatters = [self._packed_scatter(inner, layouts, flat)] if flat.numel() else []
         with named("reduce-scatter", self.fqn, axis):
-            return self._channel.comm.reduce_scatter(scatters, axis.group, average)
+            return self._plan.channel.comm.reduce_scatter(scatters, axis.group, average)
 
     def _scale(self, post: float) -> None:
         """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""
@@ -265,7 +245,9 @@ class Reduction:
         if post != 1:
             self._flat.div_(post)
         self._run_hook(self._flat)
-        dtypes = [each.param.grad_dtype for each in self._contributions]
+        dtypes = self._plan.grad_dtypes
+        if not self._plan.casts_outputs:
+            return
         self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
         if len(set(dtypes)) == 1:
             self._flat = self._at_home(self._flat.to(dtypes[0]))
@@ -301,16 +283,18 @@ class Reduction:
         """Set `sharded.grad`, or add to the one that is there."""
         if self._is_abandoned:
             return
-        params = [each.param for each in self._contributions]
         old, new = [], []
-        for param, output in zip(params, self._outputs, strict=True):
-            grad = param.grad_from(output)
-            if param.sharded.grad is None:
-                param.sharded.grad = grad
+        hooked = []
+        for each, output, spec in zip(self._contributions, self._outputs, self._plan.grad_specs, strict=True):
+            sharded = each.param.sharded
+            if (grad := sharded.grad) is None:
+                sharded.grad = make_dtensor(each.param.local_grad(output), spec)
             else:
-                old.append(local_tensor(param.sharded.grad))
-                new.append(local_tensor(grad))
+                old.append(local_tensor(grad))
+                new.append(each.param.local_grad(output))
+            if hooks := post_accumulate_grad_hooks(sharded):
+                hooked.append((sharded, hooks))
         foreach_add(old, new)
-        for param in params:
-            for hook in post_accumulate_grad_hooks(param.sharded):
-                hook(param.sharded)
+        for sharded, hooks in hooked:
+            for hook in hooks:
+                hook(sharded)

@@ -34,6 +34,12 @@ class Slot:
             setattr(module, self.name, param)
 
     @property
+    def direct(self) -> dict[str, nn.Parameter | None] | None:
+        """Where to write without a call; None where `put` must be used."""
+        module = self._module()
+        return parameter_slots(module) if self._direct and module is not None else None
+
+    @property
     def module(self) -> nn.Module | None:
         """The module, while it lives."""
         return self._module()

@@ -1,0 +1,68 @@
+"""`ReductionPlan`: what is the same each time that the same parameters of a group are reduced. Layer: runtime."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from fsdp2.layout import Lane, choose_lane
+from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.parameter import ManagedParameter
+
+__all__ = ["Contribution", "ReductionPlan"]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
+    left for this all-reduce (1-D, padded), or both."""
+
+    param: ManagedParameter
+    grad: torch.Tensor | None
+    partial: torch.Tensor | None
+
+
+class ReductionPlan:
+    """For contributions that are, or are not, gradients of the same parameters as those it was made for.
+
+    Attributes:
+        channel: how they travel.
+        dtype: in which they are summed: that to which the reduce dtypes of the parameters promote.
+        wire_dtype: in which they travel to be summed.
+        order: of the contributions: packed ones first, so that their outputs are one piece of the flat output; those
+            without a gradient last.
+        sizes: elements of the outputs, in that order.
+        numel, scattered_numel, packed_numel: elements of all outputs, of those with a gradient, of the packed ones.
+        packed_layouts: of the packed ones.
+        grad_dtypes, grad_specs: of the sharded gradients.
+        casts_outputs: whether these, or where they live, differ from the reduction's.
+    """
+
+    def __init__(self, contributions: Sequence[Contribution], channel: Channel):
+        self.channel = channel
+        params = [each.param for each in contributions]
+        self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
+        wanted = params[0].plan.policy.reduce_scatter_dtype
+        self.wire_dtype = wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        lanes = [self._lane(each) for each in contributions]
+        self.order = sorted(
+            range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)
+        )
+        params = [params[index] for index in self.order]
+        num_packed, num_scattered = lanes.count(Lane.PACKED), len(lanes) - lanes.count(None)
+        self.sizes = [param.layout.padded_numel for param in params]
+        self.numel, self.scattered_numel = sum(self.sizes), sum(self.sizes[:num_scattered])
+        self.packed_numel = sum(self.sizes[:num_packed])
+        self.packed_layouts = [param.layout for param in params[:num_packed]]
+        self.grad_dtypes = [param.grad_dtype for param in params]
+        self.grad_specs = [
+            param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
+        ]
+        self.casts_outputs = set(self.grad_dtypes) != {self.dtype} or params[0].plan.home != channel.roles.device
+
+    def _lane(self, contribution: Contribution) -> Lane | None:
+        if contribution.grad is None:
+            return None
+        comm, layout = self.channel.comm, contribution.param.layout
+        return choose_lane(layout, self.wire_dtype.itemsize, comm.scatter_direct_min_bytes, comm.direct_allows_uneven)
