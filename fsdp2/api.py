@@ -23,7 +23,6 @@ from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPo
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
-from fsdp2.runtime.quantised import QuantisedGather
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
@@ -116,8 +115,6 @@ def fully_shard(
         fqn, slots = places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
         keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
         new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
-        if plan.policy.all_gather_dtype is not None and new.dtype.is_floating_point and plan.roles.shard_size > 1:
-            new.extension = QuantisedGather(new)
         groups.setdefault((plan.roles, keep), []).append(new)
     _move_buffers(managed, roles.device)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero)

@@ -107,7 +107,9 @@ class Placing:
             roles = roles.replicated()
         self._check_extension(fqn, param)
         specs = specs_of(fqn, param, dim, roles)
-        return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload)
+        wants_ints = self.policy.all_gather_dtype is not None and param.dtype.is_floating_point
+        quantises = wants_ints and roles.shard_size > 1 and extension_of(fqn, self._local(param)) is None
+        return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload, quantises)
 
     def _check_extension(self, fqn: str, param: nn.Parameter) -> None:
         if extension_of(fqn, self._local(param)) is not None and not self.allows_extensions:

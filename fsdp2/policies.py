@@ -61,6 +61,10 @@ class MixedPrecisionPolicy:
         wire = self.reduce_scatter_dtype
         if wire is not None and not wire.is_floating_point:
             raise ArgumentError(f"reduce_scatter_dtype: expected a floating-point dtype or None, got {wire}")
+        if wire is not None and self.reduce_dtype is not None and wire.itemsize >= self.reduce_dtype.itemsize:
+            raise ArgumentError(
+                f"reduce_scatter_dtype: expected a dtype narrower than reduce_dtype={self.reduce_dtype}, got {wire}"
+            )
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,9 @@ class Settings:
                 group.channel.use_memory(None, None)
             else:
                 memory = make(shard_group, group.roles.device)
-                group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory))
+                # Rows that are narrower than their sum travel by an exchange of our own.
+                is_flat = self._unit().policy.reduce_scatter_dtype is None
+                group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
             group.channel_changed()
 
     def _one_group(self, call: str) -> ParamGroup | None:

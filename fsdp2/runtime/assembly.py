@@ -46,8 +46,8 @@ class Assembly:
         self._inner_shards: list[torch.Tensor] = []
         self._inner_gather: Gather | None = None
         with torch.inference_mode(False), torch.no_grad():
-            flat = self._make_flat([param for param in params if param.extension is None])
-            self._extended = {param: ExtendedGather(param) for param in params if param.extension is not None}
+            flat = self._make_flat([param for param in params if not param.is_extended])
+            self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
             self.storage: Storage = Storages([flat, *self._extended.values()]) if self._extended else flat
             if params[0].outer is not None:
                 self._make_inner()
@@ -107,6 +107,8 @@ class Assembly:
 
     def start_smaller(self, fqn: str, axis: Axis) -> Pending | None:
         """The same from `copies`, over the smaller mesh's shard `axis`."""
+        for extended in self._extended.values():
+            extended.take_inner()
         return self._gather_over(axis, plain=True).start(fqn, self.copies)
 
     def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
@@ -168,7 +170,7 @@ class Assembly:
         return all(self._fits(param) for param in self._params)
 
     def _fits(self, param: ManagedParameter) -> bool:
-        if (param.extension is not None) != (param in self._extended) or param.unsharded is None:
+        if param.is_extended != (param in self._extended) or param.unsharded is None:
             return False
         if param.extension is not None:
             return True

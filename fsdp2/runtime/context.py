@@ -95,8 +95,11 @@ class Context:
         """The root's forward starts."""
         self.in_flight.check_nobody_waits(f"forward of '{self.units[0].fqn}'")
         emit("root_pre_forward", self.units[0].fqn)
+        has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:
-            unit.complete_forward()  # what a forward that raised has left
+            unit.complete_forward()
+            if has_raised:
+                unit.reshard()  # prefetched and not used: parameters may have changed since
         self.schedule.begin_forward()
         self.follow_compute(self.post_optim_event)
         self.post_optim_event = None

@@ -13,8 +13,9 @@ import torch
 
 from fsdp2.errors import MisuseError
 from fsdp2.layout import ShardLayout, pack
-from fsdp2.runtime.extension import call_pre, releases_outputs
+from fsdp2.runtime.extension import Extension, call_pre, releases_outputs
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.quantised import QuantisedGather
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 
 __all__ = ["ExtendedGather"]
@@ -26,16 +27,16 @@ class ExtendedGather:
     `raw` and what `post` allocates belong to the all-gather stream, like all unsharded storage.
 
     Attributes:
-        param: has an extension.
+        param: is extended.
         layouts: of what is gathered.
         fulls: what is gathered, views of `raw`.
     """
 
     def __init__(self, param: ManagedParameter):
-        assert param.extension is not None
         self.param = param
-        self._extension = param.extension
+        self._extension: Extension = QuantisedGather(param) if param.extension is None else param.extension
         self._metadata: Any = None
+        self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
         shares = self._call_pre()
         self._first: list[torch.Tensor] | None = shares
@@ -72,7 +73,7 @@ class ExtendedGather:
         layout, rank = param.local_layout
         rows = layout.local_size(rank)
         for share in shares:
-            if rows != layout.chunk and share.shape[0] == rows:
+            if param.extension is not None and rows != layout.chunk and share.shape[0] == rows:
                 raise MisuseError(
                     f"'{param.fqn}': fsdp_pre_all_gather returned a tensor of shape {tuple(share.shape)} on shard rank "
                     f"{rank}; with uneven sharding it must return the padded size, {layout.local_shape(0)}"
@@ -82,7 +83,8 @@ class ExtendedGather:
     def finish(self) -> None:
         """The gathered tensors are there: make the unsharded parameter, or fill it."""
         param = self.param
-        if param.unsharded is None:
+        if not self._is_made:
+            self._is_made = True
             tensor, inner = self._extension.fsdp_post_all_gather(tuple(self.fulls), self._metadata, param.compute_dtype)
             raw = self.fulls[0].untyped_storage().data_ptr()
             storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in inner}
@@ -105,6 +107,12 @@ class ExtendedGather:
     def alloc(self) -> None:
         """See `Storage.alloc`; what `post` made is taken right before it is filled."""
         self._raw.alloc()
+
+    def take_inner(self) -> None:
+        """Take what `post` made, which a gather from the smaller mesh fills past the hooks; `raw` is not needed."""
+        self._raw.free()
+        for storage, nbytes in self._inner:
+            storage.resize_(nbytes)
 
     def free(self) -> None:
         """See `Storage.free`."""

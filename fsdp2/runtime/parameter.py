@@ -63,6 +63,7 @@ class Plan:
         policy: mixed precision.
         param_dtype: compute dtype of this parameter; None for the original dtype.
         offload: where the sharded parameter lives.
+        quantises: the all-gather sends block-quantised integers.
     """
 
     roles: MeshRoles
@@ -71,6 +72,7 @@ class Plan:
     policy: MixedPrecisionPolicy
     param_dtype: torch.dtype | None
     offload: OffloadPolicy
+    quantises: bool = False
 
     @property
     def home(self) -> torch.device:
@@ -114,7 +116,7 @@ class ManagedParameter:
         flat: 1-D storage of the local shard, padded.
         whole: the memory of `unsharded`, dims in memory order; a tensor of its own, which no autograd graph knows.
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce (1-D, padded).
-        extension: what changes the all-gather of this parameter, if anything does.
+        extension: the user's hooks that change the all-gather of this parameter, if there are any.
     """
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
@@ -245,6 +247,11 @@ class ManagedParameter:
         return wanted if wanted is not None and self.dtype.is_floating_point else self.grad_dtype
 
     @property
+    def is_extended(self) -> bool:
+        """Whether something else than the shard travels in an all-gather."""
+        return self.extension is not None or self.plan.quantises
+
+    @property
     def has_known_reduce_dtype(self) -> bool:
         """Whether all ranks know it, also one that has no gradient: the user may have lifted `grad_dtype`."""
         return self.sharded.grad_dtype is not None or self.plan.policy.reduce_dtype is not None
@@ -256,7 +263,7 @@ class ManagedParameter:
             self.roles.shard_axis is None
             and self.compute_dtype == self.dtype
             and self.plan.home == self.roles.device
-            and self.extension is None
+            and not self.is_extended
         )
 
     # --- forms -------------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class ReductionPlan:
         params = [each.param for each in contributions]
         self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
         wanted = params[0].plan.policy.reduce_scatter_dtype
-        self.wire_dtype = wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+        is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
+        self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
         lanes = [self._lane(each) for each in contributions]
         self.order = sorted(
             range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)

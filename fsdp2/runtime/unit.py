@@ -160,7 +160,8 @@ class Unit(Holding):
         return args, kwargs
 
     def _prefetch_in_forward(self, context: Context) -> None:
-        for unit in _alive(self.forward_prefetch) or context.predict(self):
+        predicted = context.predict(self)  # also where a list comes first: what starts is recorded
+        for unit in _alive(self.forward_prefetch) or predicted:
             unit.unshard(prefetching=True)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
