@@ -258,4 +258,5 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     for unit in units:
         unit.in_flight = shared
         if unit.context is not None and unit.context.root is unit:
+            unit.context.in_flight.finish_all()
             unit.context.in_flight = shared

@@ -14,7 +14,7 @@ from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
-from fsdp2.runtime.extension import extension_of
+from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
 
@@ -105,14 +105,24 @@ class Placing:
             raise UnsupportedError("all_gather_dtype does not go together with shard_replicas")
         if param.ndim == 0:
             roles = roles.replicated()
-        self._check_extension(fqn, param)
+        self._check_extension(fqn, param, roles)
         specs = specs_of(fqn, param, dim, roles)
         wants_ints = self.policy.all_gather_dtype is not None and param.dtype.is_floating_point
         quantises = wants_ints and roles.shard_size > 1 and extension_of(fqn, self._local(param)) is None
         return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload, quantises)
 
-    def _check_extension(self, fqn: str, param: nn.Parameter) -> None:
-        if extension_of(fqn, self._local(param)) is not None and not self.allows_extensions:
+    def _check_extension(self, fqn: str, param: nn.Parameter, roles: MeshRoles) -> None:
+        local = self._local(param)
+        if is_wrapper(local) and not local.is_contiguous():
+            raise UnsupportedError(
+                f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
+                f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
+            )
+        if extension_of(fqn, local) is None:
+            return
+        if roles.shard_axis is None:
+            raise UnsupportedError(f"'{fqn}' has hooks for its all-gather, but nothing is gathered on {roles.mesh}")
+        if not self.allows_extensions:
             raise UnsupportedError(
                 f"'{fqn}' has hooks for its all-gather, which do not work with an int for reshard_after_forward; pass "
                 "a bool"

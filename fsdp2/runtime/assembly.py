@@ -30,6 +30,7 @@ class Assembly:
     Attributes:
         storage: of the unsharded parameters.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
+        used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones.
         complete_at: the versions of the sharded parameters of which `storage` has the whole although they are sharded;
             None when it does not.
     """
@@ -41,7 +42,8 @@ class Assembly:
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
         self.copies: list[torch.Tensor] = []
         self.complete_at: list[int] | None = None
-        self._has_inner = False
+        self.used_at: list[int] = []
+        self._inner_at: list[int] | None = None  # the versions of the shards that the inner shards are of
         self._inner: FlatStorage | None = None
         self._inner_shards: list[torch.Tensor] = []
         self._inner_gather: Gather | None = None
@@ -82,15 +84,16 @@ class Assembly:
             fulls.append(self._inner.view(offset, param.layout.local_shape(rank), param.compute_dtype))
             self._inner_shards.append(fulls[-1].view(-1))
         layouts = [param.outer for param in params if param.outer is not None]
-        self._inner_gather = Gather(layouts, fulls, self._channel.roles.replicate, self._channel.comm)
+        self._inner_gather = Gather(layouts, fulls, self._channel.roles.replicate, self._channel.base)
         self._inner.free()
 
     # --- one unshard -------------------------------------------------------------------------------------------------
 
-    def start(self, fqn: str, shards: Sequence[torch.Tensor]) -> Pending | None:
-        """Issue the all-gather of unit `fqn` from its flat `shards`; `finish` must follow."""
+    def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
+        """Issue the all-gather of unit `fqn` from its flat `shards`, which are of these `versions`; `finish` must
+        follow."""
         if self._inner_gather is not None:
-            self._gather_inner(fqn, shards)
+            self._gather_inner(fqn, shards, versions)
             shards = self._inner_shards
         if self._channel.roles.shard_group is None:
             self._copy(shards)
@@ -116,24 +119,27 @@ class Assembly:
         roles = self._channel.roles
         if axis is not None:
             self._gathers[-axis.size].finish(fqn, pending)
-        elif roles.shard_group is not None:
+            return
+        if roles.shard_group is not None:
             self._gathers[roles.shard_size].finish(fqn, pending)
-            for extended in self._extended.values():
-                extended.finish()
+        if self._extended:
+            with torch.inference_mode(False), torch.no_grad():
+                for extended in self._extended.values():
+                    extended.finish()
 
     def free_inner(self) -> None:
         """The shards will change, or did: gather them anew next time."""
-        self._has_inner = False
+        self._inner_at = None
         if self._inner is not None:
             self._inner.free()
 
-    def _gather_inner(self, fqn: str, shards: Sequence[torch.Tensor]) -> None:
-        if self._has_inner:
+    def _gather_inner(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
+        if self._inner_at == versions:
             return
         assert self._inner is not None and self._inner_gather is not None
         self._inner.alloc()
         self._inner_gather.finish(fqn, self._inner_gather.start(fqn, shards))
-        self._has_inner = True
+        self._inner_at = versions
 
     def _sources(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self._extended:

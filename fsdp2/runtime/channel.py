@@ -16,16 +16,23 @@ class Channel:
 
     Attributes:
         roles: mesh and axes.
-        comm: the backend's, or the user's collectives around it.
+        base: the backend's; what travels over the replicate axis uses it in any case.
+        comm: that, or the user's collectives around it.
         scatter_group: the ranks of the shard axis in the process group that reduce-scatters use; None without one.
     """
 
     def __init__(self, roles: MeshRoles):
         self.roles = roles
-        self.comm: Comm = comm_for(roles.any_group, roles.device)
+        self.base: Comm = comm_for(roles.any_group, roles.device)
+        self.comm = self.base
         self.scatter_group: dist.ProcessGroup | None = roles.shard_group
         self._custom: tuple[AllGather | None, ReduceScatter | None] = (None, None)
         self._memory: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+
+    def like(self, other: "Channel") -> None:
+        """Take over what was set on `other`, a channel of the same roles."""
+        self.scatter_group, self._custom, self._memory = other.scatter_group, other._custom, other._memory
+        self._choose()
 
     @property
     def has_custom(self) -> bool:
@@ -43,11 +50,10 @@ class Channel:
         self._choose()
 
     def _choose(self) -> None:
-        base = comm_for(self.roles.any_group, self.roles.device)
         all_gather = self._custom[0] or self._memory[0]
         reduce_scatter = self._custom[1] or self._memory[1]
         is_base = all_gather is None and reduce_scatter is None
-        self.comm = base if is_base else CustomComm(base, all_gather, reduce_scatter)
+        self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
 
     def separate_reduce_scatter(self, enable: bool) -> None:
         """Give reduce-scatters a process group of their own, or let them share that of the all-gathers again.

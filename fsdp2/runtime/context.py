@@ -85,7 +85,9 @@ class Context:
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether the user declared (or did not deny) that this backward is the last of a step."""
+        """Whether this backward is the last of a step: the user says so, or, in manual mode, finalises it."""
+        if self.finalization.is_manual or self.finalization.is_ending:
+            return self.finalization.is_ending
         root = self.root
         return root is None or root.settings.is_last_backward
 
@@ -131,7 +133,7 @@ class Context:
             unit.complete_forward()
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
-        self.finalization.awaits_backward = torch.is_grad_enabled()
+        self.finalization.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Context:
         root = self.units[0]
         for unit in self.units:
             unit.finish_backward()
-        if root.settings.is_last_backward and not self.finalization.is_manual:
+        if self.is_last_backward:
             self.finish_reductions()
         emit("root_post_backward", root.fqn)
 
@@ -188,8 +190,12 @@ class Context:
         for unit in self.units:
             unit.check_no_partials()
         self.finalization.end()
-        for unit in self.units:
-            unit.finish_backward()
+        self.finalization.is_ending = True
+        try:
+            for unit in self.units:
+                unit.finish_backward()
+        finally:
+            self.finalization.is_ending = False
         if not is_async:
             self.finish_reductions()
             return None
@@ -217,7 +223,7 @@ class Context:
             OrderError: the reductions are those of another root that shares them, and has a handle out.
         """
         ticket, self.in_flight.ticket = self.in_flight.ticket, None
-        if ticket is not None and ticket.owner is not self.finalization:
+        if ticket is not None and ticket.owner() is not self.finalization:
             self.in_flight.ticket = ticket
             raise OrderError(
                 "reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()"

@@ -10,12 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.runtime.attach import owner_of
+from fsdp2.runtime.attach import guard_state_dict, owner_of
+from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["copy_module"]
+
+_COPIED_UNITS = object()  # its id is the key in `memo` of the units that were met
 
 
 def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
@@ -32,35 +35,43 @@ def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[i
     for key, value in module.__dict__.items():
         copied.__dict__[key] = copy.deepcopy(value, memo)
     copied.__class__ = type(module)
-    _fill(unit, memo)
-    _borrow(unit, memo)
+    copied_units: list[Unit] = memo.setdefault(id(_COPIED_UNITS), [])
+    copied_units.append(unit)
+    for other in copied_units:
+        # A unit that borrows from another adds names to the other's parameters.
+        if other is unit or _lent(other, memo) or any(group in unit.groups for group in other.borrowed):
+            _fill(other, memo)
+    for other in copied_units:
+        memo[id(other)].borrowed = [memo[id(group)] for group in _lent(other, memo)]
     return copied
 
 
+def _lent(unit: Unit, memo: dict[int, Any]) -> list[ParamGroup]:
+    """The groups that `unit` borrows, and whose owner is copied too."""
+    owners = [(group, owner_of(group.params[0])[0]) for group in unit.borrowed]
+    return [group for group, owner in owners if any(id(module) in memo for module in owner.modules)]
+
+
 def _fill(old: Unit, memo: dict[int, Any]) -> None:
-    """Give the copy of a unit what `old` manages, as far as it has been copied."""
+    """Give the copy of a unit what `old` manages, as far as it has been copied; and of the groups that it borrows,
+    those whose owner has not been."""
     new: Unit = memo[id(old)]
-    param_lists = [[_copied(param, memo) for param in group.params] for group in old.groups]
-    kept = [
-        (group, [param for param in params if param.slots])
-        for group, params in zip(old.groups, param_lists, strict=True)
-        if any(param.slots for param in params)
-    ]
+    lent = _lent(old, memo)
+    kept = []
+    for group in (*old.groups, *(group for group in old.borrowed if group not in lent)):
+        params = [_copied(param, memo) for param in group.params]
+        if any(param.slots for param in params):
+            kept.append((group, [param for param in params if param.slots]))
     new.adopt([memo[id(module)] for module in old.modules if id(module) in memo], [params for _, params in kept])
     for (old_group, _), new_group in zip(kept, new.groups, strict=True):
         new_group.smaller, new_group.keep = old_group.smaller, old_group.keep
+        new_group.channel.like(old_group.channel)
         memo[id(old_group)] = new_group
-
-
-def _borrow(old: Unit, memo: dict[int, Any]) -> None:
-    """Groups of other units that `old` uses too: their copies have names in this unit's copy as well."""
-    new: Unit = memo[id(old)]
-    new.borrowed = []
-    for group in old.borrowed:
-        owner, _ = owner_of(group.params[0])
-        if id(owner) in memo:
-            _fill(owner, memo)
-            new.borrowed.append(memo[id(group)])
+    for module in {slot.module for param in new.params for slot in param.slots}:
+        if module is not None:
+            guard_state_dict(module, new)
+    for group in lent:
+        _fill(owner_of(group.params[0])[0], memo)
 
 
 def _copied(param: ManagedParameter, memo: dict[int, Any]) -> ManagedParameter:

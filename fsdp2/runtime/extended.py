@@ -34,7 +34,7 @@ class ExtendedGather:
 
     def __init__(self, param: ManagedParameter):
         self.param = param
-        self._extension: Extension = QuantisedGather(param) if param.extension is None else param.extension
+        self._quantised = QuantisedGather(param) if param.extension is None else None
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -49,6 +49,14 @@ class ExtendedGather:
             self._raw.view(offset, layout.shape, share.dtype)
             for offset, layout, share in zip(offsets, self.layouts, shares, strict=True)
         ]
+
+    @property
+    def _extension(self) -> Extension:
+        """The hooks that the sharded parameter has now: it may have been replaced by another of its kind."""
+        if self._quantised is not None:
+            return self._quantised
+        assert self.param.extension is not None
+        return self.param.extension
 
     def sources(self) -> list[torch.Tensor]:
         """What this rank sends; the hook runs once for each all-gather. Raises like `_call_pre`."""

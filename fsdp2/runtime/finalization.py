@@ -8,6 +8,8 @@
 Pure state and its errors; the root's context acts on it.
 """
 
+from weakref import ref
+
 from fsdp2.errors import OrderError
 
 __all__ = ["Finalization", "Ticket"]
@@ -17,12 +19,12 @@ class Ticket:
     """An asynchronous finalisation that somebody is to wait for.
 
     Attributes:
-        owner: the finalization of the root that was finalised.
+        owner: the finalization of the root that was finalised, weak: a root may go without having been waited for.
         is_void: its reductions were thrown away.
     """
 
     def __init__(self, owner: "Finalization"):
-        self.owner = owner
+        self.owner = ref(owner)
         self.is_void = False
 
 
@@ -32,12 +34,14 @@ class Finalization:
     Attributes:
         is_manual: backward leaves gradients as they are; fixed when a backward begins, until they are finalised.
         is_due: a backward ran that was not finalised.
+        is_ending: the gradients of manual backwards are being reduced now.
         awaits_backward: the root's forward ran with gradients, and no backward has come to it yet.
     """
 
     def __init__(self) -> None:
         self.is_manual = False
         self.is_due = False
+        self.is_ending = False
         self.awaits_backward = False
 
     def begin_backward(self, wanted: bool) -> None:

@@ -34,7 +34,7 @@ class Gradients:
         self._on_ready = on_ready
         self._synced: list[bool] = []
         self._trainable: set[int] = set()
-        self._plans: dict[tuple[tuple[int, bool], ...], ReductionPlan] = {}
+        self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
         self._hooked: set[int] = set()
         self._have_arrived = False
@@ -146,7 +146,7 @@ class Gradients:
     def _reduction(
         self, found: Sequence[tuple[int, Contribution]], settings: UnitSettings, streams: Streams, fqn: str
     ) -> Reduction:
-        key = tuple((index, each.grad is not None) for index, each in found)
+        key = tuple((index, each.grad is not None, each.param.sharded.grad_dtype) for index, each in found)
         contributions = [each for _, each in found]
         if key not in self._plans:
             self._plans[key] = ReductionPlan(contributions, self._channel)

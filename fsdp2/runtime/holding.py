@@ -87,7 +87,7 @@ class Holding(ABC):
 
     def refresh_groups(self) -> None:
         """The same without the check, for when a model is being materialised."""
-        for group in self.groups:
+        for group in (*self.groups, *self.borrowed):
             if group.phase is Phase.SHARDED:
                 group.refresh()
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from fsdp2.errors import OrderError
 from fsdp2.runtime.finalization import Ticket
@@ -19,12 +20,12 @@ class InFlight:
 
     def __init__(self) -> None:
         self.ticket: Ticket | None = None
-        self._limits: dict[int, int] = {}
+        self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._reductions: deque[Reduction] = deque()
 
     def limit(self, user: object, max_reductions: int) -> None:
         """`user` lets that many be under way before compute waits for the oldest; the largest of all counts."""
-        self._limits[id(user)] = max_reductions
+        self._limits[user] = max_reductions
 
     def check_nobody_waits(self, where: str) -> None:
         """Before a forward or another finalisation.
@@ -32,6 +33,8 @@ class InFlight:
         Raises:
             OrderError: gradients are being reduced for a handle that nobody has waited for.
         """
+        if self.ticket is not None and self.ticket.owner() is None:
+            self.ticket = None  # its root is gone
         if self.ticket is not None:
             raise OrderError(
                 f"{where}: gradients of the last finalize_backward(async_op=True) are still being reduced; call wait() "

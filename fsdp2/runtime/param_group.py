@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fsdp2._torch import version
+from fsdp2._torch import backward_is_running, version
 from fsdp2.comm.base import Pending
+from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import CPUOffloadPolicy
@@ -45,7 +46,7 @@ class Phase(Enum):
 
 _MOVES = {
     Phase.SHARDED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.UNSHARDED},
+    Phase.GATHERING: {Phase.UNSHARDED, Phase.SHARDED},  # the second when the all-gather failed
     Phase.UNSHARDED: {Phase.SHARDED, Phase.RESHARDED},
     Phase.RESHARDED: {Phase.GATHERING, Phase.SHARDED},
 }
@@ -122,7 +123,9 @@ class ParamGroup:
 
     def _issue(self, memory: Memory, prefetching: bool) -> None:
         streams = memory.streams
-        resharded = streams.record() if self.phase is Phase.RESHARDED else None
+        # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
+        in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
+        resharded = streams.record() if in_use else None
         with torch.no_grad(), streams.gathering():
             # Unsharded storage and the packed buffer: allocated, filled and freed on this stream. The compute stream
             # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
@@ -136,7 +139,7 @@ class ParamGroup:
                 axis = self.smaller.shard
                 pending = assembly.start_smaller(self.fqn, axis)
             else:
-                pending = assembly.start(self.fqn, self._shards)
+                pending = assembly.start(self.fqn, self._shards, self._versions())
             if streams.lazy:
                 self._under_way = lambda: self._finish(assembly, pending, axis)
             else:
@@ -156,15 +159,22 @@ class ParamGroup:
         """Make the unsharded parameters usable, and make the module hold them."""
         if self.phase is Phase.UNSHARDED:
             self.gradients.follow_unsharded()
+            self._check_aliases()
         if self.phase is not Phase.GATHERING:
             return
         assert self._under_way is not None
-        self._under_way()
-        self._under_way = None
+        under_way, self._under_way = self._under_way, None
+        try:
+            under_way()
+        except BaseException:
+            # Not to be waited for again. The memory stays: a failed collective may still write to it.
+            self._move(Phase.SHARDED)
+            raise
         self._move(Phase.UNSHARDED)
         self.gradients.sync_trainable()
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
+        self._check_aliases()
 
     def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
         """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh (with
@@ -232,8 +242,27 @@ class ParamGroup:
         return self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
-        """How often torch saw each sharded parameter change."""
-        return [version(param.sharded) + version(param.flat) for param in self.params]
+        """How often torch saw each sharded parameter change. Of the DTensors, whose operators all ranks call alike:
+        their local tensors may change on some ranks only, and a gather that only some ranks issue would hang."""
+        return [version(param.sharded) for param in self.params]
+
+    def _check_aliases(self) -> None:
+        """Where unsharded parameters are the sharded ones' memory, what changes these between forward and backward
+        makes gradients wrong; autograd, which raises for a plain model, does not see it.
+
+        Raises:
+            OrderError: that happened.
+        """
+        if self.roles.shard_axis is not None or self._assembly is None:
+            return
+        versions = [version(param.sharded) for param in self.params if param.aliases]
+        if not backward_is_running():
+            self._assembly.used_at = versions
+        elif versions != self._assembly.used_at:
+            raise OrderError(
+                f"unit '{self.fqn}': parameters changed between forward and backward; they are replicated and used as "
+                "they are, so backward needs those of forward. Step the optimizer after backward."
+            )
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"

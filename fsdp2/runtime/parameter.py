@@ -350,12 +350,12 @@ class ManagedParameter:
         self._check_replacement(current)
         assert isinstance(current, nn.Parameter)
         local, layout = local_tensor(current), self.local_layout[0]
-        self._note_extension(local)
         in_memory = local if is_wrapper(local) else self.to_memory(local)
         if not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel:
             self.flat = in_memory.reshape(-1)
         else:
             local, self.flat = self._padded(in_memory)
+        self._note_extension(local)
         set_local_tensor(current, local, self.plan.specs.sharded(local.dtype))
         if current is not self.sharded and self.sharded.grad_dtype != self.sharded.dtype:
             current.grad_dtype = self.sharded.grad_dtype
@@ -364,12 +364,9 @@ class ManagedParameter:
         return True
 
     def _note_extension(self, local: torch.Tensor) -> bool:
-        """Hooks may also be set on the local tensor later on. Returns whether there are new ones."""
-        found = extension_of(self.fqn, local)
-        is_new = found is not None and found is not self.extension
-        if is_new:
-            self.extension = found
-        return is_new
+        """Hooks may come and go with the local tensor, or be set on it later on. Returns whether they did."""
+        before, self.extension = self.extension, extension_of(self.fqn, local)
+        return before is not self.extension
 
     def _is_current(self, local: torch.Tensor) -> bool:
         if is_wrapper(local):

@@ -26,7 +26,7 @@ from fsdp2._torch import (
     make_dtensor,
     post_accumulate_grad_hooks,
 )
-from fsdp2.comm.base import Operand, Pending, Scatter
+from fsdp2.comm.base import Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
@@ -225,6 +225,7 @@ class Reduction:
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Each replica gets its piece of this rank's shard."""
+        assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
         for each, output in zip(self._contributions, self._outputs, strict=True):
@@ -232,12 +233,16 @@ class Reduction:
             layouts.append(each.param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
         sizes = [layout.padded_numel for layout in layouts]
+        # The inner output was made on the reduce-scatter stream and is read here, on the all-reduce stream.
+        self._kept.append(self._flat)
         flat = torch.empty(sum(sizes), dtype=self._plan.dtype, device=inner[0].device)
         self._flat, self._outputs = flat, list(flat.split(sizes))
+        if not flat.numel():
+            return Works([])
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        scatters = [self._packed_scatter(inner, layouts, flat)] if flat.numel() else []
+        scatter = self._packed_scatter(inner, layouts, flat)
         with named("reduce-scatter", self.fqn, axis):
-            return self._plan.channel.comm.reduce_scatter(scatters, axis.group, average)
+            return self._plan.channel.base.reduce_scatter([scatter], axis.group, average)
 
     def _scale(self, post: float) -> None:
         """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""

@@ -4,16 +4,17 @@ Until then units know nothing of each other; a unit that is unsharded before has
 then on they share one context, and their names are relative to the root.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from fsdp2.errors import OrderError
+from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["become_root", "units_below"]
+__all__ = ["become_root", "check_borrowed", "units_below"]
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -58,6 +59,7 @@ def become_root(root: Unit) -> None:
             group.fqn = unit.fqn
             name_parameters(group.params, module_fqns)
     check_tied(modules[0], [param for unit in units for param in unit.params])
+    check_borrowed(units)
     for unit in units:
         unit.refresh()
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
@@ -67,3 +69,20 @@ def become_root(root: Unit) -> None:
         unit.context = context
         if unit.settings.reshard_after_forward is None:
             unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
+
+
+def check_borrowed(units: Sequence[Unit]) -> None:
+    """A unit that holds a weight of another unit must have that one beside it: two roots have two backwards.
+
+    Raises:
+        ArgumentError: the other unit is outside of this root.
+    """
+    owned = {id(group) for unit in units for group in unit.groups}
+    for unit in units:
+        for group in unit.borrowed:
+            if id(group) not in owned:
+                raise ArgumentError(
+                    f"unit '{unit.fqn}' holds a weight that belongs to a unit outside of this root (one of "
+                    f"{[param.fqn for param in group.params]}). Call fully_shard on a module that contains both and "
+                    "run that one's forward, or give each model a weight of its own."
+                )
