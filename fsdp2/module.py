@@ -236,11 +236,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if method is None:
         raise ArgumentError(f"register_fsdp_forward_method: {type(module)} has no method '{method_name}'")
+    function = getattr(method, "__func__", None)
 
     @wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pre_forward(self, args, kwargs)
-        return post_forward(self, args, method(*args, **kwargs))
+        # Of the class where it is one's own: a copy of the module must not run the original's.
+        output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        return post_forward(self, args, output)
 
     setattr(module, method_name, MethodType(wrapped, module))
 

@@ -116,8 +116,8 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes; or `stream` with a replicate axis.
         """
-        group = self._one_group("set_all_reduce_hook")
-        if stream is not None and group is not None and group.roles.replicate_group is not None:
+        groups = self._groups_of_one_mesh("set_all_reduce_hook")
+        if stream is not None and any(group.roles.replicate_group is not None for group in groups):
             raise ArgumentError(
                 "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
                 "of the all-reduce. Pass stream=None."
@@ -132,8 +132,7 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes.
         """
-        group = self._one_group("set_custom_all_gather")
-        if group is not None:
+        for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.channel.customise(all_gather=comm)
             group.channel_changed()
 
@@ -143,12 +142,12 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes, or its policy has a `reduce_scatter_dtype`.
         """
-        group = self._one_group("set_custom_reduce_scatter")
+        groups = self._groups_of_one_mesh("set_custom_reduce_scatter")
         if self._unit().policy.reduce_scatter_dtype is not None:
             raise ArgumentError(
                 "set_custom_reduce_scatter: the unit's reduce_scatter_dtype needs an exchange of our own; leave one out"
             )
-        if group is not None:
+        for group in groups:
             group.channel.customise(reduce_scatter=comm)
             group.channel_changed()
 
@@ -201,14 +200,13 @@ class Settings:
                 group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
             group.channel_changed()
 
-    def _one_group(self, call: str) -> ParamGroup | None:
+    def _groups_of_one_mesh(self, call: str) -> list[ParamGroup]:
+        """The unit's groups that have something to gather; it must be clear which mesh is meant."""
         groups = self._unit().groups
-        if len(groups) > 1:
-            meshes = [group.roles.mesh for group in groups]
-            raise ArgumentError(
-                f"{call}: the parameters of this unit are in {len(groups)} groups, on {meshes}; it needs one"
-            )
-        return groups[0] if groups else None
+        meshes = {group.roles.mesh for group in groups}
+        if len(meshes) > 1:
+            raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
+        return [group for group in groups if group.roles.shard_group is not None]
 
     # --- when to reshard and unshard ---------------------------------------------------------------------------------
 

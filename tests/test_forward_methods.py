@@ -195,3 +195,28 @@ def test_plain_module_is_left_alone(rank: int, world_size: int) -> None:
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
     assert "encode" not in vars(model) and model.encode.__func__ is Encoder.encode
+
+
+@on_ranks(2)
+def test_a_copy_runs_its_own_method(rank: int, world_size: int) -> None:
+    """The registered method of a deep copy once ran the original's layers."""
+    model = fully_shard(OneLayer())
+    register_fsdp_forward_method(model, "encode")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert copied.encode(torch.ones(2, 4)).abs().sum() > 0
+    assert model.encode(torch.ones(2, 4)).abs().sum() == 0
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
