@@ -227,24 +227,30 @@ def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: 
 # --- after an error ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, timeout_s=5)
-def test_reset_after_an_unshard_that_failed(rank: int, world_size: int) -> None:
-    """DESIGN invariant 7. What a copy out of memory, or a `fsdp_post_all_gather` that raises, leaves."""
-    model = sharded()
+@on_ranks(4)
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_reset_after_an_unshard_that_failed(
+    rank: int, world_size: int, nth: int, reshard_after_forward: bool | int
+) -> None:
+    """DESIGN invariant 7. What a copy out of memory, or a `fsdp_post_all_gather` that raises, leaves: in forward, and
+    in backward (the third gather), where the module held parameters of the smaller mesh."""
+    model = sharded(reshard_after_forward=reshard_after_forward)
     step(model)
     original, calls = Gather.finish, []
 
     def failing(self: Gather, *args: Any) -> None:
         original(self, *args)
         calls.append(self)
-        if len(calls) == 1:
+        if len(calls) == nth:
             raise torch.OutOfMemoryError("on every rank")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Gather, "finish", failing)
         with pytest.raises(torch.OutOfMemoryError):
-            model(x)
+            step(model)
         model.reset_iter_state()
+        assert all(param.device_mesh.ndim == 1 for param in model.parameters())
         model.zero_grad()
         step(model)
     plain = build()

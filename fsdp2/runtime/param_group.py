@@ -139,7 +139,8 @@ class ParamGroup:
                 axis = self.smaller.shard
                 pending = assembly.start_smaller(self.fqn, axis)
             else:
-                pending = assembly.start(self.fqn, self._shards, self._versions())
+                versions = self._versions() if self.roles.sharded_replicas else []
+                pending = assembly.start(self.fqn, self._shards, versions)
             if streams.lazy:
                 self._under_way = lambda: self._finish(assembly, pending, axis)
             else:
@@ -168,6 +169,7 @@ class ParamGroup:
             under_way()
         except BaseException:
             # Not to be waited for again. The memory stays: a failed collective may still write to it.
+            self._put([param.sharded for param in self.params])
             self._move(Phase.SHARDED)
             raise
         self._move(Phase.UNSHARDED)

@@ -32,7 +32,7 @@ from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import CPUOffloadPolicy, UnitSettings
+from fsdp2.policies import UnitSettings
 from fsdp2.runtime.gather import named
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
@@ -150,7 +150,7 @@ class Reduction:
                 done = streams.record()
         if not streams.lazy:
             yield
-        if done is not None and isinstance(self._contributions[0].param.plan.offload, CPUOffloadPolicy):
+        if done is not None and self._contributions[0].param.plan.home != roles.device:
             done.synchronize()  # the optimizer reads host memory, which no stream orders
         streams.wait(done)
         self._hand_over()  # [6]
