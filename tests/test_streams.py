@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.runtime import context, memory, storage
+from fsdp2.runtime.extended import ExtendedGather
 from tests.ranks import on_ranks
 from tests.simulated_streams import SimulatedStreams
 
@@ -33,6 +34,13 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
     return [param.full_tensor() for param in model.parameters()]
+
+
+def parts_of(memory: Any) -> list[storage.FlatStorage]:
+    """The flat storages behind what a group releases as a whole."""
+    if isinstance(memory, storage.Storages):
+        return [flat for part in memory.parts for flat in parts_of(part)]
+    return [memory._raw] if isinstance(memory, ExtendedGather) else [memory]
 
 
 class Watch:
@@ -64,7 +72,9 @@ class Watch:
 
         def watched_release(self_: memory.ReleasedMemory, flat: storage.FlatStorage) -> None:
             assert streams.current == "compute"
-            self.released[id(flat)] = streams.tick()
+            at = streams.tick()
+            for part in parts_of(flat):
+                self.released[id(part)] = at
             release(self_, flat)
 
         monkeypatch.setattr(storage.FlatStorage, "alloc", watched_alloc)
