@@ -21,6 +21,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -136,14 +137,17 @@ def full(tensor: Any) -> Any:
 
 
 def shard_like(whole: Tensor | None, param: Tensor) -> Tensor | None:
-    """What this rank holds of `whole` when it is laid out like the DTensor `param`. No communication."""
+    """What this rank holds of `whole` when it is laid out like `param`. No communication.
+
+    A `_StridedShard` cuts what the axes to its right have left, so it is applied after all others.
+    """
     if whole is None or not isinstance(param, DTensor):
         return whole
-    for axis, placement in enumerate(param.placements):
-        if isinstance(placement, Shard):
-            chunks = whole.chunk(param.device_mesh.size(axis), placement.dim)
-            index = param.device_mesh.get_local_rank(axis)
-            whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
+    cuts = [(axis, p) for axis, p in enumerate(param.placements) if isinstance(p, (Shard, _StridedShard))]
+    for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
+        chunks = whole.chunk(param.device_mesh.size(axis), placement.dim)
+        index = param.device_mesh.get_local_rank(axis)
+        whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
     return whole
 
 

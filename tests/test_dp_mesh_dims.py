@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing import assert_close
 
 import fsdp2
-from tests.parity_models import Stack, batch, full, local, mean_gradients, shard_blocks
+from tests.parity_models import Stack, batch, full, local, mean_gradients, shard_blocks, shard_like
 from tests.ranks import on_ranks
 from tests.tp_models import (
     API,
@@ -25,7 +25,6 @@ from tests.tp_models import (
     count_comms,
     mesh_of,
     ours_only,
-    part_of,
     quiet,
 )
 
@@ -209,7 +208,7 @@ def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
         assert param.device_mesh.size() == world_size, fqn
         assert param.device_mesh.ndim == len(layout.out), fqn
         assert (param.shape, param.stride()) == (value.shape, value.stride()), fqn
-        assert torch.equal(param.to_local(), part_of(value, param)), fqn
+        assert torch.equal(param.to_local(), shard_like(value, param)), fqn
         assert torch.equal(param.full_tensor(), value), fqn
 
 
@@ -227,7 +226,7 @@ def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
         assert param.device_mesh == layout.mesh, fqn
         expected = tuple(tp_placement(fqn) if axis == "tp" else REPLICATE for axis in layout.names)
         assert param.placements == expected, fqn
-        assert torch.equal(param.to_local(), part_of(plain.get_parameter(fqn), param)), fqn
+        assert torch.equal(param.to_local(), shard_like(plain.get_parameter(fqn), param)), fqn
     for unit in (model, *model.blocks):
         unit.reshard()
     assert all(param is in_shards[fqn] for fqn, param in model.named_parameters())
@@ -366,7 +365,7 @@ def test_meta_init(rank: int, world_size: int, name: str) -> None:
     model.to_empty(device="cpu")
     with torch.no_grad():
         for param, value in zip(model.parameters(), plain.parameters(), strict=True):
-            local(param).copy_(part_of(value, param))
+            local(param).copy_(shard_like(value, param))
     check_step(model, plain, layout)
 
 

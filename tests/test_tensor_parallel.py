@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing import assert_close
 
 import fsdp2
-from tests.parity_models import full, local, mean_gradients
+from tests.parity_models import full, local, mean_gradients, shard_like
 from tests.ranks import on_ranks
 from tests.tp_models import (
     API,
@@ -38,7 +38,6 @@ from tests.tp_models import (
     mesh_of,
     ours_only,
     parallelize,
-    part_of,
     placements_after,
     quiet,
     token_batch,
@@ -98,7 +97,7 @@ def test_sharded_parameters(rank: int, world_size: int, size: int) -> None:
         assert param.placements == expected[name], name
         assert param.device_mesh.mesh_dim_names == ("dp", "tp")[: len(expected[name])], name
         assert (param.shape, param.stride()) == before[name], name
-        assert torch.equal(param.to_local(), part_of(value, param)), name
+        assert torch.equal(param.to_local(), shard_like(value, param)), name
         assert param.to_local().is_contiguous(), name
         assert torch.equal(param.full_tensor(), value), name
 
@@ -484,7 +483,7 @@ def test_two_meshes_of_one_process(rank: int, world_size: int) -> None:
     for mesh in (dp_tp(), hsdp_tp(1, 2), dp_tp(), hsdp_tp(2, 1)):
         plain, model = sharded(mesh)
         for name, param in model.named_parameters():
-            assert torch.equal(local(param.detach()), part_of(plain.get_parameter(name), param)), name
+            assert torch.equal(local(param.detach()), shard_like(plain.get_parameter(name), param)), name
             assert torch.equal(full(param), plain.get_parameter(name)), name
         model.unshard()
         model.reshard()
@@ -542,7 +541,7 @@ def test_shard_dim_that_tp_uses(rank: int, world_size: int, dim: int) -> None:
     parallelize_module(model, mesh["tp"], RowwiseParallel(input_layouts=Replicate()))
     API.fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(dim) if p.ndim == 2 else None)
     assert model.weight.placements == (_StridedShard(1, split_factor=2), Shard(1))
-    assert torch.equal(model.weight.to_local(), part_of(plain.weight, model.weight))
+    assert torch.equal(model.weight.to_local(), shard_like(plain.weight, model.weight))
     assert torch.equal(model.weight.full_tensor(), plain.weight)
     x = torch.ones(2, 8) + data_rank(mesh)
     with quiet():
@@ -593,7 +592,7 @@ def test_meta_init(rank: int, world_size: int, plan: str, hsdp: bool) -> None:
     with torch.no_grad():
         for (name, param), value in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert param.placements == (Replicate(),) * hsdp + placements_after(name, plan)
-            local(param).copy_(part_of(value, param))
+            local(param).copy_(shard_like(value, param))
     with quiet():
         check_step(model, plain, mesh)
 
@@ -667,7 +666,7 @@ def test_load_by_assignment(rank: int, world_size: int, plan: str) -> None:
     state = {}
     for name, value in model.state_dict().items():
         whole = plain.state_dict()[name]
-        part = part_of(whole, value)
+        part = shard_like(whole, value)
         assert part is not None
         state[name] = DTensor.from_local(
             part.clone(), value.device_mesh, value.placements, run_check=False, shape=whole.shape, stride=whole.stride()

@@ -37,7 +37,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.parity_models import Gradients, Race, assert_same, count, full, local, mean_gradients, shard_blocks
+from tests.parity_models import (
+    Gradients,
+    Race,
+    assert_same,
+    count,
+    full,
+    local,
+    mean_gradients,
+    shard_blocks,
+    shard_like,
+)
 
 API: Any = importlib.import_module(os.environ.get("FSDP2_TESTS_API", "fsdp2"))
 
@@ -176,21 +186,6 @@ def token_batch(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss.detach()
 
 
-def part_of(whole: Tensor | None, param: Tensor) -> Tensor | None:
-    """What this rank holds of `whole` when it is laid out like `param`. No communication.
-
-    A `_StridedShard` cuts what the axes to its right have left, so it is applied after all others.
-    """
-    if whole is None or not isinstance(param, DTensor):
-        return whole
-    cuts = [(axis, p) for axis, p in enumerate(param.placements) if isinstance(p, (Shard, _StridedShard))]
-    for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
-        chunks = whole.chunk(param.device_mesh.size(axis), placement.dim)
-        index = param.device_mesh.get_local_rank(axis)
-        whole = chunks[index] if index < len(chunks) else whole.narrow(placement.dim, 0, 0)
-    return whole
-
-
 def assert_tp_gradients(model: nn.Module, expected: Gradients, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """Every gradient lies as its parameter does, and is this rank's part of the expected one (SPEC 26)."""
     for name, param in model.named_parameters():
@@ -200,7 +195,7 @@ def assert_tp_gradients(model: nn.Module, expected: Gradients, *, rtol: float = 
             assert (grad.device_mesh, grad.placements) == (param.device_mesh, param.placements), name
             assert (grad.shape, grad.dtype) == (param.shape, param.dtype), name
             assert grad.to_local().is_contiguous(), name
-        assert_same(f"gradient of {name}", local(grad), part_of(expected[name], param), False, rtol, atol)
+        assert_same(f"gradient of {name}", local(grad), shard_like(expected[name], param), False, rtol, atol)
 
 
 def check_step(model: nn.Module, plain: nn.Module, mesh: DeviceMesh, step: int = 0) -> None:
@@ -219,19 +214,6 @@ class TpRace(Race):
     def run(self, steps: int) -> nn.Module:
         with quiet():
             return super().run(steps)
-
-    def _compare_with_plain(self, when: str, ours: nn.Module, plain: nn.Module, loss: Tensor, step: int) -> None:
-        losses = []
-        mean = mean_gradients(
-            plain, self.world_size, lambda model, rank: losses.append(self.backward(model, step, rank))
-        )
-        self._same(f"{when}: loss, against one process", loss, losses[self.rank], False)
-        for (name, param), (_, plain_param) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
-            if (new := mean[name]) is not None:
-                plain_param.grad = new if plain_param.grad is None else plain_param.grad + new
-            wanted = part_of(plain_param.grad, param)
-            self._same(f"{when}: gradient of {name}, against one process", local(param.grad), wanted, False)
-            self._same(f"{when}: {name}, against one process", local(param), part_of(plain_param, param), False)
 
 
 def tp_race(

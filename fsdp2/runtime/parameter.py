@@ -191,11 +191,6 @@ class ManagedParameter:
         """Elements of this rank's shard, without padding."""
         return self.geometry.local_numel
 
-    @property
-    def padded_numel(self) -> int:
-        """Elements that every rank has storage for."""
-        return self.local_layout[0].padded_numel
-
     def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Geometry.to_memory`."""
         return self.geometry.to_memory(tensor)
