@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -35,6 +36,7 @@ __all__ = [
     "foreach_norm",
     "func_transforms_are_active",
     "group_allocates",
+    "local_store",
     "local_tensor",
     "make_dtensor",
     "make_parameter",
@@ -48,6 +50,10 @@ __all__ = [
     "same_root_mesh",
     "set_fully_shard_state",
     "set_local_tensor",
+    "shard_dim",
+    "split_factor",
+    "storage_key",
+    "store_of",
     "strided_shard",
     "subclassed_parameter",
     "symmetric_empty",
@@ -71,6 +77,35 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     """`_StridedShard`: cut along `dim` after another axis has cut it into `split_factor` pieces. No public placement
     says that."""
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def split_factor(placement: Placement) -> int | None:
+    """Into how many pieces other axes have cut the dim before this placement cuts it: 1 for `Shard`; None for what is
+    no shard. `_StridedShard` is a subclass of `Shard` in some versions of torch and not in others."""
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return 1 if isinstance(placement, Shard) else None
+
+
+def shard_dim(placement: Placement) -> int:
+    """The dim that a shard placement cuts (see `split_factor`)."""
+    assert isinstance(placement, (Shard, _StridedShard))
+    return placement.dim
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """The key-value store over which the ranks of a group found each other; None without process groups. Nothing public
+    gives it, or any other way to tell another rank something without a collective."""
+    if not dist.is_initialized():
+        return None
+    store: Any = distributed_c10d._world.pg_map[group or distributed_c10d._get_default_group()][1]
+    return store
+
+
+def local_store() -> Any:
+    """A store of this process alone. Public, but torch's type stubs do not list it."""
+    module: Any = dist
+    return module.HashStore()
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -114,6 +149,13 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`DTensor._local_tensor` is the very storage; `to_local()` makes an autograd view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Equal for two tensors that are the same memory under two names. `UntypedStorage._cdata` is the storage itself;
+    its address would be 0 for every empty shard."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def version(tensor: torch.Tensor) -> int:

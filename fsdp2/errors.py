@@ -8,12 +8,25 @@ may already catch::
     ├── OrderError        (RuntimeError)         a call came at a time when it cannot work
     ├── MisuseError       (AssertionError)       the same thing was done twice, or a copy was asked for
     ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
-    └── CollectiveError   (RuntimeError)         communication with the other ranks failed
+    ├── CollectiveError   (RuntimeError)         communication with the other ranks failed
+    └── CheckpointError   (RuntimeError)         a checkpoint could not be written or read
+        ├── CorruptError                         its files are damaged, or not those that its manifest lists
+        └── MismatchError                        it does not fit what it was to be loaded into
 
 A message names what (FQN), what was got, what was expected, and what to do.
 """
 
-__all__ = ["ArgumentError", "CollectiveError", "FSDPError", "MisuseError", "OrderError", "UnsupportedError"]
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "CollectiveError",
+    "CorruptError",
+    "FSDPError",
+    "MismatchError",
+    "MisuseError",
+    "OrderError",
+    "UnsupportedError",
+]
 
 
 class FSDPError(Exception):
@@ -38,3 +51,15 @@ class UnsupportedError(FSDPError, NotImplementedError):
 
 class CollectiveError(FSDPError, RuntimeError):
     """Communication with the other ranks failed; the message names the unit and this rank."""
+
+
+class CheckpointError(FSDPError, RuntimeError):
+    """A checkpoint could not be written or read; the message names the folder or file, and the rank that failed."""
+
+
+class CorruptError(CheckpointError):
+    """Files of a checkpoint are damaged, or are not those that its manifest lists; nothing of them can be trusted."""
+
+
+class MismatchError(CheckpointError):
+    """A checkpoint does not fit what it was to be loaded into: missing or unexpected names, other shapes or dtypes."""

@@ -94,12 +94,14 @@ MAX_PARAMETERS = 8  # without self and cls
 MAX_CLASS_LINES = 300
 MAX_ATTRIBUTES = 12  # set on self in __init__, or fields of a dataclass
 
-# Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field".
-PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields"})
+# Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field", and
+# `os._exit` is documented.
+PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields", "_exit"})
 
 # (limit, "module" or "module:Class" or "module:Class.function") -> why that is better than staying within the limit.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and one of ours",
+    ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",
     ("attributes", "policies:UnitSettings"): "one for each setter of FSDPModule; a unit replaces it as a whole",
 }
 

@@ -1,0 +1,156 @@
+"""How ranks agree on one save or load without a collective: through the key-value store. Layer: checkpoint.
+
+A rank says what it has done and goes on. Whoever is the last to say so knows what all have done, and finishes the work
+for all; nobody has to wait for that but to learn the outcome. An error of one rank is everybody's outcome. Works from
+any thread (the store's client is a clone), needs no process group of its own, and nothing of it is left over in the
+store.
+"""
+
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fsdp2._torch import local_store, store_of
+from fsdp2.checkpoint.state import World
+from fsdp2.errors import CheckpointError
+
+__all__ = ["Agreement", "world_of"]
+
+DONE = "done"
+
+# How often this process has begun an agreement of a name: the same on all ranks, which begin them in the same order.
+_begun: Counter[str] = Counter()
+
+
+def world_of(group: dist.ProcessGroup | None) -> World:
+    """The ranks of a group (None: all; without process groups, this process alone).
+
+    Raises:
+        CheckpointError: this rank is not of the group.
+    """
+    if not dist.is_initialized():
+        return World(0, (0,))
+    ranks = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        raise CheckpointError(f"rank {dist.get_rank()} is not among the ranks {ranks} of the process group")
+    return World(ranks.index(dist.get_rank()), ranks)
+
+
+class Agreement:
+    """One common piece of work. Every rank of the world makes one, for the same purposes in the same order.
+
+    Args:
+        purpose: what it is about, for keys and messages ("save step-00000100").
+        timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(self, purpose: str, world: World, group: dist.ProcessGroup | None, timeout_s: float):
+        name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
+        _begun[name] += 1
+        store = store_of(group)
+        self._store = local_store() if store is None or world.size == 1 else store.clone()
+        self._alive = store  # rank 0's also is the server, which must not go while another thread needs it
+        self._prefix = f"fsdp2/checkpoint/{name}/{_begun[name]}"
+        self._purpose = purpose
+        self._world = world
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def nonce(self) -> str:
+        """A random word, the same on all ranks."""
+        return self.claim("nonce", uuid.uuid4().hex[:12])
+
+    def claim(self, key: str, value: str) -> str:
+        """The value that the first rank gave for `key`."""
+        return str(self._store.compare_set(f"{self._prefix}/{key}", "", value).decode())
+
+    def get(self, key: str) -> str:
+        """A value that some rank claimed."""
+        return str(self._store.get(f"{self._prefix}/{key}").decode())
+
+    def forget(self, key: str) -> None:
+        """Delete a claimed value that nobody needs any more."""
+        self._store.delete_key(f"{self._prefix}/{key}")
+
+    def report(self, record: str) -> bool:
+        """This rank has done its part. Whether it is the last one, which then makes it count: `decide`,
+        the work, `finish`."""
+        self._store.set(f"{self._prefix}/rank/{self._world.rank}", record)
+        return bool(self._store.add(f"{self._prefix}/count", 1) == self._world.size)
+
+    def records(self) -> list[str]:
+        """What each rank reported, in the order of ranks; for the last one."""
+        keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.size)]
+        return [record.decode() for record in self._store.multi_get(keys)]
+
+    def decide(self) -> None:
+        """For the last one, before it makes the work count: from here on nobody can abandon it.
+
+        Raises:
+            CheckpointError: somebody has, in the meantime (it had waited for too long).
+        """
+        if self.claim("decision", "go") != "go":
+            raise CheckpointError(f"{self._purpose}: was abandoned: {self.claim('outcome', 'for an unknown reason')}")
+
+    def finish(self) -> None:
+        """The work is done, and counts."""
+        self.claim("outcome", DONE)
+
+    def abandon(self, error: BaseException) -> bool:
+        """This rank has failed, or gives up; the first such error is everybody's outcome. Never raises: the store may
+        be gone together with the rank that failed.
+
+        Returns:
+            whether it is certain that the work will not count.
+        """
+        try:
+            certain = self.claim("decision", "stop") == "stop"
+            if certain:
+                self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
+        except RuntimeError:
+            return False
+        return certain
+
+    def fail(self, error: BaseException) -> None:
+        """The last one failed after it had decided."""
+        with suppress(RuntimeError):
+            self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
+
+    def wait(self) -> None:
+        """Wait for the outcome.
+
+        Raises:
+            CheckpointError: a rank has failed (its error is in the message), or has not reported in time.
+        """
+        key = f"{self._prefix}/outcome"
+        try:
+            self._store.wait([key], self._timeout)
+            outcome = self._store.get(key).decode()
+            self._store.delete_key(f"{self._prefix}/rank/{self._world.rank}")
+        except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
+            raise CheckpointError(f"{self._purpose}: {self._absent()}") from error
+        if outcome != DONE:
+            raise CheckpointError(f"{self._purpose} failed: {outcome}")
+
+    def _absent(self) -> str:
+        """Who has not reported, in words."""
+        seconds = f"within {self._timeout.total_seconds():g} s"
+        try:
+            arrived = [rank for rank in range(self._world.size) if self._has_reported(rank)]
+        except RuntimeError as error:
+            return f"the store that connects the ranks is gone ({error}); its process may have died"
+        missing = sorted(set(range(self._world.size)) - set(arrived))
+        if not missing:
+            return f"all ranks have done their part, but the last one did not finish the work {seconds}"
+        return f"ranks {_some(missing)} have not done their part {seconds}; done: {_some(arrived) or 'none'}"
+
+    def _has_reported(self, rank: int) -> bool:
+        return bool(self._store.check([f"{self._prefix}/rank/{rank}"]))
+
+
+def _some(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return text + (f", ... ({len(ranks)})" if len(ranks) > 8 else "")

@@ -1,0 +1,155 @@
+"""The save that is under way: at most one a process, in the background if asked. Layer: checkpoint."""
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from fsdp2.checkpoint.extra import ExtraShare
+from fsdp2.checkpoint.files import Piece
+from fsdp2.checkpoint.memory import new_buffer
+from fsdp2.errors import CheckpointError
+
+__all__ = ["SaveHandle", "in_flight", "stage"]
+
+
+class SaveHandle:
+    """A save that has begun.
+
+    Attributes:
+        folder: where the checkpoint is, once it is complete.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._reported = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not; never waits."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait until the checkpoint is complete and durable.
+
+        Returns:
+            its folder.
+
+        Raises:
+            CheckpointError: it failed, here or on another rank; what was saved before is as it was.
+            TimeoutError: it is still under way after `timeout_s`.
+        """
+        if not self._finished.wait(timeout_s):
+            raise TimeoutError(f"{self.folder}: the save is still under way after {timeout_s} s")
+        if self._error is not None:
+            self._reported = True
+            raise CheckpointError(f"{self.folder}: the save failed: {self._error}") from self._error
+        return self.folder
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work, here and now, and note how it ended."""
+        try:
+            work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._finished.set()
+
+    @property
+    def unreported(self) -> BaseException | None:
+        """An error that nobody has been told of."""
+        return None if self._reported else self._error
+
+
+class InFlight:
+    """The last save of this process."""
+
+    def __init__(self) -> None:
+        self._handle: SaveHandle | None = None
+
+    def start(self, folder: str, work: Callable[[], None], background: bool) -> SaveHandle:
+        """Do the work; the last one has been settled."""
+        handle = SaveHandle(folder)
+        if not background:
+            work()
+            handle.run(lambda: None)
+            return handle
+        self._handle = handle
+        # Not a daemon: a process that ends waits for it, so the last checkpoint of a run is not lost.
+        threading.Thread(target=handle.run, args=(work,), name="fsdp2-save").start()
+        return handle
+
+    def settle(self) -> None:
+        """Wait for the last save. That is the back-pressure on a trainer which is faster than its disk.
+
+        Raises:
+            CheckpointError: it failed, and nobody has been told.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None and (not handle.done() or handle.unreported is not None):
+            handle.wait()
+
+    def at_exit(self) -> None:
+        """The threads have been joined. A failure that nobody has been told of must not look like success."""
+        error = self._handle.unreported if self._handle is not None else None
+        if error is not None:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)
+
+
+in_flight = InFlight()
+atexit.register(in_flight.at_exit)
+
+# Host memory that holds what a background save writes; kept for the next one, since fresh pages cost as much as the
+# copy.
+_arena: dict[torch.device, torch.Tensor] = {}
+
+
+def stage(
+    pieces: Mapping[str, list[Piece]], shares: list[ExtraShare]
+) -> tuple[dict[str, list[Piece]], list[ExtraShare]]:
+    """Copy all values to host memory (pinned, for those of a GPU); what is returned refers to the copies.
+
+    The memory is that of the last call: no save may be under way.
+    """
+    everything = [piece for own in (*pieces.values(), *(share.pieces for share in shares)) for piece in own]
+    copies = iter(_copies(everything))
+    staged = {section: [replace(piece, values=next(copies)) for piece in own] for section, own in pieces.items()}
+    return staged, [
+        replace(share, pieces=[replace(piece, values=next(copies)) for piece in share.pieces]) for share in shares
+    ]
+
+
+def _copies(pieces: list[Piece]) -> Iterator[torch.Tensor]:
+    offsets: list[int] = []
+    ends: dict[torch.device, int] = {}
+    for piece in pieces:
+        device = piece.values.device
+        start = -(-ends.get(device, 0) // 64) * 64
+        offsets.append(start)
+        ends[device] = start + piece.nbytes
+    for device, end in ends.items():
+        if device not in _arena or _arena[device].numel() < end:
+            _arena.pop(device, None)
+            _arena[device] = new_buffer(end, device)
+    copies = []
+    for piece, start in zip(pieces, offsets, strict=True):
+        room = _arena[piece.values.device][start : start + piece.nbytes]
+        copy = room.view(piece.values.dtype).view(piece.values.shape)
+        copy.copy_(piece.values, non_blocking=True)
+        copies.append(copy)
+    for device in ends:
+        if device.type != "cpu":
+            # The arena is read by the writing threads, which know no stream: the copies must have ended.
+            event = torch.Event(device=device)
+            event.record()
+            event.synchronize()
+    return iter(copies)

@@ -1,0 +1,177 @@
+"""Boxes: rectangular parts of a tensor in its global coordinates, the only record of sharding in a checkpoint. Pure.
+
+A reader of any world size intersects the box that it needs with the boxes that files hold. How a box came about (which
+mesh, which placements, in which order) does not matter to it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdp2.errors import CorruptError
+from fsdp2.layout import strides
+
+__all__ = ["Box", "Cover", "boxes_of_flat_range", "flat_range", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``start[d] <= index[d] < start[d] + shape[d]`` in every dim `d`.
+
+    >>> Box((2, 0), (2, 5)).intersect(Box((3, 1), (9, 2)))
+    Box(start=(3, 1), shape=(1, 2))
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)  # of an empty shape: 1
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part; None where there is none (of 0-dim boxes it is always the one element)."""
+        start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
+        end = tuple(min(pair) for pair in zip(self.end, other.end, strict=True))
+        if any(low >= high for low, high in zip(start, end, strict=True)):
+            return None
+        return Box(start, tuple(high - low for low, high in zip(start, end, strict=True)))
+
+    def within(self, outer: "Box") -> "Box":
+        """The same elements in coordinates that begin at `outer`."""
+        return Box(tuple(own - base for own, base in zip(self.start, outer.start, strict=True)), self.shape)
+
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The ranges of row-major indices of these elements in a tensor of `shape`, in order.
+
+        >>> list(Box((1, 1), (2, 2)).runs((3, 4)))
+        [(5, 7), (9, 11)]
+        """
+        one = flat_range(self, shape)
+        if one is not None:
+            yield one
+            return
+        dim = next(dim for dim, size in enumerate(self.shape) if size != 1)
+        for index in range(self.shape[dim]):
+            start = (*self.start[:dim], self.start[dim] + index, *self.start[dim + 1 :])
+            yield from Box(start, (*self.shape[:dim], 1, *self.shape[dim + 1 :])).runs(shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """What indexes these elements in a tensor that begins at 0."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
+    """The range of row-major indices of `box` in a tensor of `shape`, if they are contiguous there; else None.
+
+    >>> flat_range(Box((1, 0), (2, 4)), (3, 4))
+    (4, 12)
+    """
+    if not box.numel:
+        return (0, 0)
+    outermost = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
+    if any(box.shape[dim] != shape[dim] for dim in range(outermost + 1, len(shape))):
+        return None
+    first = sum(start * step for start, step in zip(box.start, strides(shape), strict=True))
+    return first, first + box.numel
+
+
+def boxes_of_flat_range(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
+    """The boxes that make up elements ``start..end`` of a tensor read row by row, in that order; at most
+    ``2 * len(shape) - 1``.
+
+    >>> list(boxes_of_flat_range((3, 4), 2, 8))
+    [Box(start=(0, 2), shape=(1, 2)), Box(start=(1, 0), shape=(1, 4))]
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, into = divmod(start, row)
+    last, rest = divmod(end, row)
+    if into or first == last:
+        stop = min(row, end - first * row)
+        for box in boxes_of_flat_range(shape[1:], into, stop):
+            yield Box((first, *box.start), (1, *box.shape))
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+    if rest and first <= last:
+        for box in boxes_of_flat_range(shape[1:], 0, rest):
+            yield Box((last, *box.start), (1, *box.shape))
+
+
+class Cover:
+    """Whether boxes cover one box exactly: all of it, and nothing twice.
+
+    Args:
+        box: what is to be covered. Boxes that are added lie within it.
+    """
+
+    def __init__(self, box: Box):
+        self._box = box
+        self._parts: list[Box] = []
+
+    def add(self, part: Box) -> None:
+        """Note that `part` is there."""
+        self._parts.append(part)
+
+    @property
+    def missing(self) -> int:
+        """Elements that nothing covers, given that nothing overlaps."""
+        return self._box.numel - sum(part.numel for part in self._parts)
+
+    def check(self, what: str) -> None:
+        """See that the box is covered.
+
+        Args:
+            what: the name of the tensor and where it is, for messages.
+
+        Raises:
+            CorruptError: a part is missing, or is there twice.
+        """
+        wanted = f"{list(self._box.start)}..{list(self._box.end)}"
+        overlap = self.overlap()
+        if overlap is not None:
+            parts = " and ".join(f"{list(part.start)}..{list(part.end)}" for part in overlap)
+            raise CorruptError(f"{what} {wanted}: parts overlap: {parts}")
+        if self.missing:
+            raise CorruptError(
+                f"{what} {wanted}: the files hold {self._box.numel - self.missing} of {self._box.numel} elements"
+            )
+
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two parts with common elements, if there are such. A sweep along the dim with the most distinct starts:
+        linear but for sorting where the parts are rows (or columns)."""
+        parts = [part for part in self._parts if part.numel]
+        if len(parts) < 2:
+            return None
+        dims = range(len(self._box.shape))
+        dim = max(dims, key=lambda dim: len({part.start[dim] for part in parts}), default=None)
+        if dim is None:
+            return parts[0], parts[1]
+        return _first_overlap(sorted(parts, key=lambda part: part.start[dim]), dim)
+
+
+def _first_overlap(parts: Iterable[Box], dim: int) -> tuple[Box, Box] | None:
+    active: list[Box] = []
+    for part in parts:
+        active = [other for other in active if other.end[dim] > part.start[dim]]
+        for other in active:
+            if other.intersect(part) is not None:
+                return other, part
+        active.append(part)
+    return None

@@ -1,0 +1,132 @@
+"""What a folder holds, whatever wrote it: tensors by name, and for any part of one the bytes that hold it.
+Layer: checkpoint.
+
+Each format has a reader that makes a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`, `deepspeed.py`. Everything
+that reads (load, verify, describe, convert) works on catalogs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fsdp2.checkpoint.box import Box
+from fsdp2.checkpoint.storage import Storage
+
+__all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensorInfo:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype: its name in safetensors.
+        shape: of the whole tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A part of a tensor, somewhere in a file, row-major.
+
+    Attributes:
+        path: of the file, in the storage.
+        offset: where the container begins in the file.
+        container: the part of the whole tensor that lies at `offset` without gaps.
+        box: the part of it that is meant here (all of it, but for consolidated files).
+        dtype: its name in safetensors.
+        sums: checksums of the blocks of the row-major bytes of `box`, joined; "" if there are none.
+        algorithm: of the checksums.
+    """
+
+    path: str
+    offset: int
+    container: Box
+    box: Box
+    dtype: str
+    sums: str = ""
+    algorithm: str = "crc32"
+
+
+class Catalog(Protocol):
+    """The content of a folder."""
+
+    @property
+    def storage(self) -> Storage:
+        """Where it is."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The folder, in the storage."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """The format, in words."""
+        ...
+
+    @property
+    def step(self) -> int | None:
+        """Number of steps done; None if unknown."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Mapping[str, StoredTensorInfo]]:
+        """Section ("model", "optimizer") -> name -> what it is."""
+        ...
+
+    @property
+    def aliases(self) -> Mapping[str, Mapping[str, str]]:
+        """Section -> another name of a tensor -> the name that is in `tensors`."""
+        ...
+
+    @property
+    def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Section -> what is no tensor, from each kind of rank (see `optimizer.py`, `state.py`)."""
+        ...
+
+    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
+        """The pieces that meet a part of a tensor. Opens only files that have some.
+
+        Raises:
+            CorruptError: a file is damaged, or is not what the folder says of it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release open files."""
+        ...
+
+
+@dataclass
+class PieceTable:
+    """A catalog whose pieces are all known from the start: of formats that list them.
+
+    Attributes:
+        table: section -> name -> pieces.
+    """
+
+    storage: Storage
+    path: str
+    kind: str
+    step: int | None = None
+    tensors: dict[str, dict[str, StoredTensorInfo]] = field(default_factory=dict)
+    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
+    values: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
+
+    def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
+        """Add a tensor, or more pieces of one."""
+        self.tensors.setdefault(section, {}).setdefault(name, info)
+        self.table.setdefault(section, {}).setdefault(name, []).extend(pieces)
+
+    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
+        """See `Catalog`."""
+        return [piece for piece in self.table[section][name] if piece.box.intersect(wanted) is not None]
+
+    def close(self) -> None:
+        """See `Catalog`."""

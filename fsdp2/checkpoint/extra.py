@@ -1,0 +1,178 @@
+"""What a run needs besides tensors of model and optimizer: data position, scheduler, random numbers. Layer: checkpoint.
+
+Every rank gives its own, and gets its own back on the same number of ranks. What all ranks gave alike is stored once.
+On another number of ranks, state that was the same everywhere goes to everybody; state that differed has no owner any
+more, and who knows what to do says so with `Reshardable`.
+"""
+
+import hashlib
+import json
+import random
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from fsdp2.checkpoint.agreement import Agreement
+from fsdp2.checkpoint.box import whole
+from fsdp2.checkpoint.dtypes import name_of
+from fsdp2.checkpoint.files import Piece
+from fsdp2.checkpoint.memory import blocks_of
+from fsdp2.checkpoint.state import World
+from fsdp2.checkpoint.tree import encode
+from fsdp2.errors import ArgumentError
+
+__all__ = ["ExtraShare", "RandomState", "Reshardable", "Stateful", "extra_shares"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that keeps its own state: a scheduler, a data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, as plain data and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take such a state."""
+        ...
+
+
+@runtime_checkable
+class Reshardable(Stateful, Protocol):
+    """A `Stateful` that knows what to do when the states of another number of ranks come back."""
+
+    def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
+        """Take the part of `rank` out of what all ranks saved.
+
+        Args:
+            states: what each rank saved, by rank.
+            rank, world_size: of now.
+        """
+        ...
+
+
+class RandomState:
+    """The random number generators of this process: torch's on the CPU and on each visible accelerator, Python's, and
+    NumPy's if it is loaded. Give one to `save` and `load` under any name of `extra`.
+
+    Every rank has its own. On another number of ranks none of them is right for anybody: each rank then seeds anew from
+    what was saved and its own number, with a warning.
+
+    Args:
+        strict: raise on another number of ranks instead.
+
+    Example::
+
+        extra = {"random": fsdp2.checkpoint.RandomState()}
+        fsdp2.checkpoint.save(folder, model=model, extra=extra)
+    """
+
+    def __init__(self, strict: bool = False):
+        self.strict = strict
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every generator."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        if "numpy" in sys.modules:
+            numpy: Any = import_module("numpy")
+            kind, keys, position, has_gauss, cached = numpy.random.get_state()
+            state["numpy"] = [kind, torch.tensor(keys.tolist(), dtype=torch.int64), position, has_gauss, float(cached)]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put every generator where it was."""
+        torch.set_rng_state(state_dict["torch"])
+        version, words, gauss = state_dict["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            for device, one in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(one, device)
+        if "numpy" in state_dict and "numpy" in sys.modules:
+            numpy: Any = import_module("numpy")
+            kind, keys, position, has_gauss, cached = state_dict["numpy"]
+            numpy.random.set_state((kind, keys.to(torch.uint32).numpy(), position, has_gauss, cached))
+
+    def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
+        """Seed all generators from the states and this rank.
+
+        Raises:
+            ArgumentError: `strict`.
+        """
+        message = f"random state of {len(states)} ranks, and now there are {world_size}"
+        if self.strict:
+            raise ArgumentError(f"RandomState: {message}; pass RandomState() without strict to seed anew")
+        material = b"".join(bytes(state["torch"].tolist()) for state in states) + rank.to_bytes(8, "little")
+        seed = int.from_bytes(hashlib.sha256(material).digest()[:4], "little")
+        warnings.warn(f"{message}: rank {rank} seeds its generators anew, with {seed}", stacklevel=2)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            numpy: Any = import_module("numpy")
+            numpy.random.seed(seed)
+
+
+@dataclass(frozen=True)
+class ExtraShare:
+    """What this rank gave under one key.
+
+    Attributes:
+        form: as JSON, its tensors by name.
+        pieces: these tensors.
+        digest: equal for equal content.
+        mine: this rank is the one to write it.
+    """
+
+    key: str
+    form: Any
+    pieces: list[Piece]
+    digest: str
+    mine: bool
+
+
+def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -> list[ExtraShare]:
+    """The shares of this rank; the first rank that has a content writes it.
+
+    Raises:
+        ArgumentError: something in it cannot be stored; the message names the key and the place.
+    """
+    shares = []
+    for key, value in extra.items():
+        pieces: list[Piece] = []
+
+        def leaf(path: str, tensor: torch.Tensor, key: str = key, pieces: list[Piece] = pieces) -> dict[str, Any]:
+            dtype = name_of(tensor.dtype)
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or dtype is None:
+                raise ArgumentError(
+                    f"extra '{key}' at '{path}': expected a plain tensor of a dtype of safetensors, got "
+                    f"{type(tensor).__name__} of {tensor.dtype}; sharded tensors belong to model= or optimizer="
+                )
+            name = f"{key}/{path}"
+            pieces.append(Piece(name, dtype, whole(tensor.shape), tensor.detach(), tuple(tensor.shape)))
+            return {}
+
+        content = value.state_dict() if isinstance(value, Stateful) else value
+        form = encode(content, leaf, f"extra '{key}'")
+        digest = _digest(form, pieces)
+        mine = agreement.claim(f"extra/{key}/{digest}", str(world.rank)) == str(world.rank)
+        shares.append(ExtraShare(key, form, pieces, digest, mine))
+    return shares
+
+
+def _digest(form: Any, pieces: Sequence[Piece]) -> str:
+    digest = hashlib.sha256(json.dumps(form, sort_keys=True).encode())
+    for piece in pieces:
+        digest.update(f"{piece.name} {piece.dtype} {piece.shape}".encode())
+        for block, _ in blocks_of(piece.values, 0, piece.nbytes, 1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,212 @@
+"""What a rank writes, decided before the first byte: files of its own, or its rows of files that all ranks write.
+Layer: checkpoint.
+
+A `Piece` is a part of a stored tensor that this rank has. In a file of its own the piece is all there is of the tensor
+(its container); in a consolidated file the container is the whole tensor, and other ranks write the rest of it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.box import Box, whole
+from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.header import MAX_HEADER_BYTES, encode_header
+from fsdp2.checkpoint.memory import part_of
+from fsdp2.checkpoint.state import Entry
+from fsdp2.checkpoint.tiling import Tiling
+from fsdp2.errors import ArgumentError
+
+__all__ = [
+    "Piece",
+    "PlannedFile",
+    "Sums",
+    "Written",
+    "consolidated_files",
+    "consolidated_homes",
+    "encode_sums",
+    "owned_pieces",
+    "rank_file",
+    "rank_file_name",
+    "sums_file_name",
+]
+
+# What is checked of a file by its checksums: name -> one for each block.
+Sums = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that this rank writes.
+
+    Attributes:
+        dtype: its name in safetensors.
+        box: which part, in coordinates of the whole tensor.
+        values: a plain tensor of that shape, on any device.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    values: torch.Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.box.numel * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file, or this rank's part of one, that is durable.
+
+    Attributes:
+        size: its bytes.
+        header_crc: CRC-32 of its header (of all of it, for JSON), if this rank wrote that.
+        sums: checksums of this rank's pieces.
+    """
+
+    name: str
+    size: int
+    header_crc: str | None
+    sums: Sums
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file, and this rank's part of it.
+
+    Attributes:
+        size: bytes of the whole file.
+        pieces: (offset in the file of the container, container, piece).
+        header: makes its first bytes from the checksums of all pieces; None if another rank writes them.
+        shared: other ranks write to it too.
+    """
+
+    name: str
+    size: int
+    pieces: list[tuple[int, Box, Piece]]
+    header: Callable[[Sums], bytes] | None
+    shared: bool = False
+    header_bytes: int = field(default=0)
+
+
+def owned_pieces(entries: Mapping[str, Entry], tilings: Mapping[str, Tiling], rank: int) -> Iterator[Piece]:
+    """The parts that `rank` writes.
+
+    Args:
+        tilings: how the tensors are cut for writing, by name: as they are, or finer (`spread_replicas`).
+    """
+    for name, entry in entries.items():
+        tiling = tilings[name]
+        box = tiling.box_of(rank)
+        if box is None or not tiling.owns(rank) or (not box.numel and whole(tiling.shape).numel):
+            continue
+        yield Piece(name, entry.dtype, box, part_of(entry.local, box.within(entry.box)), tiling.shape)
+
+
+def rank_file_name(section: str, rank: int, world: int) -> str:
+    """The name of a rank's own file."""
+    return f"{section}-rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], checksum: str) -> PlannedFile:
+    """The file with all that one rank writes of a section.
+
+    Args:
+        about: id, rank and world, which the file repeats so that it cannot be taken for one of another save.
+        checksum: the algorithm of the blocks' checksums.
+    """
+    # Large items first: every tensor is aligned. Small tensors then lie together, which makes them one read.
+    ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
+    shards = {piece.name: [list(piece.shape), list(piece.box.start)] for piece in ordered}
+
+    def header(sums: Sums) -> bytes:
+        own = {**about, "shards": shards, "sums": {name: "".join(blocks) for name, blocks in sums.items()}}
+        metadata = {"format": "pt", "fsdp2": json.dumps(own, separators=(",", ":"))}
+        return encode_header([(piece.name, piece.dtype, piece.box.shape) for piece in ordered], metadata)
+
+    width = ALGORITHMS[checksum]
+    end = len(header({piece.name: ["0" * width] * num_blocks(piece.nbytes) for piece in ordered}))
+    header_bytes = _checked(end, section)
+    placed = []
+    for piece in ordered:
+        placed.append((end, piece.box, piece))
+        end += piece.nbytes
+    return PlannedFile(rank_file_name(section, about["rank"], about["world"]), end, placed, header, False, header_bytes)
+
+
+def consolidated_homes(
+    section: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], max_bytes: int
+) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
+    """Which tensors go to which file when each is stored whole: file -> [(name, dtype, shape)]. The same on all ranks.
+
+    Args:
+        tensors: name -> (dtype, shape).
+        max_bytes: data of a file, unless one tensor alone is larger.
+    """
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = prod(shape) * ITEMSIZES[dtype]
+        if groups[-1] and filled + nbytes > max_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append((name, dtype, shape))
+        filled += nbytes
+    if len(groups) == 1:
+        return {f"{section}.safetensors": groups[0]}
+    count = len(groups)
+    return {f"{section}-{index:05d}-of-{count:05d}.safetensors": group for index, group in enumerate(groups, start=1)}
+
+
+def consolidated_files(
+    homes: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]], pieces: Sequence[Piece], rank: int, world: int
+) -> list[PlannedFile]:
+    """This rank's part of the files of `consolidated_homes`. Each rank begins at another file, so that they do not all
+    wait for the same one."""
+    by_name = {piece.name: piece for piece in pieces}
+    planned = []
+    for number, (file, tensors) in enumerate(homes.items()):
+        ordered = sorted(tensors, key=lambda row: (-ITEMSIZES[row[1]], row[0]))
+        header = encode_header(ordered, {"format": "pt"})
+        end = _checked(len(header), file)
+        placed = []
+        for name, dtype, shape in ordered:
+            if name in by_name:
+                placed.append((end, whole(shape), by_name[name]))
+            end += prod(shape) * ITEMSIZES[dtype]
+        mine = number % world == rank
+        if placed or mine:
+            maker = (lambda sums, header=header: header) if mine else None
+            planned.append(PlannedFile(file, end, placed, maker, True, len(header)))
+    turn = rank * len(planned) // world
+    return planned[turn:] + planned[:turn]
+
+
+def sums_file_name(rank: int, world: int) -> str:
+    """The file with the checksums of what a rank wrote to consolidated files, whose headers are plain."""
+    return f"sums-rank-{rank:05d}-of-{world:05d}.json"
+
+
+def encode_sums(about: Mapping[str, Any], written: Iterable[Written]) -> bytes:
+    """The content of such a file."""
+    sums = {file.name: {name: "".join(blocks) for name, blocks in file.sums.items()} for file in written}
+    return json.dumps({**about, "sums": sums}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _checked(header_bytes: int, what: str) -> int:
+    if header_bytes > MAX_HEADER_BYTES:
+        raise ArgumentError(
+            f"{what}: the header of a safetensors file would have {header_bytes} bytes; the format allows "
+            f"{MAX_HEADER_BYTES}. "
+            "Save in parts, or with more ranks."
+        )
+    return header_bytes

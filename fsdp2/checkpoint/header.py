@@ -1,0 +1,149 @@
+"""The header of a safetensors file: made, and read without trusting it. Pure: bytes in, bytes out.
+
+A file is ``u64 little-endian length | JSON | data``. The JSON maps each name to dtype, shape and its range of the data;
+the ranges must follow each other without hole or overlap and end with the file. Spaces after the JSON are allowed, and
+we use them to let the data begin at a page. (https://github.com/huggingface/safetensors, "Format")
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.errors import CorruptError
+
+__all__ = ["MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: its name in safetensors.
+        offset: where its first byte is in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        tensors: by name, in the order of their data.
+        metadata: its ``__metadata__``, strings only.
+        size: bytes of the whole file.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    size: int = 0
+
+
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file, up to its data.
+
+    Args:
+        tensors: (name, dtype, shape), larger items first, so that every tensor is aligned to its item.
+        metadata: strings by name.
+    """
+    content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + prod(shape) * ITEMSIZES[dtype]
+        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    length = -(-(8 + len(text)) // PAGE) * PAGE - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def parse_header(text: bytes, file: str, size: int) -> Header:
+    """Read a header and check that it describes a file of `size` bytes completely.
+
+    Args:
+        text: the JSON, without the eight bytes of its length.
+        file: for messages.
+
+    Raises:
+        CorruptError: it is not such a header; the message names the file, and the tensor where there is one.
+    """
+    content = parse_json(text, file)
+    if not isinstance(content, dict):
+        raise CorruptError(f"{file}: the header is not a JSON object")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CorruptError(f"{file}: __metadata__ is not an object of strings")
+    data = 8 + len(text)
+    found = {name: _range_of(name, entry, file) for name, entry in content.items()}
+    tensors, end = {}, 0
+    for name, (dtype, shape, first, last) in sorted(found.items(), key=lambda item: item[1][2:]):
+        if first != end:
+            problem = "overlaps the one before" if first < end else "leaves a hole after the one before"
+            raise CorruptError(f"{file}: '{name}' at bytes {first}..{last} of the data {problem}, which ends at {end}")
+        if last - first != prod(shape) * ITEMSIZES[dtype]:
+            raise CorruptError(
+                f"{file}: '{name}' has {last - first} bytes, but {dtype} {list(shape)} needs another size"
+            )
+        tensors[name] = StoredTensor(dtype, shape, data + first)
+        end = last
+    if data + end != size:
+        raise CorruptError(f"{file}: has {size} bytes, but its header describes {data + end}: it was cut or written to")
+    return Header(tensors, metadata, size)
+
+
+def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte, end) of one entry of a header."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptError(f"{file}: the entry of '{name}' has not exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+        raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether that is a list of numbers that may be sizes; past 63 bits they cannot be, and torch would fail on
+    them."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_json(text: bytes, file: str) -> Any:
+    """Parse JSON that somebody else wrote.
+
+    Raises:
+        CorruptError: it is no JSON, an object has a key twice, or it is nested too deeply.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise CorruptError(f"{file}: the key '{twice[:80]}' is there twice")
+        return result
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{file}: not valid JSON ({type(error).__name__}: {error})") from error

@@ -1,0 +1,206 @@
+"""The manifest of a checkpoint: the small file, written last, that makes a folder one. Pure: bytes in, bytes out.
+
+``checkpoint.json`` is ``{"crc32": ..., "body": {...}}``. The body:
+
+=============  ====================================================================================================
+format         "fsdp2/1"; a reader refuses formats that it does not know
+id             of this save; every file has it, so files of two saves cannot be mixed
+step, world    as given to `save`; the number of ranks
+layout         "ranks" (files of each rank) or "consolidated" (tensors whole, as Hugging Face has them)
+checksum       algorithm of the blocks' checksums
+files          name -> [bytes, CRC-32 of its header (of all of it, for JSON)]
+tables         what ranks have, once for all that have the same: see `table_of`
+homes          consolidated: section -> name of a tensor -> file
+extra          key -> list of {"json", "file", "ranks"}: what each rank gave, once for all that gave the same
+=============  ====================================================================================================
+
+Its size grows with the number of parameters and, apart, with the number of ranks; not with their product: who has which
+part of a tensor is computed from its tiling.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp2.checkpoint.checksum import ALGORITHMS
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.header import parse_json
+from fsdp2.checkpoint.storage import check_file_name
+from fsdp2.checkpoint.tiling import Grid, Tiling
+from fsdp2.errors import CorruptError
+
+__all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "table_of"]
+
+FORMAT = "fsdp2/1"
+MANIFEST = "checkpoint.json"
+MAX_MANIFEST_BYTES = 1 << 30
+SECTIONS = ("model", "optimizer")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a manifest says of one tensor.
+
+    Attributes:
+        dtype: its name in safetensors.
+        tiling: which rank wrote which part.
+    """
+
+    dtype: str
+    tiling: Tiling
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.tiling.shape
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest, checked; see the module docstring.
+
+    Attributes:
+        records: section -> name -> record.
+        aliases: section -> name -> the name under which its values are stored.
+        values: section -> what is no tensor, from each kind of rank.
+    """
+
+    id: str
+    step: int | None
+    world: int
+    layout: str
+    checksum: str
+    files: Mapping[str, tuple[int, str]]
+    records: Mapping[str, Mapping[str, Record]]
+    aliases: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Sequence[Mapping[str, Any]]]
+    homes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+    @staticmethod
+    def encode(body: Mapping[str, Any]) -> bytes:
+        """The file for a body."""
+        text = _canonical(body)
+        return f'{{"crc32": "{zlib.crc32(text):08x}", "body": '.encode() + text + b"}\n"
+
+    @classmethod
+    def parse(cls, content: bytes, file: str) -> "Manifest":
+        """Read a manifest.
+
+        Raises:
+            CorruptError: it is damaged, or not made by this program, or by a later one.
+        """
+        outer = parse_json(content, file)
+        if not isinstance(outer, dict) or outer.keys() != {"crc32", "body"} or not isinstance(outer["body"], dict):
+            raise CorruptError(f"{file}: is not the manifest of a checkpoint")
+        body = outer["body"]
+        try:
+            checksum = f"{zlib.crc32(_canonical(body)):08x}"
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{file}: {error}") from error
+        if outer["crc32"] != checksum:
+            raise CorruptError(
+                f"{file}: its checksum is {checksum}, it should be {str(outer['crc32'])[:20]}: it is damaged"
+            )
+        if body.get("format") != FORMAT:
+            raise CorruptError(
+                f"{file}: format {str(body.get('format'))[:40]!r}; this version of fsdp2 reads {FORMAT!r}. A "
+                f"later version "
+                "may have written it."
+            )
+        try:
+            return cls._from_body(body, file)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CorruptError(f"{file}: is not in order ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _from_body(cls, body: dict[str, Any], file: str) -> "Manifest":
+        files = {check_file_name(name, file): (_size(size), str(crc)) for name, (size, crc) in body["files"].items()}
+        homes = {
+            section: {name: _listed(home, files, file) for name, home in names.items()}
+            for section, names in body["homes"].items()
+        }
+        if body["layout"] not in ("ranks", "consolidated") or body["checksum"] not in ALGORITHMS:
+            raise CorruptError(f"{file}: layout {body['layout']!r} or checksum {body['checksum']!r} is not known")
+        for shares in body["extra"].values():
+            for share in shares:
+                _listed(share["file"], files, file)
+        records: dict[str, dict[str, Record]] = {section: {} for section in SECTIONS}
+        aliases: dict[str, dict[str, str]] = {section: {} for section in SECTIONS}
+        values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
+        for table in body["tables"]:
+            grids = [Grid(_sizes(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
+            for section, names in table["tensors"].items():
+                for name, row in names.items():
+                    records[section][name] = _record(name, row, grids, file)
+            for section, names in table["aliases"].items():
+                aliases[section].update(names)
+            for section, value in table["values"].items():
+                values[section].append(value)
+        step = None if body["step"] is None else _size(body["step"])
+        fixed = (str(body["id"]), step, _size(body["world"]), body["layout"], body["checksum"])
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"])
+
+
+def table_of(
+    tilings: Mapping[str, Mapping[str, tuple[str, Tiling]]],
+    aliases: Mapping[str, Mapping[str, str]],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What one rank has, as JSON: the same for all ranks that have the same model.
+
+    Args:
+        tilings: section -> name -> (dtype, tiling).
+        aliases, values: by section.
+    """
+    grids: dict[Grid, int] = {}
+    tensors = {
+        section: {
+            name: [
+                dtype,
+                list(tiling.shape),
+                grids.setdefault(tiling.grid, len(grids)),
+                [list(cut) for cut in tiling.cuts],
+            ]
+            for name, (dtype, tiling) in names.items()
+        }
+        for section, names in tilings.items()
+    }
+    meshes = [{"shape": list(grid.shape), "ranks": list(grid.ranks)} for grid in grids]
+    return {"meshes": meshes, "tensors": tensors, "aliases": dict(aliases), "values": dict(values)}
+
+
+def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], file: str) -> Record:
+    dtype, shape, mesh, cuts = row
+    grid = grids[mesh]
+    pairs = tuple((int(axis), int(dim)) for axis, dim in cuts)
+    size = 1
+    for extent in grid.shape:
+        size *= extent
+    axes = [axis for axis, _ in pairs]
+    in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
+    if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
+        raise CorruptError(f"{file}: the record of '{name}' is not in order: {str(row)[:80]}")
+    return Record(dtype, Tiling(_sizes(shape), grid, pairs))
+
+
+def _listed(name: object, files: Iterable[str], file: str) -> str:
+    if not isinstance(name, str) or name not in files:
+        raise CorruptError(f"{file}: {str(name)[:80]!r} is needed and not among the files of the checkpoint")
+    return name
+
+
+def _size(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is no size")
+    return value
+
+
+def _sizes(values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(_size(value) for value in values)
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()

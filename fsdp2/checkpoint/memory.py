@@ -1,0 +1,58 @@
+"""The bytes of tensors, as buffers for reading, writing and hashing. Layer: checkpoint."""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range, whole
+
+__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of"]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. (Tensors lack the buffer protocol, and NumPy lacks bfloat16.) The caller
+    keeps the tensor alive while the view is in use."""
+    assert is_plain_memory(tensor)
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are its memory, in order, where the CPU can see it."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory to copy through: pinned where that makes the copies of `device` faster."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterator[tuple[memoryview, bool]]:
+    """Bytes ``first..last`` of a tensor's values, row by row, in pieces of `block` bytes (the last one shorter).
+
+    Yields:
+        (the bytes, whether they stay valid). A piece of plain memory is that memory; those of other tensors (on an
+        accelerator, transposed) share one buffer, and the next one takes its place.
+    """
+    itemsize = values.element_size()
+    if is_plain_memory(values):
+        flat = bytes_of(values)
+        for start in range(first, last, block):
+            yield flat[start : min(start + block, last)], True
+        return
+    buffer = new_buffer(min(block, last - first), values.device)
+    for start in range(first, last, block):
+        end = min(start + block, last)
+        host, filled = buffer[: end - start].view(values.dtype), 0
+        for box in boxes_of_flat_range(values.shape, start // itemsize, end // itemsize):
+            host[filled : filled + box.numel].view(box.shape).copy_(part_of(values, box))
+            filled += box.numel
+        yield bytes_of(host), False
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of a box of a tensor."""
+    return tensor if box == whole(tensor.shape) else tensor[box.slices()]

@@ -1,0 +1,263 @@
+"""The catalog of a folder that `save` wrote. Layer: checkpoint.
+
+Nothing is believed that can be checked: the manifest has a checksum, it has the size and the checksum of every header,
+the header has the checksums of all blocks; and every file repeats the id of the save, its rank and where its tensors
+lie.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fsdp2.checkpoint.box import Box, whole
+from fsdp2.checkpoint.catalog import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.files import rank_file_name, sums_file_name
+from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
+from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from fsdp2.checkpoint.storage import Reader, Storage
+from fsdp2.errors import CheckpointError, CorruptError
+
+__all__ = ["NativeCatalog", "read_header", "read_manifest", "read_small"]
+
+
+def read_small(storage: Storage, path: str, limit: int) -> bytes:
+    """All of a small file.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+        CorruptError: it is larger than `limit` bytes.
+    """
+    reader = storage.open_file(path)
+    try:
+        if reader.size > limit:
+            raise CorruptError(f"{path}: has {reader.size} bytes; such a file has at most {limit}")
+        content = bytearray(reader.size)
+        reader.read_into(0, memoryview(content))
+    finally:
+        reader.close()
+    return bytes(content)
+
+
+def read_manifest(storage: Storage, path: str) -> Manifest:
+    """The manifest of a folder; `CorruptError` if it is damaged."""
+    file = storage.join(path, MANIFEST)
+    return Manifest.parse(read_small(storage, file, MAX_MANIFEST_BYTES), file)
+
+
+def read_header(storage: Storage, path: str, expected: tuple[int, str] | None = None) -> Header:
+    """The header of a safetensors file.
+
+    Args:
+        expected: (bytes of the file, CRC-32 of the header) that the manifest lists.
+
+    Raises:
+        CheckpointError: the file is not there.
+        CorruptError: it is damaged, or another one.
+    """
+    reader = storage.open_file(path)
+    try:
+        text = _header_text(reader, path, expected)
+    finally:
+        reader.close()
+    return parse_header(text, path, reader.size)
+
+
+def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) -> bytes:
+    if expected is not None and reader.size != expected[0]:
+        raise CorruptError(
+            f"{path}: has {reader.size} bytes, and the manifest lists {expected[0]}: it was cut or written to"
+        )
+    start = bytearray(8)
+    reader.read_into(0, memoryview(start))
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER_BYTES or 8 + length > reader.size:
+        raise CorruptError(
+            f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is no such file"
+        )
+    text = bytearray(length)
+    reader.read_into(8, memoryview(text))
+    if expected is not None:
+        crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
+        if crc != expected[1]:
+            raise CorruptError(
+                f"{path}: the header (bytes 0..{8 + length}) has checksum {crc}, and the manifest lists {expected[1]}"
+            )
+    return bytes(text)
+
+
+@dataclass(frozen=True)
+class _RankFile:
+    """A rank's own file, its header checked."""
+
+    path: str
+    header: Header
+    shards: Mapping[str, Any]
+    sums: Mapping[str, str]
+
+
+@dataclass
+class NativeCatalog:
+    """See `Catalog`, and the module docstring.
+
+    Args:
+        files_are_there: False reads the manifest alone, for `describe`.
+    """
+
+    storage: Storage
+    path: str
+    manifest: Manifest
+    kind: str = "fsdp2"
+    _files: dict[str, _RankFile] = field(default_factory=dict)
+    _headers: dict[str, Header] = field(default_factory=dict)
+    _sums: dict[int, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, storage: Storage, path: str) -> "NativeCatalog":
+        """Read the manifest, and look that all files are there with the size that it lists.
+
+        Raises:
+            CorruptError: they are not.
+        """
+        manifest = read_manifest(storage, path)
+        for name, (size, _) in manifest.files.items():
+            found = storage.size(storage.join(path, name))
+            if found != size:
+                what = "is missing (or a link)" if found is None else f"has {found} bytes"
+                raise CorruptError(f"{storage.join(path, name)}: {what}; the manifest lists {size} bytes")
+        return cls(storage, path, manifest)
+
+    @property
+    def step(self) -> int | None:
+        """See `Catalog`."""
+        return self.manifest.step
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, StoredTensorInfo]]:
+        """See `Catalog`."""
+        return {
+            section: {name: StoredTensorInfo(record.dtype, record.shape) for name, record in records.items()}
+            for section, records in self.manifest.records.items()
+        }
+
+    @property
+    def aliases(self) -> Mapping[str, Mapping[str, str]]:
+        """See `Catalog`."""
+        return self.manifest.aliases
+
+    @property
+    def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """See `Catalog`."""
+        return self.manifest.values
+
+    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
+        """See `Catalog`."""
+        record = self.manifest.records[section][name]
+        for rank, box in record.tiling.owners(wanted):
+            if self.manifest.layout == "consolidated":
+                yield self._shared_piece(section, name, rank, box, record.dtype)
+            else:
+                yield self._own_piece(section, name, rank, box, record.shape)
+
+    def extra_piece(self, file: str, name: str) -> StoredPiece:
+        """A tensor of the extra state, which one rank wrote whole."""
+        held = self._rank_file(file, None)
+        if name not in held.header.tensors:
+            raise CorruptError(f"{held.path}: has no '{name}', which the manifest says it has")
+        box = whole(held.header.tensors[name].shape)
+        return self._piece_of(held, name, box)
+
+    def close(self) -> None:
+        """See `Catalog`."""
+
+    def _own_piece(self, section: str, name: str, rank: int, box: Box, shape: tuple[int, ...]) -> StoredPiece:
+        held = self._rank_file(rank_file_name(section, rank, self.manifest.world), rank)
+        stored = held.header.tensors.get(name)
+        if stored is None or held.shards.get(name) != [list(shape), list(box.start)] or stored.shape != box.shape:
+            what = "none of it" if stored is None else f"{list(stored.shape)} of [whole, start] {held.shards.get(name)}"
+            raise CorruptError(
+                f"{held.path}: should hold rows {list(box.start)}..{list(box.end)} of '{name}' {list(shape)}, "
+                f"and holds {what}"
+            )
+        return self._piece_of(held, name, box)
+
+    def _piece_of(self, held: _RankFile, name: str, box: Box) -> StoredPiece:
+        stored = held.header.tensors[name]
+        sums = _checked_sums(held.sums.get(name), stored.nbytes, self.manifest.checksum, held.path, name)
+        return StoredPiece(held.path, stored.offset, box, box, stored.dtype, sums, self.manifest.checksum)
+
+    def _shared_piece(self, section: str, name: str, rank: int, box: Box, dtype: str) -> StoredPiece:
+        file = self.manifest.homes[section].get(name)
+        if file is None:
+            raise CorruptError(f"{self.path}: the manifest does not say in which file '{name}' is")
+        path = self.storage.join(self.path, file)
+        if file not in self._headers:
+            self._headers[file] = read_header(self.storage, path, self.manifest.files[file])
+        stored = self._headers[file].tensors.get(name)
+        record = self.manifest.records[section][name]
+        if stored is None or (stored.dtype, stored.shape) != (record.dtype, record.shape):
+            raise CorruptError(f"{path}: should hold '{name}' {record.dtype} {list(record.shape)}, and does not")
+        if rank not in self._sums:
+            self._sums[rank] = self._read_sums(rank)
+        sums = self._sums[rank].get(file, {}).get(name)
+        nbytes = box.numel * ITEMSIZES[dtype]
+        checked = _checked_sums(sums, nbytes, self.manifest.checksum, path, name)
+        return StoredPiece(path, stored.offset, whole(stored.shape), box, dtype, checked, self.manifest.checksum)
+
+    def _rank_file(self, file: str, rank: int | None) -> _RankFile:
+        if file in self._files:
+            return self._files[file]
+        path = self.storage.join(self.path, file)
+        if file not in self.manifest.files:
+            raise CorruptError(f"{path}: is needed, and the manifest does not list it")
+        header = read_header(self.storage, path, self.manifest.files[file])
+        about = parse_json(header.metadata.get("fsdp2", "null").encode(), path)
+        if (
+            not isinstance(about, dict)
+            or not isinstance(about.get("shards"), dict)
+            or not isinstance(about.get("sums"), dict)
+        ):
+            raise CorruptError(f"{path}: was not written by this program")
+        self._check_about(about, rank, path)
+        self._files[file] = _RankFile(path, header, about["shards"], about["sums"])
+        return self._files[file]
+
+    def _read_sums(self, rank: int) -> Mapping[str, Mapping[str, str]]:
+        file = sums_file_name(rank, self.manifest.world)
+        path = self.storage.join(self.path, file)
+        size, crc = self.manifest.files.get(file, (0, ""))
+        content = read_small(self.storage, path, size)
+        if f"{zlib.crc32(content):08x}" != crc:
+            raise CorruptError(
+                f"{path}: has checksum {zlib.crc32(content):08x}, and the manifest lists {crc or 'no such file'}"
+            )
+        about = parse_json(content, path)
+        self._check_about(about, rank, path)
+        sums: Mapping[str, Mapping[str, str]] = about["sums"]
+        return sums
+
+    def _check_about(self, about: Mapping[str, Any], rank: int | None, path: str) -> None:
+        if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):
+            raise CorruptError(
+                f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the "
+                f"manifest is of save "
+                f"{self.manifest.id!r}. Files of two saves are mixed here."
+            )
+
+
+def _checked_sums(sums: object, nbytes: int, algorithm: str, path: str, name: str) -> str:
+    width = ALGORITHMS[algorithm]
+    if not isinstance(sums, str) or len(sums) != width * num_blocks(nbytes):
+        raise CorruptError(f"{path}: the checksums of '{name}' are not there, or not as many as it has blocks")
+    return sums
+
+
+def is_native(storage: Storage, path: str) -> bool:
+    """Whether `save` wrote that folder."""
+    with suppress(CheckpointError):
+        return storage.size(storage.join(path, MANIFEST)) is not None
+    return False

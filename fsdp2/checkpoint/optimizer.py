@@ -1,0 +1,280 @@
+"""The state of an optimizer by FQN: what is saved, and how it comes back. Layer: checkpoint.
+
+State is never keyed by a parameter's number: another world, pipeline split or order of the param groups would give it
+to the wrong parameter. A tensor of the state is stored as ``<path>.<fqn>`` (``exp_avg.layers.0.weight``); everything
+else of it is JSON::
+
+    {"kind": "AdamW",
+     "forms": [{"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}],
+     "states": {fqn: number of its form},
+     "groups": [{"params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2.checkpoint.catalog import StoredTensorInfo
+from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.state import Entry, State, World, clean_name, entry_of
+from fsdp2.checkpoint.tiling import tiling_from
+from fsdp2.checkpoint.tree import decode, encode
+from fsdp2.errors import ArgumentError, CorruptError, MismatchError
+from fsdp2.layout import strides
+
+__all__ = ["OptimizerTarget", "optimizer_state"]
+
+# What is stored, by name.
+Stored = Mapping[str, StoredTensorInfo]
+
+
+def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The FQN of each parameter that the optimizer holds, in its order.
+
+    Raises:
+        ArgumentError: there is no module to name them, or one is not a parameter of it.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"optimizer: its state is stored by parameter names, for which the module is needed too; got "
+            f"model={type(model).__name__}. Pass the module, or a plain dict instead of the optimizer."
+        )
+    names: dict[torch.Tensor, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, clean_name(name))
+    result = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param not in names:
+                raise ArgumentError(
+                    f"optimizer: parameter {index} of group {number}, of shape {tuple(param.shape)}, is not a "
+                    f"parameter "
+                    "of the model. Make the optimizer after fully_shard, or call fsdp2.adopt_optimizer(optimizer)."
+                )
+            result[param] = names[param]
+    return result
+
+
+def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, world: World) -> State:
+    """All that an optimizer knows.
+
+    Raises:
+        ArgumentError: see `named_params`; or state that cannot be stored, such as a plain tensor with other values on
+            each rank whose place in the whole is unknown.
+    """
+    names = named_params(model, optimizer)
+    state = State()
+    forms: list[Any] = []
+    states: dict[str, int] = {}
+    for param, fqn in names.items():
+        if param not in optimizer.state:
+            continue
+        form = encode(dict(optimizer.state[param]), _noting(param, fqn, state, world), f"optimizer state of '{fqn}'")
+        if form not in forms:
+            forms.append(form)
+        states[fqn] = forms.index(form)
+    state.values = {
+        "kind": type(optimizer).__name__,
+        "forms": forms,
+        "states": states,
+        "groups": [_group(group, names) for group in optimizer.param_groups],
+    }
+    return state
+
+
+def _noting(param: torch.Tensor, fqn: str, state: State, world: World) -> Callable[[str, torch.Tensor], dict[str, Any]]:
+    """What notes a tensor of a parameter's state among the entries, and how to make it anew."""
+
+    def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        name = f"{path}.{fqn}"
+        state.entries[name], form = _entry(name, tensor, param, world)
+        return {"as": form}
+
+    return leaf
+
+
+def _entry(name: str, tensor: torch.Tensor, param: torch.Tensor, world: World) -> tuple[Entry, Any]:
+    """(entry, form). The form is "param" for what is cut like the parameter, "plain" for a plain tensor, else the
+    placements of a DTensor on the parameter's mesh."""
+    like = entry_of(name, param, world, tuple(range(world.size)))
+    if isinstance(tensor, DTensor):
+        entry = entry_of(name, tensor, world, ())
+        if tensor.shape == param.shape and entry.tiling == like.tiling:
+            return entry, "param"
+        return entry, [_placement_name(placement) for placement in tensor.placements]
+    ranks = tuple(sorted(like.tiling.grid.ranks))
+    if not isinstance(param, DTensor) or not tensor.ndim or len(ranks) == 1:
+        return entry_of(name, tensor, world, ranks), "plain"
+    if tensor.shape == local_tensor(param).shape:  # an optimizer that works on local tensors and keeps them so
+        return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
+    raise ArgumentError(
+        f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
+        f"{tuple(param.shape)}: which part of which whole it is cannot be known. Keep it as a DTensor, or as a "
+        f"Python number."
+    )
+
+
+def _placement_name(placement: Placement) -> str:
+    return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
+
+
+def _placement_named(kind: str) -> Placement:
+    return Shard(int(kind[1:])) if kind[1:].isdecimal() else Replicate()
+
+
+def _group(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+    def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        if tensor.ndim:
+            raise ArgumentError(
+                f"optimizer: option '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar"
+            )
+        return {"value": encode(tensor.item(), scalar, path), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    return {
+        "params": [names[param] for param in group["params"]],
+        "options": encode(options, scalar, "optimizer options"),
+    }
+
+
+@dataclass
+class OptimizerTarget:
+    """An optimizer that is to be filled: first `prepare` says which tensors are needed, then they are filled, then
+    `finish` gives them to the optimizer. Until then it is as it was.
+
+    Attributes:
+        missing: parameters of which nothing is stored, with their names.
+        unexpected: stored states of which no parameter is here.
+    """
+
+    optimizer: torch.optim.Optimizer
+    names: dict[torch.Tensor, str]
+    world: World
+    entries: dict[str, Entry] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    _states: dict[torch.Tensor, Any] = field(default_factory=dict)
+    _options: list[dict[str, Any]] = field(default_factory=list)
+    _fresh: list[torch.Tensor] = field(default_factory=list)
+
+    def prepare(self, tables: Sequence[Mapping[str, Any]], stored: Stored) -> None:
+        """Decide on all that will be filled.
+
+        Args:
+            tables: what `optimizer_state` gave as values, from each kind of rank (pipeline stages differ).
+
+        Raises:
+            MismatchError: parameters of one group had different options.
+            CorruptError: a table is not what `optimizer_state` makes.
+        """
+        try:
+            forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
+            options = {
+                fqn: group["options"] for table in tables for group in table["groups"] for fqn in group["params"]
+            }
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise CorruptError(f"the optimizer's part of the manifest is not in order ({error!r})") from error
+        known = set(self.names.values())
+        self.missing = sorted(fqn for fqn in known if fqn not in options)
+        self.unexpected = sorted(fqn for fqn in options if fqn not in known)
+        self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
+        for param, fqn in self.names.items():
+            if fqn in forms:
+                self._states[param] = decode(
+                    forms[fqn], self._making(param, fqn, stored), f"optimizer state of '{fqn}'"
+                )
+        self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
+
+    def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        found = [
+            (self.names[param], options[self.names[param]]) for param in group["params"] if self.names[param] in options
+        ]
+        for fqn, other in found[1:]:
+            if other != found[0][1]:
+                raise MismatchError(
+                    f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
+                    f"options ({found[0][1]} and {other}). Make the param groups as they were."
+                )
+        return dict(found[0][1]) if found else {}
+
+    def _making(self, param: torch.Tensor, fqn: str, stored: Stored) -> Callable[[dict[str, Any]], Any]:
+        """What makes the tensor of a note: the one that is there, or a new one."""
+
+        def make(note: dict[str, Any]) -> Any:
+            path = note["$tensor"]
+            name = f"{path}.{fqn}"
+            info = stored.get(name)
+            if info is None:
+                raise CorruptError(f"the manifest names '{name}' and does not describe it")
+            tensor = _at_path(self.optimizer.state.get(param, {}), path)
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                tensor = self._new(name, param, note.get("as"), info)
+            self.entries[name], _ = _entry(name, tensor, param, self.world)
+            return tensor
+
+        return make
+
+    def _new(self, name: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
+        """A tensor to be filled, of the form that it had where it was saved."""
+        dtype, shape = DTYPES[info.dtype], info.shape
+        if form == "local":
+            return torch.empty_like(local_tensor(param) if isinstance(param, DTensor) else param, dtype=dtype)
+        if form == "param" and tuple(param.shape) != shape:
+            raise MismatchError(
+                f"optimizer state '{name}': stored with shape {list(shape)}, the parameter has {list(param.shape)}"
+            )
+        if form == "plain" or not isinstance(param, DTensor):
+            on_host = not shape and name.startswith("step.") and not self._steps_on_device(param)
+            return torch.empty(shape, dtype=dtype, device="cpu" if on_host else param.device)
+        if form == "param":
+            local = torch.empty_like(local_tensor(param), dtype=dtype)
+            spec = make_spec(param.device_mesh, param.placements, param.shape, param.stride(), dtype)
+            return make_dtensor(local, spec)
+        mesh = param.device_mesh
+        names = form if isinstance(form, list) and len(form) == mesh.ndim else ["R"] * mesh.ndim
+        placements = [_placement_named(str(kind)) for kind in names]
+        spec = make_spec(mesh, placements, shape, strides(shape), dtype)
+        box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
+        return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
+
+    def _steps_on_device(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer keeps counters beside the parameters, as torch's do if asked to never wait for the
+        GPU."""
+        for group in self.optimizer.param_groups:
+            if any(param is other for other in group["params"]):
+                return bool(group.get("capturable") or group.get("fused"))
+        return False
+
+    def finish(self) -> None:
+        """Give the optimizer its state and options. A parameter that had no state when it was saved has none again."""
+        for param in self._fresh:
+            self.optimizer.state.pop(param, None)
+        for param, state in self._states.items():
+            self.optimizer.state[param] = state
+        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
+            for key, value in decode(options, _scalar, "optimizer options").items():
+                now = group.get(key)
+                if isinstance(now, torch.Tensor):
+                    now.fill_(value)
+                else:
+                    group[key] = value
+
+
+def _scalar(note: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor(decode(note["value"], _scalar, "optimizer options"), dtype=getattr(torch, note["dtype"]))
+
+
+def _at_path(state: Any, path: str) -> Any:
+    """What is at ``"a/0/b"`` in nested state; None if there is nothing."""
+    for part in path.split("/"):
+        try:
+            state = state[int(part)] if isinstance(state, (list, tuple)) else state[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
+    return state

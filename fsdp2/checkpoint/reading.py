@@ -1,0 +1,296 @@
+"""Read parts of stored tensors into tensors: several threads, one bounded buffer, every block checked. Layer:
+checkpoint.
+
+A part that is contiguous both in the file and in the tensor is read to its place. Otherwise (a column cut, another
+dtype, an accelerator, the odd ends of a checked block) it goes through the buffer of its thread.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock, local
+from typing import Protocol
+
+import torch
+
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.checkpoint.catalog import StoredPiece
+from fsdp2.checkpoint.checksum import ALGORITHMS, BLOCK, checksum_named
+from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of
+from fsdp2.checkpoint.storage import Reader, Storage
+from fsdp2.errors import CorruptError
+from fsdp2.layout import strides
+
+__all__ = ["BUFFER_BYTES", "Request", "read_all"]
+
+THREADS = 4
+BUFFER_BYTES = 4 * BLOCK  # of each thread
+RUN = 16 * BLOCK  # bytes of one task
+
+
+@dataclass(frozen=True)
+class Request:
+    """A part of a tensor to fill from a piece.
+
+    Attributes:
+        name: for messages.
+        target: a plain tensor on any device.
+        box: which part of the whole tensor `target` is.
+    """
+
+    name: str
+    target: torch.Tensor
+    box: Box
+    piece: StoredPiece
+
+
+def read_all(
+    storage: Storage, requests: Sequence[Request], verify: bool = True, progress: Callable[[int], None] = lambda n: None
+) -> None:
+    """Fill all targets.
+
+    Args:
+        verify: check all blocks that are read.
+        progress: is called with bytes that have been filled.
+
+    Raises:
+        CorruptError: a block does not have its checksum; the message names file, tensor and bytes.
+    """
+    files = _OpenFiles(storage)
+    try:
+        tasks = [task for request in requests for task in _tasks(request, verify)]
+        # Neighbours in a file are read one after the other.
+        tasks.sort(key=lambda task: task.place)
+        buffers = _Buffers()
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="fsdp2-read") as pool:
+            futures = [pool.submit(task.run, files, buffers) for task in tasks]
+            try:
+                for future in futures:
+                    progress(future.result())
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        files.close()
+
+
+class _OpenFiles:
+    """Files by path, opened once."""
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
+        self._readers: dict[str, Reader] = {}
+        self._lock = Lock()
+
+    def get(self, path: str) -> Reader:
+        with self._lock:
+            if path not in self._readers:
+                self._readers[path] = self._storage.open_file(path)
+            return self._readers[path]
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+
+
+class _Buffers(local):
+    """A buffer for each thread, made at first use, and larger only where one item and its block need that."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._buffer.numel() < nbytes:
+            self._buffer = new_buffer(max(nbytes, BUFFER_BYTES), device)
+        return self._buffer[:nbytes]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The row-major bytes of a piece's values, wherever they are in its file.
+
+    Attributes:
+        name: of the tensor, for messages.
+        verify: check the blocks that are read.
+    """
+
+    name: str
+    piece: StoredPiece
+    verify: bool
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.piece.box.numel * ITEMSIZES[self.piece.dtype]
+
+    def fetch(self, reader: Reader, start: int, into: memoryview) -> None:
+        """Read bytes from `start`; in a consolidated file they may lie apart."""
+        piece, itemsize = self.piece, ITEMSIZES[self.piece.dtype]
+        within = piece.box.within(piece.container)
+        place = flat_range(within, piece.container.shape)
+        if place is not None:
+            reader.read_into(piece.offset + place[0] * itemsize + start, into)
+            return
+        filled, first = 0, start // itemsize
+        for box in boxes_of_flat_range(piece.box.shape, first, first + into.nbytes // itemsize):
+            moved = Box(tuple(a + b for a, b in zip(box.start, within.start, strict=True)), box.shape)
+            for low, high in moved.runs(piece.container.shape):
+                size = (high - low) * itemsize
+                reader.read_into(piece.offset + low * itemsize, into[filled : filled + size])
+                filled += size
+
+    def check(self, start: int, data: memoryview) -> None:
+        """Compare whole blocks, which begin at `start`, with their checksums."""
+        if not self.verify:
+            return
+        piece = self.piece
+        width, checksum = ALGORITHMS[piece.algorithm], checksum_named(piece.algorithm)
+        for at in range(0, data.nbytes, BLOCK):
+            block = data[at : at + BLOCK]
+            number = (start + at) // BLOCK
+            expected = piece.sums[number * width : (number + 1) * width]
+            found = checksum(block)
+            if found != expected:
+                raise CorruptError(
+                    f"{piece.path}: '{self.name}' is damaged: bytes {start + at}..{start + at + block.nbytes} "
+                    f"of its part "
+                    f"{list(piece.box.start)}..{list(piece.box.end)} have checksum {found}, expected "
+                    f"{expected}. Load an "
+                    "earlier checkpoint; python -m fsdp2.checkpoint verify lists all damage."
+                )
+
+
+class _Task(Protocol):
+    """Something to read."""
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Where it is: sorts neighbours in a file together."""
+        ...
+
+    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+        """Do it; the bytes that were filled."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Direct:
+    """Bytes that go to memory as they are.
+
+    Attributes:
+        start: where they begin in the source.
+        into: where they belong.
+    """
+
+    source: _Source
+    start: int
+    into: memoryview
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.source.piece.path, self.source.piece.offset, self.start
+
+    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+        """Read whole blocks to their place; the ends of blocks of which only a part is wanted through the buffer."""
+        reader, source = files.get(self.source.piece.path), self.source
+        if not source.verify:
+            source.fetch(reader, self.start, self.into)
+            return self.into.nbytes
+        at, end = self.start, self.start + self.into.nbytes
+        while at < end:
+            low = at // BLOCK * BLOCK
+            high = min(low + BLOCK, source.nbytes)
+            stop = min(high, end)
+            wanted = self.into[at - self.start : stop - self.start]
+            if wanted.nbytes == high - low:
+                source.fetch(reader, low, wanted)
+                source.check(low, wanted)
+            else:
+                scratch = bytes_of(buffers.get(high - low, torch.device("cpu")))
+                source.fetch(reader, low, scratch)
+                source.check(low, scratch)
+                wanted[:] = scratch[at - low : stop - low]
+            at = stop
+        return self.into.nbytes
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A box whose elements are copied out of the buffer: rows of which only some columns are wanted, another dtype,
+    another device.
+
+    Attributes:
+        box: which part of the whole tensor.
+        first, last: the bytes of the source from its first to its last element, or the whole blocks around them.
+    """
+
+    source: _Source
+    request: Request
+    box: Box
+    first: int
+    last: int
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        return self.source.piece.path, self.source.piece.offset, self.first
+
+    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+        """Read the range, then copy the box out of it; both are small."""
+        target, piece = self.request.target, self.source.piece
+        buffer = buffers.get(self.last - self.first, target.device)
+        data = bytes_of(buffer)
+        self.source.fetch(files.get(piece.path), self.first, data)
+        self.source.check(self.first, data)
+        within, steps = self.box.within(piece.box), strides(piece.box.shape)
+        begin = sum(at * step for at, step in zip(within.start, steps, strict=True))
+        begin -= self.first // ITEMSIZES[piece.dtype]
+        values = buffer.view(DTYPES[piece.dtype]).as_strided(self.box.shape, steps, begin)
+        part_of(target, self.box.within(self.request.box)).copy_(values)
+        return self.box.numel * target.element_size()
+
+
+def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
+    """The work for one request, in parts that several threads can share."""
+    piece, target = request.piece, request.target
+    box = request.box.intersect(piece.box)
+    if box is None or not box.numel:
+        return
+    source = _Source(request.name, piece, verify and bool(piece.sums))
+    there = flat_range(box.within(request.box), request.box.shape)
+    here = flat_range(box.within(piece.box), piece.box.shape)
+    as_it_is = is_plain_memory(target) and target.dtype == DTYPES[piece.dtype]
+    if there is None or here is None or not as_it_is:
+        for part in _split(box, piece, source.verify):
+            yield _Copied(source, request, part, *_span(part, piece, source.verify))
+        return
+    itemsize = target.element_size()
+    start, end = here[0] * itemsize, here[1] * itemsize
+    memory = bytes_of(target)[there[0] * itemsize : there[1] * itemsize]
+    for at in range(start // RUN * RUN, end, RUN):
+        low, high = max(at, start), min(at + RUN, end)
+        yield _Direct(source, low, memory[low - start : high - start])
+
+
+def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
+    """The range of the piece's bytes from the first to the last that a box needs."""
+    itemsize = ITEMSIZES[piece.dtype]
+    within, steps = box.within(piece.box), strides(piece.box.shape)
+    first = sum(at * step for at, step in zip(within.start, steps, strict=True)) * itemsize
+    last = sum((end - 1) * step for end, step in zip(within.end, steps, strict=True)) * itemsize + itemsize
+    if verify:
+        first, last = first // BLOCK * BLOCK, -(-last // BLOCK) * BLOCK
+    return first, min(last, piece.box.numel * itemsize)
+
+
+def _split(box: Box, piece: StoredPiece, verify: bool) -> Iterator[Box]:
+    """Halve a box along its outermost dim until what must be read for it fits into the buffer."""
+    first, last = _span(box, piece, verify)
+    if last - first <= BUFFER_BYTES or box.numel == 1:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    half = box.shape[dim] // 2
+    for start, size in ((0, half), (half, box.shape[dim] - half)):
+        begin = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
+        yield from _split(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), piece, verify)

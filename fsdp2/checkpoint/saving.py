@@ -1,0 +1,292 @@
+"""Save: what, where, and when it counts. Layer: checkpoint.
+
+Each rank, alone:                                    through the store, without waiting:
+
+    looks at the model, optimizer and extra state
+    plans its files                                  one word that is in all files of this save
+    [async_op: copies its values to host memory]
+    writes and syncs its files in a temporary folder
+    says so                                          whoever says so last has the names of all files:
+    the last one: manifest, rename                   "done", for whom it concerns
+
+A folder is a checkpoint if it has a manifest, and it gets one when everything in it is durable.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.checkpoint.agreement import Agreement, world_of
+from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
+from fsdp2.checkpoint.checksum import checksum_named
+from fsdp2.checkpoint.committing import commit, id_of
+from fsdp2.checkpoint.extra import ExtraShare, extra_shares
+from fsdp2.checkpoint.files import (
+    Piece,
+    PlannedFile,
+    Written,
+    consolidated_files,
+    consolidated_homes,
+    encode_sums,
+    owned_pieces,
+    rank_file,
+    sums_file_name,
+)
+from fsdp2.checkpoint.folders import free_name, step_name
+from fsdp2.checkpoint.manifest import table_of
+from fsdp2.checkpoint.optimizer import optimizer_state
+from fsdp2.checkpoint.state import State, World, model_state
+from fsdp2.checkpoint.storage import Storage, storage_of
+from fsdp2.checkpoint.tiling import spread_replicas
+from fsdp2.checkpoint.writing import write_files
+from fsdp2.errors import ArgumentError, CheckpointError
+
+__all__ = ["save"]
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save; see `save`."""
+
+    consolidated: bool = False
+    max_file_bytes: int = 5_000_000_000
+    checksum: str = "crc32"
+    overwrite: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        checksum_named(self.checksum)
+        if self.max_file_bytes <= 0 or self.timeout_s <= 0:
+            raise ArgumentError(f"save: max_file_bytes and timeout_s are positive, got {self}")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    async_op: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> SaveHandle:
+    """Save a checkpoint: every rank of the group calls this, and writes what it has. No collective is issued.
+
+    Returns when the checkpoint is complete and durable; with ``async_op=True``, when this rank's values have been
+    copied to host memory, so that training may change them. One save is under way at a time: the next one waits for it.
+
+    Args:
+        folder: the folder of the checkpoint, which must not be there yet (or be empty); with `step`, the folder of the
+            run, in which the checkpoint is ``step-00001000``. A URL (``s3://...``) goes through fsspec.
+        model: a module, or a plain dict of DTensors, tensors and JSON-like values. Tied weights are stored once.
+        optimizer: needs the module for its parameters' names; or a plain dict like `model`.
+        extra: what else is needed to go on, by name: JSON-like values, tensors, or objects with ``state_dict()`` (a
+            data loader, a scheduler, `RandomState`). Every rank's own is kept; what all ranks have alike is stored
+            once.
+        step: the number of steps done, for the folder's name and for `Loaded.step`.
+        async_op: write in the background.
+        process_group: the ranks that save together; None for all.
+        **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
+            index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
+            ``checksum``: "crc32", or "xxh3" (faster, needs xxhash). ``overwrite=True``: replace a checkpoint of that
+            name once the new one is complete. ``timeout_s``: how long to wait for the other ranks.
+
+    Returns:
+        A handle: ``wait()`` until it is complete, ``folder``.
+
+    Raises:
+        ArgumentError: a value cannot be saved; the message names it. Nothing has been written then.
+        CheckpointError: the folder is taken, or another rank failed (its error is in the message) or did not finish in
+            time. What was saved before is as it was.
+        OSError: this rank cannot write; the other ranks raise a CheckpointError with the same text.
+
+    Example::
+
+        fsdp2.checkpoint.save("runs/a", model=model, optimizer=optimizer, step=1000,
+                              extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
+    """
+    chosen = SaveOptions(**_known(options))
+    world = world_of(process_group)
+    storage, path = storage_of(folder)
+    if step is not None:
+        path = storage.join(path, step_name(step))
+    in_flight.settle()
+    agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
+    try:
+        free_name(storage, path, chosen.overwrite)
+        job = _Job(storage, path, step, world, agreement, chosen)
+        run = job.prepare(model, optimizer, extra or {}, staged=async_op)
+    except BaseException as error:
+        agreement.abandon(error)
+        raise
+    return in_flight.start(path, run, background=async_op)
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(options.keys() - asdict(SaveOptions()).keys())
+    if unknown:
+        raise TypeError(
+            f"save() got an unexpected keyword argument {unknown[0]!r}; options are {sorted(asdict(SaveOptions()))}"
+        )
+    return dict(options)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save of one rank."""
+
+    storage: Storage
+    path: str
+    step: int | None
+    world: World
+    agreement: Agreement
+    options: SaveOptions
+
+    def prepare(
+        self,
+        model: nn.Module | Mapping[str, Any] | None,
+        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        extra: Mapping[str, Any],
+        staged: bool,
+    ) -> Callable[[], None]:
+        """Plan everything; what then writes and commits, on any thread."""
+        world = self.world
+        states: dict[str, State] = {}
+        if model is not None:
+            states["model"] = model_state(model, world)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            states["optimizer"] = optimizer_state(model if isinstance(model, nn.Module) else None, optimizer, world)
+        elif optimizer is not None:
+            states["optimizer"] = model_state(optimizer, world)
+        tilings = {
+            section: {
+                name: spread_replicas(entry.tiling, entry.local.element_size()) for name, entry in state.entries.items()
+            }
+            for section, state in states.items()
+        }
+        table = table_of(
+            {
+                section: {name: (state.entries[name].dtype, tiling) for name, tiling in tilings[section].items()}
+                for section, state in states.items()
+            },
+            {section: state.aliases for section, state in states.items()},
+            {section: state.values for section, state in states.items()},
+        )
+        pieces = {
+            section: list(owned_pieces(state.entries, tilings[section], world.rank))
+            for section, state in states.items()
+        }
+        nonce = self.agreement.nonce()
+        shares = extra_shares(extra, self.agreement, world)
+        if staged:
+            pieces, shares = stage(pieces, shares)
+        homes = self._homes(states) if self.options.consolidated else {}
+        return lambda: self._run(nonce, table, pieces, shares, homes)
+
+    def _homes(self, states: Mapping[str, State]) -> dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]:
+        if self.storage.sequential:
+            raise ArgumentError(
+                f"save: consolidated=True needs a file system on which all ranks may write to one file, and "
+                f"{self.path} is "
+                "not. Save without it, then convert: python -m fsdp2.checkpoint convert"
+            )
+        return {
+            section: consolidated_homes(
+                section,
+                {name: (entry.dtype, entry.tiling.shape) for name, entry in state.entries.items()},
+                self.options.max_file_bytes,
+            )
+            for section, state in states.items()
+        }
+
+    def _run(
+        self,
+        nonce: str,
+        table: dict[str, Any],
+        pieces: Mapping[str, list[Piece]],
+        shares: list[ExtraShare],
+        homes: dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]],
+    ) -> None:
+        """Write, report, and be the one who commits if all others have reported."""
+        storage, agreement = self.storage, self.agreement
+        folder, name = storage.split(self.path)
+        work = storage.join(folder, f".tmp-{name}-{nonce}") if storage.renames else self.path
+        about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
+        planned: list[PlannedFile] = []
+        try:
+            storage.make_folder(work)
+            planned = self._files(about, pieces, shares, homes)
+            written = self._write(work, planned, about, bool(homes))
+            if agreement.report(_record(agreement, table, written, shares)):
+                head = {"id": nonce, "step": self.step, "world": self.world.size, "checksum": self.options.checksum}
+                commit(storage, work, self.path, head, homes, agreement, overwrite=self.options.overwrite)
+            agreement.wait()
+        except BaseException as error:
+            if agreement.abandon(error):
+                self._discard(work, planned)
+            # The store may be gone with a rank that had nothing left to do. The folder itself tells.
+            if not isinstance(error, CheckpointError) or id_of(storage, self.path) != nonce:
+                raise
+
+    def _discard(self, work: str, planned: list[PlannedFile]) -> None:
+        """Leave nothing of a save that will not count on what may be a full disk."""
+        names = [file.name for file in planned] + [sums_file_name(self.world.rank, self.world.size)]
+        for name in names:
+            with suppress(OSError):
+                self.storage.remove(self.storage.join(work, name))
+
+    def _write(
+        self, work: str, planned: list[PlannedFile], about: Mapping[str, Any], consolidated: bool
+    ) -> list[Written]:
+        """Write and sync this rank's part."""
+        written = write_files(self.storage, work, planned, checksum_named(self.options.checksum))
+        if consolidated:
+            name = sums_file_name(self.world.rank, self.world.size)
+            content = encode_sums(about, written)
+            self.storage.write_all(self.storage.join(work, name), content)
+            written.append(Written(name, len(content), f"{zlib.crc32(content):08x}", {}))
+        return written
+
+    def _files(
+        self,
+        about: Mapping[str, Any],
+        pieces: Mapping[str, list[Piece]],
+        shares: list[ExtraShare],
+        homes: dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]],
+    ) -> list[PlannedFile]:
+        planned: list[PlannedFile] = []
+        for section, own in pieces.items():
+            if homes:
+                planned += consolidated_files(homes[section], own, self.world.rank, self.world.size)
+            elif own:
+                planned.append(rank_file(section, own, about, self.options.checksum))
+        tensors = [piece for share in shares if share.mine for piece in share.pieces]
+        if any(share.mine for share in shares):
+            planned.append(rank_file("extra", tensors, about, self.options.checksum))
+        return planned
+
+
+def _record(agreement: Agreement, table: dict[str, Any], written: list[Written], shares: list[ExtraShare]) -> str:
+    """What this rank reports. Its table goes to the store once for all ranks that have the same."""
+    text = json.dumps(table, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    agreement.claim(f"table/{digest}", text)
+    return json.dumps(
+        {
+            "table": digest,
+            "files": {file.name: [file.size, file.header_crc] for file in written},
+            "extra": {share.key: share.digest for share in shares},
+            "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
+        },
+        separators=(",", ":"),
+    )

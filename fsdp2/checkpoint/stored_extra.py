@@ -1,0 +1,88 @@
+"""The extra state of a checkpoint, and to whom it goes. Layer: checkpoint. See `extra.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.box import whole
+from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.extra import Reshardable, Stateful
+from fsdp2.checkpoint.native import NativeCatalog
+from fsdp2.checkpoint.reading import Request, read_all
+from fsdp2.checkpoint.state import World
+from fsdp2.checkpoint.tree import decode
+
+__all__ = ["StoredExtra"]
+
+
+class StoredExtra:
+    """What was given as `extra`, seen from one rank. Catalogs of other formats have none."""
+
+    def __init__(self, catalog: Catalog, world: World):
+        self._catalog = catalog
+        self._world = world
+        manifest = catalog.manifest if isinstance(catalog, NativeCatalog) else None
+        self._saved_world = manifest.world if manifest is not None else 0
+        self._shares: Mapping[str, Sequence[Mapping[str, Any]]] = manifest.extra if manifest is not None else {}
+
+    def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:
+        """Before anything is read: note keys that are not stored, and those whose states nobody can distribute."""
+        for key, target in targets.items():
+            if key not in self._shares:
+                missing.append(f"extra '{key}'")
+            elif self._mine(key) is None and not isinstance(target, Reshardable):
+                mismatches.append(
+                    f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, "
+                    f"and now there "
+                    f"are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
+                    f"leave it out"
+                )
+
+    def give(self, targets: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+        """Hand the states over.
+
+        Returns:
+            by key, the value that concerns this rank; without those that nobody can distribute.
+        """
+        values = {}
+        for key in self._shares:
+            share = self._mine(key)
+            target = targets.get(key)
+            if share is not None:
+                values[key] = self._read(share, verify)
+                if isinstance(target, Stateful):
+                    target.load_state_dict(values[key])
+            elif isinstance(target, Reshardable):
+                states = [self._read(self._of_rank(key, rank), verify) for rank in range(self._saved_world)]
+                target.load_resharded(states, self._world.rank, self._world.size)
+        return values
+
+    def _mine(self, key: str) -> Mapping[str, Any] | None:
+        """What concerns this rank: its own on the same number of ranks, else what all had alike."""
+        shares = self._shares[key]
+        if len(shares) == 1 and len(shares[0]["ranks"]) == self._saved_world:
+            return shares[0]
+        return self._of_rank(key, self._world.rank) if self._world.size == self._saved_world else None
+
+    def _of_rank(self, key: str, rank: int) -> Mapping[str, Any] | None:
+        return next((share for share in self._shares[key] if rank in share["ranks"]), None)
+
+    def _read(self, share: Mapping[str, Any] | None, verify: bool) -> Any:
+        """The value of a share, with its tensors; None from a rank that gave nothing."""
+        if share is None:
+            return None
+        assert isinstance(self._catalog, NativeCatalog)
+        catalog = self._catalog
+        requests: list[Request] = []
+
+        def tensor(note: dict[str, Any]) -> torch.Tensor:
+            piece = catalog.extra_piece(share["file"], f"{share['key']}/{note['$tensor']}")
+            empty = torch.empty(piece.box.shape, dtype=DTYPES[piece.dtype])
+            requests.append(Request(note["$tensor"], empty, whole(empty.shape), piece))
+            return empty
+
+        value = decode(share["json"], tensor, catalog.path)
+        read_all(catalog.storage, requests, verify)
+        return value

@@ -1,0 +1,193 @@
+"""How a tensor is cut over the ranks of a mesh, as plain numbers that a file can hold. Pure but for `tiling_of`.
+
+A tiling is a sequence of cuts, the outermost first: "the ranks along this mesh axis cut what they have along this dim",
+each by the rule of `torch.chunk`. It says who holds what without a table of ranks and chunks, so a manifest stays small
+and a reader finds the owners of what it needs by division, not by search.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fsdp2._torch import local_tensor, shard_dim, split_factor
+from fsdp2.checkpoint.box import Box, whole
+from fsdp2.errors import ArgumentError
+from fsdp2.layout import strides
+
+__all__ = ["Grid", "Tiling", "replicated", "spread_replicas", "tiling_from", "tiling_of"]
+
+# Smaller shards are written by the first of their replicas; larger ones are cut further, so that all replicas write.
+SPREAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a mesh.
+
+    Attributes:
+        shape: its size along each axis.
+        ranks: global ranks, row-major.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def rank_at(self, coordinates: Sequence[int]) -> int:
+        """The rank at a position."""
+        return self.ranks[sum(at * step for at, step in zip(coordinates, strides(self.shape), strict=True))]
+
+    def coordinates(self, rank: int) -> tuple[int, ...] | None:
+        """The position of a rank; None if it is not there."""
+        if rank not in self.ranks:
+            return None
+        index = self.ranks.index(rank)
+        return tuple(index // step % size for step, size in zip(strides(self.shape), self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tensor of `shape` cut over a grid.
+
+    Attributes:
+        cuts: (axis of the grid, dim of the tensor), the outermost cut first. Along axes without a cut all ranks have
+            the same, and those at position 0 count as its owners.
+    """
+
+    shape: tuple[int, ...]
+    grid: Grid
+    cuts: tuple[tuple[int, int], ...] = ()
+
+    def box_at(self, coordinates: Sequence[int]) -> Box:
+        """What the rank at that position of the grid has."""
+        box = whole(self.shape)
+        for axis, dim in self.cuts:
+            box = _chunk(box, dim, self.grid.shape[axis], coordinates[axis])
+        return box
+
+    def box_of(self, rank: int) -> Box | None:
+        """What `rank` has; None if it is not of the grid."""
+        coordinates = self.grid.coordinates(rank)
+        return None if coordinates is None else self.box_at(coordinates)
+
+    def owns(self, rank: int) -> bool:
+        """Whether `rank` is the one that writes its box."""
+        coordinates = self.grid.coordinates(rank)
+        cut = {axis for axis, _ in self.cuts}
+        return coordinates is not None and all(axis in cut or not at for axis, at in enumerate(coordinates))
+
+    def owners(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """(rank, its box) of all owners whose boxes meet `wanted`: work in proportion to their number."""
+        yield from self._owners(wanted, whole(self.shape), 0, [0] * len(self.grid.shape))
+
+    def _owners(self, wanted: Box, box: Box, depth: int, coordinates: list[int]) -> Iterator[tuple[int, Box]]:
+        if depth == len(self.cuts):
+            if box.intersect(wanted) is not None:
+                yield self.grid.rank_at(coordinates), box
+            return
+        axis, dim = self.cuts[depth]
+        parts = self.grid.shape[axis]
+        size = -(-box.shape[dim] // parts)
+        if not size:
+            return
+        low, high = wanted.start[dim] - box.start[dim], wanted.end[dim] - box.start[dim]
+        for index in range(max(low, 0) // size, min(-(-high // size), parts)):
+            coordinates[axis] = index
+            yield from self._owners(wanted, _chunk(box, dim, parts, index), depth + 1, coordinates)
+        coordinates[axis] = 0
+
+
+def _chunk(box: Box, dim: int, parts: int, index: int) -> Box:
+    size = box.shape[dim]
+    chunk = -(-size // parts)
+    low, high = min(index * chunk, size), min((index + 1) * chunk, size)
+    start = (*box.start[:dim], box.start[dim] + low, *box.start[dim + 1 :])
+    return Box(start, (*box.shape[:dim], high - low, *box.shape[dim + 1 :]))
+
+
+def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Tiling:
+    """A tensor that all of these ranks have whole."""
+    return Tiling(tuple(shape), Grid((len(ranks),), tuple(ranks)))
+
+
+def tiling_of(tensor: DTensor, name: str) -> Tiling:
+    """The tiling of a DTensor, from its mesh and placements; nothing is communicated.
+
+    Raises:
+        ArgumentError: see `tiling_from`; or the local tensor has another shape than the placements say.
+    """
+    mesh = tensor.device_mesh
+    tiling = tiling_from(mesh, tensor.placements, tensor.shape, name)
+    coordinates = mesh.get_coordinate()
+    local = tuple(local_tensor(tensor).shape)
+    if coordinates is not None and tiling.box_at(coordinates).shape != local:
+        raise ArgumentError(
+            f"'{name}': the local tensor has shape {local}, but a tensor of shape {tuple(tensor.shape)} with "
+            f"placements "
+            f"{tensor.placements} has {tiling.box_at(coordinates).shape} there. Make DTensors whose shards follow "
+            "torch.chunk."
+        )
+    return tiling
+
+
+def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], name: str) -> Tiling:
+    """The tiling that placements on a mesh mean.
+
+    Raises:
+        ArgumentError: a placement that is neither a shard nor a replica (a partial sum has no values to save).
+    """
+    cuts: list[tuple[int, int]] = []
+    later: list[tuple[int, tuple[int, int]]] = []  # cuts that come after others on the same dim: (how many parts, cut)
+    for axis, placement in enumerate(placements):
+        if placement.is_replicate():
+            continue
+        factor = split_factor(placement)
+        if factor is None:
+            raise ArgumentError(
+                f"'{name}': a checkpoint holds values, and a tensor with placement {placement} has none that one rank "
+                "knows. Redistribute it to shards or replicas first."
+            )
+        cut = (axis, shard_dim(placement) % len(shape))
+        if factor > 1:
+            later.append((factor, cut))
+        else:
+            cuts.append(cut)
+            later = _release(cuts, later, mesh.shape)
+    if later:
+        raise ArgumentError(f"'{name}': cannot tell the order of the shards of placements {tuple(placements)}")
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Tiling(tuple(shape), Grid(tuple(mesh.shape), ranks), tuple(cuts))
+
+
+def _release(
+    cuts: list[tuple[int, int]], later: list[tuple[int, tuple[int, int]]], sizes: Sequence[int]
+) -> list[tuple[int, tuple[int, int]]]:
+    """Append the postponed cuts whose outer cuts are all there now (`_StridedShard`: its split factor is the number of
+    parts that axes further right make first); the rest."""
+    rest = []
+    for factor, cut in reversed(later):
+        parts = prod(sizes[axis] for axis, dim in cuts if dim == cut[1] and axis > cut[0])
+        if parts == factor:
+            cuts.append(cut)
+        else:
+            rest.append((factor, cut))
+    return rest[::-1]
+
+
+def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
+    """The same with every axis of replicas cut too, if the shards are large: each replica then owns some of the rows.
+    No rank has to be asked, so nobody is."""
+    cut_axes = {axis for axis, _ in tiling.cuts}
+    free = [axis for axis in range(len(tiling.grid.shape)) if axis not in cut_axes and tiling.grid.shape[axis] > 1]
+    sizes = list(tiling.box_at((0,) * len(tiling.grid.shape)).shape)
+    if not free or prod(sizes) * itemsize < SPREAD_BYTES:
+        return tiling
+    cuts = list(tiling.cuts)
+    for axis in free:
+        parts = tiling.grid.shape[axis]
+        dim = next((dim for dim, size in enumerate(sizes) if size >= parts), sizes.index(max(sizes)))
+        sizes[dim] = -(-sizes[dim] // parts)
+        cuts.append((axis, dim))
+    return Tiling(tiling.shape, tiling.grid, tuple(cuts))

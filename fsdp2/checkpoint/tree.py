@@ -1,0 +1,98 @@
+"""Nested state (of a data loader, an optimizer, a user) as JSON, with its tensors apart. No code is ever stored. Pure.
+
+JSON values are themselves. What JSON cannot say is an object with the one key that names its kind::
+
+    {"$tensor": name, ...}   a tensor, stored elsewhere under that name
+    {"$float": "nan"}        also "inf", "-inf"
+    {"$tuple": [...]}        {"$bytes": base64}
+    {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
+"""
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from fsdp2.errors import ArgumentError, CorruptError
+
+__all__ = ["Leaf", "decode", "encode"]
+
+# Given a tensor and its path in the tree: what stands for it in the JSON, besides its name.
+Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
+
+
+def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
+    """JSON for `value`.
+
+    Args:
+        leaf: is called for each tensor with its path (``"epoch/indices"``) and returns what to note of it.
+        where: whose state that is, for messages.
+
+    Raises:
+        ArgumentError: something in it is neither a tensor, nor plain data.
+    """
+
+    def inner(key: object, item: Any) -> Any:
+        part = quote(str(key), safe="").replace(".", "%2E")
+        return encode(item, leaf, where, f"{path}/{part}" if path else part)
+
+    if value is None or isinstance(value, (bool, int, str)):
+        # Subclasses (enums, numpy's bool) would come back as something else.
+        if type(value) in (type(None), bool, int, str):
+            return value
+    elif isinstance(value, torch.Tensor):
+        return {"$tensor": path, **leaf(path, value)}
+    elif type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    elif isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    elif type(value) is list:
+        return [inner(index, item) for index, item in enumerate(value)]
+    elif isinstance(value, tuple):
+        return {"$tuple": [inner(index, item) for index, item in enumerate(value)]}
+    elif isinstance(value, Mapping):
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: inner(key, item) for key, item in value.items()}
+        return {"$dict": [[encode(key, leaf, where, path), inner(key, item)] for key, item in value.items()]}
+    at = f" at '{path}'" if path else ""
+    raise ArgumentError(
+        f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, lists, tuples and dicts of them, and got "
+        f"{type(value).__module__}.{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
+    )
+
+
+def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> Any:
+    """What `encode` was given.
+
+    Args:
+        tensor: is called with the note of each tensor.
+        where: the file, for messages.
+
+    Raises:
+        CorruptError: it is not what `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor, where) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next((key for key in value if key.startswith("$")), None)
+    if kind is None:
+        return {key: decode(item, tensor, where) for key, item in value.items()}
+    content = value[kind]
+    try:
+        if kind == "$tensor":
+            return tensor(value)
+        if kind == "$float":
+            return float(content)
+        if kind == "$bytes":
+            return base64.b64decode(content, validate=True)
+        if kind == "$tuple":
+            return tuple(decode(item, tensor, where) for item in content)
+        if kind == "$dict":
+            return {decode(key, tensor, where): decode(item, tensor, where) for key, item in content}
+    except (TypeError, ValueError) as error:
+        raise CorruptError(f"{where}: {kind} with {str(content)[:80]!r} ({error})") from error
+    raise CorruptError(f"{where}: unknown kind of value {kind[:80]!r}")

@@ -1,0 +1,180 @@
+"""Write planned files: bytes, their checksums, then the header. Layer: checkpoint.
+
+The header comes last, so a file that was cut off in between begins with zeros and is no safetensors file for anybody. A
+storage that only writes in order needs the checksums first, so there the values are read twice.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.checkpoint.checksum import BLOCK, Checksum
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.files import Piece, PlannedFile, Sums, Written
+from fsdp2.checkpoint.memory import blocks_of
+from fsdp2.checkpoint.storage import Storage, Writer
+
+__all__ = ["write_files"]
+
+THREADS = 4
+BATCH = 8 * BLOCK  # bytes that a thread checks and writes at a time
+
+
+def write_files(
+    storage: Storage,
+    folder: str,
+    files: Sequence[PlannedFile],
+    checksum: Checksum,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Written]:
+    """Write this rank's part of all files, several threads at once; return when they are durable.
+
+    Args:
+        progress: is called with the bytes that have just been written, from several threads.
+
+    Raises:
+        OSError: the disk is full, or not writable. What was written of the file at hand is closed, not removed.
+    """
+    if storage.sequential:
+        return [_write_in_order(storage, folder, file, checksum, progress) for file in files]
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="fsdp2-write") as pool:
+        return [_write(storage, folder, file, checksum, progress, pool) for file in files]
+
+
+def _write(
+    storage: Storage,
+    folder: str,
+    file: PlannedFile,
+    checksum: Checksum,
+    progress: Callable[[int], None],
+    pool: ThreadPoolExecutor,
+) -> Written:
+    path = storage.join(folder, file.name)
+    writer = storage.join_file(path, file.size) if file.shared else storage.write_file(path, file.size)
+    try:
+        futures = [pool.submit(_write_batch, writer, batch, checksum, progress) for batch in _batches(file)]
+        sums = _collect(futures)
+        crc = None
+        if file.header is not None:
+            header = file.header(sums)
+            assert len(header) == file.header_bytes
+            writer.write(0, [memoryview(header)])
+            crc = _crc_of_header(header)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return Written(file.name, file.size, crc, sums)
+
+
+def _collect(futures: Sequence[Future[Sums]]) -> Sums:
+    """The checksums of all batches, in order; after an error no batch is still writing."""
+    try:
+        sums: Sums = {}
+        for future in futures:
+            for name, blocks in future.result().items():
+                sums.setdefault(name, []).extend(blocks)
+        return sums
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        for future in futures:
+            if not future.cancelled():
+                future.exception()
+        raise
+
+
+# Of one piece: its container's offset, the container, the piece, and a range of the piece's bytes.
+Part = tuple[int, Box, Piece, int, int]
+
+
+def _batches(file: PlannedFile) -> Iterator[list[Part]]:
+    """The pieces of a file in lots of about `BATCH` bytes; large pieces in several lots."""
+    lot: list[Part] = []
+    filled = 0
+    for offset, container, piece in file.pieces:
+        start = 0
+        while True:
+            end = min(piece.nbytes, start + BATCH)
+            lot.append((offset, container, piece, start, end))
+            filled += end - start
+            if filled >= BATCH:
+                yield lot
+                lot, filled = [], 0
+            start = end
+            if start >= piece.nbytes:
+                break
+    if lot:
+        yield lot
+
+
+def _write_batch(writer: Writer, lot: Sequence[Part], checksum: Checksum, progress: Callable[[int], None]) -> Sums:
+    """Check and write a lot. Views of plain memory that follow each other in the file become one write."""
+    sums: Sums = {}
+    run: list[memoryview] = []
+    begin = end = 0
+    for offset, container, piece, first, last in lot:
+        blocks = sums.setdefault(piece.name, [])
+        at = first
+        for view, lasting in blocks_of(piece.values, first, last, BLOCK):
+            blocks.append(checksum(view))
+            for place, part in _places(offset, container, piece, at, view):
+                if place != end:
+                    writer.write(begin, run)
+                    run, begin = [], place
+                run.append(part)
+                end = place + part.nbytes
+            at += view.nbytes
+            if not lasting:
+                writer.write(begin, run)
+                run, begin = [], end
+    writer.write(begin, run)
+    progress(sum(last - first for *_, first, last in lot))
+    return sums
+
+
+def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Where in the file the bytes of a view go which begins at byte `at` of the piece."""
+    itemsize = ITEMSIZES[piece.dtype]
+    within = piece.box.within(container)
+    place = flat_range(within, container.shape)
+    if place is not None:
+        yield offset + place[0] * itemsize + at, view
+        return
+    filled = 0
+    first = at // itemsize
+    for box in boxes_of_flat_range(piece.box.shape, first, first + view.nbytes // itemsize):
+        moved = Box(tuple(a + b for a, b in zip(box.start, within.start, strict=True)), box.shape)
+        for low, high in moved.runs(container.shape):
+            size = (high - low) * itemsize
+            yield offset + low * itemsize, view[filled : filled + size]
+            filled += size
+
+
+def _write_in_order(
+    storage: Storage, folder: str, file: PlannedFile, checksum: Checksum, progress: Callable[[int], None]
+) -> Written:
+    sums: Sums = {piece.name: [] for _, _, piece in file.pieces}
+    for _, _, piece in file.pieces:
+        sums[piece.name].extend(checksum(view) for view, _ in blocks_of(piece.values, 0, piece.nbytes, BLOCK))
+    assert file.header is not None and not file.shared
+    header = file.header(sums)
+    writer = storage.write_file(storage.join(folder, file.name), file.size)
+    try:
+        writer.write(0, [memoryview(header)])
+        at = len(header)
+        for _, _, piece in file.pieces:
+            for view, _ in blocks_of(piece.values, 0, piece.nbytes, BLOCK):
+                writer.write(at, [view])
+                at += view.nbytes
+            progress(piece.nbytes)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    return Written(file.name, file.size, _crc_of_header(header), sums)
+
+
+def _crc_of_header(header: bytes) -> str:
+    return f"{zlib.crc32(header):08x}"
