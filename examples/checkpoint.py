@@ -1,39 +1,40 @@
-"""Sharded checkpoints of a training run, by plain `torch.distributed.checkpoint`.
+"""Sharded checkpoints of a training run, by `fsdp2.checkpoint`.
 
 Imported by `train_lm.py`. In a run's folder:
 
-    checkpoints/step-000200/__0_0.distcp ...   one file per rank: its shards of the weights and optimizer states
-    checkpoints/step-000200/.metadata          where each tensor lies in those files
-    checkpoints/step-000200/run.json           step, model config, options: readable without loading anything
-    checkpoints/.step-000400.partial/          a save that is under way, or was cut off; never loaded
+    checkpoints/step-00000200/model-rank-00000-of-00002.safetensors ...   one file a rank: its shards of the weights
+    checkpoints/step-00000200/optimizer-rank-...                          and of the optimizer's state
+    checkpoints/step-00000200/extra-rank-...                              random numbers
+    checkpoints/step-00000200/checkpoint.json                             what is where; step, model config, options
+    checkpoints/.tmp-step-00000400-.../                                   a save that is under way, or was cut off
 
-A folder gets its final name by a rename after all ranks have written, so whatever has such a name is complete, and an
-interrupted save leaves the previous checkpoint as it was. A checkpoint can be loaded at another world size.
+A folder gets its final name when all ranks have written, so an interrupted save leaves the previous checkpoint as it
+was. A checkpoint can be loaded by another number of ranks. `python -m fsdp2.checkpoint describe FOLDER` shows what is
+inside.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from model import LMConfig
 from runtime import UsageError
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from fsdp2.checkpoint import RandomState, SaveHandle, latest, prune
+from fsdp2.checkpoint import load as load_checkpoint
+from fsdp2.checkpoint import save as save_checkpoint
+from fsdp2.errors import CheckpointError
 
 FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint on disk and what its run.json says."""
+    """A complete checkpoint on disk and what it says of the run that wrote it."""
 
     path: Path
     step: int
@@ -41,44 +42,37 @@ class Saved:
     run: dict[str, Any]
 
 
-def save(run_folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Path:
-    """Write a checkpoint of `saved["step"]` steps and return its folder. Collective."""
-    final = run_folder / FOLDER / f"step-{saved['step']:06d}"
-    partial = final.with_name(f".{final.name}.partial")
-    leads = dist.get_rank() == 0
-    if leads:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
-    dist.barrier()
-    if leads:
-        (partial / "run.json").write_text(json.dumps(saved, indent=1))
-        replaced = final.with_name(f".{final.name}.replaced")
-        if final.exists():  # a run that was resumed from an earlier step has come here a second time
-            final.rename(replaced)
-        partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    dist.barrier()
-    return final
+def save(run_folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> SaveHandle:
+    """Begin a checkpoint of `about["step"]` steps: the shards are copied, then written in the background. Every rank
+    calls this; none waits for the others."""
+    return save_checkpoint(
+        run_folder / FOLDER,
+        model=model,
+        optimizer=optimizer,
+        extra={"about": about, "random": RandomState()},
+        step=about["step"],
+        async_op=True,
+        overwrite=True,  # a run that was resumed from an earlier step comes here a second time
+    )
+
+
+def forget_old(run_folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints; 0 keeps all. Rank 0 calls this when no save is under way."""
+    if keep:
+        prune(run_folder / FOLDER, keep)
 
 
 def find(path: Path) -> Saved:
-    """The checkpoint at `path`, or the newest complete one of the run in the folder `path`."""
-    candidates = [path] if (path / "run.json").is_file() else sorted((path / FOLDER).glob("step-*"), reverse=True)
-    for folder in candidates:
-        if (folder / ".metadata").is_file() and (folder / "run.json").is_file():
-            return _read(folder)
-    raise UsageError(f"no complete checkpoint in {path}")
-
-
-def _read(folder: Path) -> Saved:
+    """The checkpoint at `path`, or the newest complete one of the run in the folder `path`. Every rank calls this."""
+    folder = latest(path / FOLDER) or str(path)
     try:
-        content = json.loads((folder / "run.json").read_text())
-        return Saved(folder, int(content["step"]), dict(content["model"]), dict(content["run"]))
+        found = load_checkpoint(folder)
+        about = found.extra["about"]
+        return Saved(Path(folder), int(about["step"]), dict(about["model"]), dict(about["run"]))
+    except CheckpointError as error:
+        raise UsageError(f"no complete checkpoint in {path} ({error})") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{folder / 'run.json'} does not describe a checkpoint of this program ({error})") from error
+        raise UsageError(f"{folder} is not a checkpoint of this program ({error!r})") from error
 
 
 def check_same_model(saved: Saved, config: LMConfig) -> None:
@@ -94,7 +88,5 @@ def check_same_model(saved: Saved, config: LMConfig) -> None:
 
 
 def load(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the shards of this rank into `model` and `optimizer`. Collective."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    load_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=saved.path)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    """Load the shards of this rank into `model` and `optimizer`, and the random numbers. Every rank calls this."""
+    load_checkpoint(saved.path, model=model, optimizer=optimizer, extra={"random": RandomState()})

@@ -48,6 +48,7 @@ class Options:
     eval_every: int
     eval_batches: int
     save_every: int
+    keep: int
     sample_bytes: int
 
     def model(self) -> LMConfig:
@@ -168,5 +169,6 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--eval-every", type=_count_or_zero, default=100, help="steps between validations; 0: at the end alone")
     add("--eval-batches", type=_count, default=8, help="batches per rank in a validation")
     add("--save-every", type=_count_or_zero, default=200, help="steps between checkpoints; 0: at the end alone")
+    add("--keep", type=_count_or_zero, default=0, help="how many of the newest checkpoints stay; 0: all")
     add("--sample-bytes", type=_count_or_zero, default=200, help="length of the text generated at the end")
     return parser

@@ -1,6 +1,6 @@
 """The folder of a run, before training starts: which checkpoint to go on from, and room for the new files.
 
-Imported by `train_lm.py`; called on rank 0 alone.
+Imported by `train_lm.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from runtime import UsageError
 
 
 def find_checkpoint(options: Options) -> checkpoint.Saved | None:
-    """The checkpoint that `--resume` asks for, checked against this run before anything of it is loaded."""
+    """The checkpoint that `--resume` asks for, checked against this run before any tensor is loaded. Every rank
+    calls."""
     if options.resume is None:
         return None
     saved = checkpoint.find(options.resume)
@@ -28,7 +29,8 @@ def find_checkpoint(options: Options) -> checkpoint.Saved | None:
 
 
 def prepare_folder(out: Path, saved: checkpoint.Saved | None) -> None:
-    """Create `out`; files of another run in it move to a subfolder, since two runs' checkpoints must never mix."""
+    """Create `out`; files of another run in it move to a subfolder, since two runs' checkpoints must never mix. On rank
+    0 alone."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         goes_on_here = saved is not None and saved.path.parent.resolve() == (out / checkpoint.FOLDER).resolve()

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
+from fsdp2.checkpoint import SaveHandle
 
 PROMPT = b"def "
 
@@ -61,7 +62,7 @@ def main() -> NoReturn:
         options = on_every_rank(lambda: parse_options(sys.argv[1:], world.size))
         device = on_every_rank(lambda: choose_device(options.device, world))
         corpus = on_every_rank(lambda: load_corpus(options.data, options.seq_len))
-        saved = on_rank_zero(lambda: find_checkpoint(options))
+        saved = on_every_rank(lambda: find_checkpoint(options))
         on_rank_zero(lambda: prepare_folder(options.out, saved))
     except UsageError as error:
         leave(world, error)
@@ -84,7 +85,8 @@ class Job:
         if saved is not None:
             checkpoint.load(saved, self.model, self.optimizer)
         self.first_step = self.saved_step = saved.step if saved is not None else 0
-        self.newest = saved.path if saved is not None else None
+        self.newest = str(saved.path) if saved is not None else None
+        self.pending: SaveHandle | None = None
         self.plan = BatchPlan(
             options.seq_len, options.batch_size, options.grad_accum, world.rank, world.size, options.seed
         )
@@ -107,6 +109,7 @@ class Job:
             if step == options.steps:
                 self.validate(step)
             self.save(step)
+            self.finish_save()
         if self.world.leads:
             report.note(f"loss curve: {plot_losses(options.out)}")
         if step < options.steps:
@@ -184,10 +187,19 @@ class Job:
     def save(self, step: int) -> None:
         if step == self.saved_step:
             return
+        self.finish_save()
         about = {"step": step, "model": asdict(self.options.model()), "run": self.fingerprint}
-        self.newest = checkpoint.save(self.options.out, self.model, self.optimizer, about)
+        self.pending = checkpoint.save(self.options.out, self.model, self.optimizer, about)
         self.saved_step = step
-        self.report.note(f"step {step:>5}  saved {self.newest}")
+        self.report.note(f"step {step:>5}  saving {self.pending.folder}")
+
+    def finish_save(self) -> None:
+        """Wait for the checkpoint that is being written; only then may older ones go."""
+        if self.pending is not None:
+            self.newest = self.pending.wait()
+            self.pending = None
+            if self.world.leads:
+                checkpoint.forget_old(self.options.out, self.options.keep)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:

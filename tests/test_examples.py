@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -81,8 +82,19 @@ def metrics(folder: Path, key: str) -> dict[int, float]:
 
 
 def shards(folder: Path, step: int) -> dict[str, bytes]:
-    """The contents of a checkpoint's tensor files, one per rank."""
-    return {path.name: path.read_bytes() for path in (folder / f"checkpoints/step-{step:06d}").glob("*.distcp")}
+    """The tensors of a checkpoint, those of each rank: weights and optimizer state. (Not the random numbers, which the
+    job does not seed.)"""
+    return {
+        f"{path.name}: {name}": tensor.numpy().tobytes()
+        for path in (folder / f"checkpoints/step-{step:08d}").glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if not path.name.startswith("extra")
+    }
+
+
+def ranks_of(tensors: dict[str, bytes]) -> set[str]:
+    """The ranks that have weights among the tensors of a checkpoint."""
+    return {name.split("-")[2] for name in tensors if name.startswith("model-rank-")}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +115,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     seen = ""
     for line in process.stdout:
         seen += line
-        if "saved" in line:
+        if "saving" in line:
             process.send_signal(signal.SIGINT)
             break
     watchdog.cancel()
@@ -112,13 +124,31 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
 
 
 @pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The same command, all of whose processes are killed while the second checkpoint is being written, gone on from
+    the newest one that is complete."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(command("train_lm.py", *TINY, *TEXT, "--out", folder))
+    assert process.stdout is not None
+    watchdog = threading.Timer(TIMEOUT_SECONDS, process.terminate)
+    watchdog.start()
+    for line in process.stdout:
+        if f"saving {folder}/checkpoints/step-{2 * SAVE_EVERY:08d}" in line.replace("\n", ""):
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+    watchdog.cancel()
+    process.communicate()
+    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
+
+
+@pytest.fixture(scope="module")
 def resumed(stopped: tuple[Path, Finished]) -> tuple[Path, Finished]:
     """The stopped run, gone on from its newest checkpoint, with the remains of an interrupted save beside that."""
     folder, _ = stopped
-    partial = folder / "checkpoints" / ".step-000119.partial"
+    partial = folder / "checkpoints" / f".tmp-step-{STEPS:08d}-0123456789ab"
     partial.mkdir()
-    (partial / "__0_0.distcp").write_bytes(b"cut off")
-    (folder / "checkpoints" / "step-000119").mkdir()  # nor is a folder complete because of its name
+    (partial / "model-rank-00000-of-00002.safetensors").write_bytes(b"cut off")
+    (folder / "checkpoints" / "step-00000119").mkdir()  # nor is a folder complete because of its name
     return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
 
 
@@ -148,8 +178,8 @@ def test_metrics_plot_and_checkpoints_are_written(whole: tuple[Path, Finished]) 
         assert all(value > 0 for value in metrics(folder, key).values())
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == [f"step-{step:06d}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
-    assert len(shards(folder, STEPS)) == 2
+    assert names == [f"step-{step:08d}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+    assert ranks_of(shards(folder, STEPS)) == {"00000", "00001"}
 
 
 def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
@@ -165,8 +195,9 @@ def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, F
 
 def test_all_sharding_options_together(tmp_path: Path) -> None:
     options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, *options.split())
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, *options.split(), "--save-every", "5", "--keep", "2")
     assert job.status == 0, job.errors
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000015", "step-00000020"]
     assert metrics(tmp_path, "valid_loss")[20] < 4.0
 
 
@@ -179,8 +210,8 @@ def test_sigint_ends_all_ranks_with_a_checkpoint(stopped: tuple[Path, Finished])
     assert found is not None, job.output
     step, newest = int(found[1]), Path(found[2])
     assert SAVE_EVERY <= step < STEPS
-    assert newest == folder / "checkpoints" / f"step-{step:06d}"
-    assert (newest / ".metadata").is_file()
+    assert newest == folder / "checkpoints" / f"step-{step:08d}"
+    assert (newest / "checkpoint.json").is_file()
 
 
 def test_one_seed_gives_bit_identical_checkpoints(whole: tuple[Path, Finished], stopped: tuple[Path, Finished]) -> None:
@@ -193,8 +224,19 @@ def test_resuming_ends_in_the_parameters_of_an_uninterrupted_run(
     folder, job = resumed
     assert job.status == 0, job.errors
     assert "going on from" in job.output and "note:" not in job.output
-    assert len(shards(folder, STEPS)) == 2
+    assert ranks_of(shards(folder, STEPS)) == {"00000", "00001"}
     assert shards(folder, STEPS) == shards(whole[0], STEPS)
+    assert not list((folder / "checkpoints").glob(".tmp-*"))  # a later save of that step swept the dead one
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    whole: tuple[Path, Finished], killed: tuple[Path, Finished]
+) -> None:
+    folder, job = killed
+    assert job.status == 0, job.errors
+    assert re.search(r"going on from .*step-000000(2|4)0", job.output.replace("\n", ""))
+    assert shards(folder, STEPS) == shards(whole[0], STEPS)  # to the last bit
+    assert metrics(folder, "loss") == metrics(whole[0], "loss")
 
 
 def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resumed: tuple[Path, Finished]) -> None:

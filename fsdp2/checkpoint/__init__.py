@@ -2,8 +2,8 @@
 
 from fsdp2.checkpoint.background import SaveHandle
 from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
-from fsdp2.checkpoint.folders import checkpoints, latest, prune
 from fsdp2.checkpoint.loading import Loaded, load
+from fsdp2.checkpoint.retention import checkpoints, latest, prune
 from fsdp2.checkpoint.saving import save
 
 __all__ = [

@@ -8,8 +8,8 @@ store.
 
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -52,12 +52,14 @@ class Agreement:
         name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
         _begun[name] += 1
         store = store_of(group)
-        self._store = local_store() if store is None or world.size == 1 else store.clone()
         self._alive = store  # rank 0's also is the server, which must not go while another thread needs it
         self._prefix = f"fsdp2/checkpoint/{name}/{_begun[name]}"
         self._purpose = purpose
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
+        with self._explained():
+            self._store = local_store() if store is None or world.size == 1 else store.clone()
+            self._store.set_timeout(self._timeout)
 
     def nonce(self) -> str:
         """A random word, the same on all ranks."""
@@ -65,26 +67,47 @@ class Agreement:
 
     def claim(self, key: str, value: str) -> str:
         """The value that the first rank gave for `key`."""
-        return str(self._store.compare_set(f"{self._prefix}/{key}", "", value).decode())
+        with self._explained():
+            text = value.encode(errors="backslashreplace").decode()
+            return str(self._store.compare_set(f"{self._prefix}/{key}", "", text).decode())
 
     def get(self, key: str) -> str:
         """A value that some rank claimed."""
-        return str(self._store.get(f"{self._prefix}/{key}").decode())
+        with self._explained():
+            return str(self._store.get(f"{self._prefix}/{key}").decode())
 
-    def forget(self, key: str) -> None:
-        """Delete a claimed value that nobody needs any more."""
-        self._store.delete_key(f"{self._prefix}/{key}")
+    def forget(self, *keys: str) -> None:
+        """Delete claimed values that nobody needs any more. Never raises: the work counts already."""
+        with suppress(RuntimeError):
+            for key in keys:
+                self._store.delete_key(f"{self._prefix}/{key}")
 
     def report(self, record: str) -> bool:
-        """This rank has done its part. Whether it is the last one, which then makes it count: `decide`,
-        the work, `finish`."""
-        self._store.set(f"{self._prefix}/rank/{self._world.rank}", record)
-        return bool(self._store.add(f"{self._prefix}/count", 1) == self._world.size)
+        """This rank has done its part. Whether it is the last one, which then makes it count: `decide`, the work,
+        `finish`."""
+        with self._explained():
+            self._store.set(f"{self._prefix}/rank/{self._world.rank}", record)
+            return bool(self._store.add(f"{self._prefix}/count", 1) == self._world.size)
 
     def records(self) -> list[str]:
         """What each rank reported, in the order of ranks; for the last one."""
-        keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.size)]
-        return [record.decode() for record in self._store.multi_get(keys)]
+        with self._explained():
+            keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.size)]
+            return [record.decode() for record in self._store.multi_get(keys)]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Errors of the store, in words: its DistStoreError and DistNetworkError are RuntimeErrors."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self._purpose}: the store that connects the ranks does not answer; the process that has it "
+                f"(rank 0, or "
+                f"torchrun) may have died ({error})"
+            ) from error
 
     def decide(self) -> None:
         """For the last one, before it makes the work count: from here on nobody can abandon it.
@@ -106,17 +129,15 @@ class Agreement:
         Returns:
             whether it is certain that the work will not count.
         """
-        try:
-            certain = self.claim("decision", "stop") == "stop"
-            if certain:
-                self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
-        except RuntimeError:
-            return False
-        return certain
+        with suppress(CheckpointError):
+            if self.claim("decision", "stop") == "stop":
+                self.fail(error)
+                return True
+        return False
 
     def fail(self, error: BaseException) -> None:
-        """The last one failed after it had decided."""
-        with suppress(RuntimeError):
+        """Make an error the outcome, if there is none yet. Never raises."""
+        with suppress(CheckpointError):
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
 
     def wait(self) -> None:
@@ -128,20 +149,18 @@ class Agreement:
         key = f"{self._prefix}/outcome"
         try:
             self._store.wait([key], self._timeout)
-            outcome = self._store.get(key).decode()
-            self._store.delete_key(f"{self._prefix}/rank/{self._world.rank}")
-        except RuntimeError as error:  # DistStoreError and DistNetworkError are RuntimeErrors
+        except RuntimeError as error:
             raise CheckpointError(f"{self._purpose}: {self._absent()}") from error
+        outcome = self.get("outcome")
+        self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
             raise CheckpointError(f"{self._purpose} failed: {outcome}")
 
     def _absent(self) -> str:
         """Who has not reported, in words."""
         seconds = f"within {self._timeout.total_seconds():g} s"
-        try:
+        with self._explained():
             arrived = [rank for rank in range(self._world.size) if self._has_reported(rank)]
-        except RuntimeError as error:
-            return f"the store that connects the ranks is gone ({error}); its process may have died"
         missing = sorted(set(range(self._world.size)) - set(arrived))
         if not missing:
             return f"all ranks have done their part, but the last one did not finish the work {seconds}"

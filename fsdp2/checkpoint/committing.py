@@ -2,6 +2,7 @@
 checkpoint."""
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -10,23 +11,19 @@ from typing import Any
 
 from fsdp2.checkpoint.agreement import Agreement
 from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import replace_folder, sweep
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, FSDPError
 
-__all__ = ["commit", "id_of"]
-
-Homes = Mapping[str, Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]]
+__all__ = ["commit", "huggingface_index", "id_of"]
 
 
-def commit(
-    storage: Storage, work: str, path: str, head: Mapping[str, Any], homes: Homes, agreement: Agreement, overwrite: bool
-) -> None:
+def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
     """Make the folder `work` the checkpoint `path`. All ranks have reported; one calls this.
 
     Args:
-        head: id, step, world and checksum, for the manifest.
         homes: for consolidated files, which tensors are in which.
 
     Raises:
@@ -34,51 +31,82 @@ def commit(
             shared between machines).
     """
     records = [json.loads(record) for record in agreement.records()]
-    files: dict[str, list[Any]] = {}
-    for record in records:
-        for name, (size, crc) in record["files"].items():
-            files[name] = [size, crc if crc is not None else files.get(name, [size, None])[1]]
+    options = _common_options(records)
+    files = _files(storage, work, records)
+    for section, placed in homes.items():
+        if len(placed) > 1:
+            name, content = f"{section}.safetensors.index.json", huggingface_index(placed)
+            storage.write_all(storage.join(work, name), content)
+            files[name] = [len(content), f"{zlib.crc32(content):08x}"]
     tables: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in enumerate(records):
         tables[record["table"]].append(rank)
+    stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
+    _check_tables(stored)
     body = {
         "format": FORMAT,
-        **head,
+        "id": save_id,
+        "step": options["step"],
+        "world": options["world"],
         "layout": "consolidated" if homes else "ranks",
+        "checksum": options["checksum"],
         "files": files,
-        "tables": [
-            {**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()
-        ],
+        "tables": stored,
         "homes": {
             section: {name: file for file, rows in placed.items() for name, _, _ in rows}
             for section, placed in homes.items()
         },
-        "extra": _extra(records, head["world"]),
+        "extra": _extra(records, options["world"]),
     }
-    _check_tables(body["tables"])
-    for name, (size, _) in files.items():
-        found = storage.size(storage.join(work, name))
-        if found != size:
-            raise CheckpointError(
-                f"{storage.join(work, name)}: rank {_writer_of(name, records)} wrote {size} bytes, and here there are "
-                f"{found if found is not None else 'none'}. All ranks must save to one shared folder."
-            )
-    for section, placed in homes.items():
-        if len(placed) > 1:
-            storage.write_all(storage.join(work, f"{section}.safetensors.index.json"), _index(placed))
     content = Manifest.encode(body)
     agreement.decide()
     try:
         storage.write_all(storage.join(work, MANIFEST), content)
         if storage.renames:
-            replace_folder(storage, work, path, overwrite)
+            replace_folder(storage, work, path, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
         raise
     agreement.finish()
-    for digest in tables:
-        agreement.forget(f"table/{digest}")
-    sweep(storage, path, head["id"])
+    agreement.forget(*(f"table/{digest}" for digest in tables))
+    sweep(storage, path, files)
+
+
+def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What all ranks were asked for, which must be the same."""
+    first: Mapping[str, Any] = records[0]["options"]
+    for rank, record in enumerate(records):
+        for key, value in record["options"].items():
+            if value != first[key]:
+                raise CheckpointError(
+                    f"save: rank 0 has {key}={first[key]!r}, rank {rank} has {value!r}; give all the same"
+                )
+        if record["homes"] != records[0]["homes"]:
+            raise CheckpointError(
+                f"save: ranks 0 and {rank} have different tensors, which consolidated=True cannot store in "
+                f"common files. Save "
+                "without it, then convert: python -m fsdp2.checkpoint convert"
+            )
+    return first
+
+
+def _files(storage: Storage, work: str, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """All files, with size and checksum, each of which is there."""
+    files: dict[str, list[Any]] = {}
+    writers: dict[str, int] = {}
+    for rank, record in enumerate(records):
+        for name, (size, crc) in record["files"].items():
+            files[name] = [size, crc if crc is not None else files.get(name, [size, None])[1]]
+            writers[name] = rank
+    sizes = storage.sizes(work)
+    for name, (size, _) in files.items():
+        found = sizes.get(name)
+        if found != size:
+            raise CheckpointError(
+                f"{storage.join(work, name)}: rank {writers[name]} wrote {size} bytes, and here there are "
+                f"{found if found is not None else 'none'}. All ranks must save to one shared folder."
+            )
+    return files
 
 
 def id_of(storage: Storage, path: str) -> str | None:
@@ -139,11 +167,7 @@ def _shown(row: tuple[Any, ...]) -> str:
     return f"{row[0]} {row[1]} on a mesh of {row[2]['shape']} cut (axis, dim) {row[3]}"
 
 
-def _writer_of(name: str, records: Sequence[Mapping[str, Any]]) -> int:
-    return next(rank for rank, record in enumerate(records) if name in record["files"])
-
-
-def _index(placed: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]) -> bytes:
+def huggingface_index(placed: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]) -> bytes:
     """Hugging Face's index of sharded weights."""
     rows = [(name, dtype, shape, file) for file, tensors in placed.items() for name, dtype, shape in tensors]
     total = sum(prod(shape) * ITEMSIZES[dtype] for _, dtype, shape, _ in rows)

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.box import Box, whole
-from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
+from fsdp2.checkpoint.checksum import ALGORITHMS, BLOCK, num_blocks
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, encode_header
-from fsdp2.checkpoint.memory import part_of
+from fsdp2.checkpoint.memory import blocks_of, part_of
 from fsdp2.checkpoint.state import Entry
 from fsdp2.checkpoint.tiling import Tiling
 from fsdp2.errors import ArgumentError
 
 __all__ = [
+    "Homes",
     "Piece",
     "PlannedFile",
     "Sums",
@@ -35,6 +36,9 @@ __all__ = [
     "rank_file_name",
     "sums_file_name",
 ]
+
+# Consolidated files: section -> file -> [(name, dtype, shape)] of the tensors in it.
+Homes = dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]
 
 # What is checked of a file by its checksums: name -> one for each block.
 Sums = dict[str, list[str]]
@@ -49,6 +53,8 @@ class Piece:
         box: which part, in coordinates of the whole tensor.
         values: a plain tensor of that shape, on any device.
         shape: of the whole tensor.
+        source: yields bytes ``first..last`` of the values as `blocks_of` does, where these are not in memory (they come
+            from another checkpoint); `values` is a meta tensor then.
     """
 
     name: str
@@ -56,6 +62,13 @@ class Piece:
     box: Box
     values: torch.Tensor
     shape: tuple[int, ...]
+    source: Callable[[int, int], Iterator[tuple[memoryview, bool]]] | None = None
+
+    def blocks(self, first: int, last: int) -> Iterator[tuple[memoryview, bool]]:
+        """Bytes ``first..last`` of the values in blocks; see `blocks_of`."""
+        if self.source is not None:
+            return self.source(first, last)
+        return blocks_of(self.values, first, last, BLOCK)
 
     @property
     def nbytes(self) -> int:

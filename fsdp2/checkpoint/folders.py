@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, which are complete, which go. Layer: checkpoint.
+"""Folders of checkpoints: their names, which are complete, how one takes another's place. Layer: checkpoint.
 
 In the folder of a run::
 
@@ -8,17 +8,32 @@ In the folder of a run::
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Container
 from contextlib import suppress
 
 from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.storage import Folder, Storage, storage_of
-from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
+from fsdp2.checkpoint.storage import Storage
+from fsdp2.errors import ArgumentError, CheckpointError
 
-__all__ = ["checkpoints", "find", "free_name", "latest", "prune", "replace_folder", "step_name", "step_of", "sweep"]
+__all__ = [
+    "discard",
+    "find",
+    "free_name",
+    "is_complete",
+    "left_overs",
+    "old_of",
+    "replace_folder",
+    "step_name",
+    "step_of",
+    "sweep",
+    "work_folder",
+]
 
 STALE_S = 3600.0  # a temporary folder of another run in which nothing has changed for so long is dead
 STEP = re.compile(r"step-(\d+)")
+# Files of a save; a user may put others beside them.
+OURS = re.compile(r"((model|optimizer|extra)-rank-\d+-of-\d+\.safetensors|sums-rank-\d+-of-\d+\.json)(\.part)?")
+LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}")
 
 
 def step_name(step: int) -> str:
@@ -38,6 +53,18 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def work_folder(storage: Storage, path: str, nonce: str) -> str:
+    """Where a save to `path` writes before it counts."""
+    folder, name = storage.split(path)
+    return storage.join(folder, f".tmp-{name}-{nonce}") if storage.renames else path
+
+
+def old_of(name: str) -> str | None:
+    """The checkpoint that was in a folder of this name before it was replaced; None for all other names."""
+    match = LEFT_OVER.fullmatch(name)
+    return match[2] if match and match[1] == "old" else None
+
+
 def is_complete(storage: Storage, path: str) -> bool:
     """Whether a folder is a checkpoint. What that has of damage, reading it will tell."""
     return storage.size(storage.join(path, MANIFEST)) is not None
@@ -52,8 +79,8 @@ def find(storage: Storage, path: str) -> str:
     if is_complete(storage, path):
         return path
     folder, name = storage.split(path)
-    for other in storage.names(folder):
-        if other.startswith(f".old-{name}-") and is_complete(storage, storage.join(folder, other)):
+    for other in storage.names(folder) if storage.renames else ():
+        if old_of(other) == name and is_complete(storage, storage.join(folder, other)):
             return storage.join(folder, other)
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
@@ -65,78 +92,10 @@ def find(storage: Storage, path: str) -> str:
     raise CheckpointError(f"{path}: there is no checkpoint (no {MANIFEST})")
 
 
-def checkpoints(root: Folder) -> list[str]:
-    """The complete checkpoints of a run, oldest step first.
-
-    Args:
-        root: the folder that was given to `save` together with a step.
-    """
-    storage, path = storage_of(root)
-    names = storage.names(path)
-    old = {name.removeprefix(".old-").rsplit("-", 1)[0] for name in names if name.startswith(".old-")}
-    found = []
-    for name in sorted(old | set(names)):
-        step = step_of(name)
-        if step is not None:
-            with suppress(CheckpointError):
-                find(storage, storage.join(path, name))
-                found.append((step, name))
-    return [storage.join(path, name) for _, name in sorted(found)]
-
-
-def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | None:
-    """The newest complete checkpoint of a run, for `load`; None if there is none. No pointer file is trusted.
-
-    Args:
-        root: the folder that was given to `save` together with a step.
-        valid: is called with a folder and raises an error of fsdp2 if it is not good enough (``verify`` reads
-            all of it); then the one before is looked at.
-
-    Example::
-
-        newest = fsdp2.checkpoint.latest("runs/a")
-        if newest is not None:
-            fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
-    """
-    for folder in reversed(checkpoints(root)):
-        try:
-            if valid is not None:
-                valid(folder)
-        except FSDPError:
-            continue
-        return folder
-    return None
-
-
-def prune(root: Folder, keep: int, every: int | None = None) -> list[str]:
-    """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
-
-    Args:
-        keep: how many of the newest stay, at least one.
-        every: checkpoints whose step is a multiple of it stay besides.
-
-    Returns:
-        the folders that were deleted. Each loses its manifest first, so a half deleted one is no checkpoint.
-
-    Raises:
-        ArgumentError: `keep` or `every` is less than one.
-
-    Example::
-
-        if rank == 0:
-            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000)
-    """
-    if keep < 1 or (every is not None and every < 1):
-        raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
-    storage, _ = storage_of(root)
-    gone = []
-    for folder in checkpoints(root)[:-keep]:
-        step = step_of(storage.split(folder)[1])
-        if every is None or step is None or step % every:
-            storage.remove(storage.join(folder, MANIFEST))
-            storage.remove(folder)
-            gone.append(folder)
-    return gone
+def discard(storage: Storage, path: str) -> None:
+    """Delete a checkpoint. Its manifest goes first, so a half deleted one is none."""
+    storage.remove(storage.join(path, MANIFEST))
+    storage.remove(path)
 
 
 def free_name(storage: Storage, path: str, overwrite: bool) -> None:
@@ -145,6 +104,9 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
     Raises:
         CheckpointError: something is there already.
     """
+    kind = storage.kind(path)
+    if kind not in (None, "folder"):
+        raise CheckpointError(f"{path}: is a {kind}; save to a folder that is empty or not there")
     if is_complete(storage, path):
         if not overwrite:
             raise CheckpointError(f"{path}: is a checkpoint already. Save to another folder, or pass overwrite=True.")
@@ -154,39 +116,50 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
         raise CheckpointError(
             f"{path}: has files in it and is no checkpoint; save to a folder that is empty or not there"
         )
-    elif storage.renames and storage.size(path) is not None:
-        raise CheckpointError(f"{path}: is a file; save to a folder that is empty or not there")
 
 
 def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> None:
     """Give the complete folder `work` the name `path`."""
     folder, name = storage.split(path)
-    old = storage.join(folder, f".old-{name}-{storage.split(work)[1].rsplit('-', 1)[1]}")
+    old = storage.join(folder, f".old-{name}-{work.rsplit('-', 1)[1]}")
     if overwrite and is_complete(storage, path):
         storage.rename_folder(path, old)
     storage.rename_folder(work, path)
-    storage.remove(old)
 
 
-def sweep(storage: Storage, path: str, own_id: str) -> list[str]:
-    """After a commit: delete what dead saves left beside `path`. Those of the same name are dead, since it is taken
-    now; others if nothing has happened in them for an hour.
+def left_overs(storage: Storage, folder: str, taken: str | None = None, older_than_s: float = STALE_S) -> list[str]:
+    """Folders of dead saves in the folder of a run: those of the name `taken`, which a save has just been given, and
+    those in which nothing has changed for a while. What was being replaced, and is nowhere else, is none of them.
 
-    Returns:
-        what was deleted.
+    Only names that saves make are looked at.
     """
-    if not storage.renames:
-        return []
-    folder, own = storage.split(path)
-    gone = []
-    for name in storage.names(folder):
-        if not name.startswith((".tmp-", ".old-")) or name.endswith(own_id):
+    found = []
+    for name in storage.names(folder) if storage.renames else ():
+        match = LEFT_OVER.fullmatch(name)
+        if match is None:
             continue
         work = storage.join(folder, name)
-        target = name.split("-", 1)[1].rsplit("-", 1)[0]
-        with suppress(OSError):  # somebody else may be sweeping too; what stays is nobody's checkpoint
-            dead = target == own or storage.age(work) > STALE_S
-            if dead and (name.startswith(".tmp-") or is_complete(storage, storage.join(folder, target))):
-                storage.remove(work)
-                gone.append(work)
-    return gone
+        with suppress(OSError):  # somebody else may be cleaning up too
+            dead = match[2] == taken or storage.age(work) > older_than_s
+            if dead and (match[1] == "tmp" or is_complete(storage, storage.join(folder, match[2]))):
+                found.append(work)
+    return found
+
+
+def sweep(storage: Storage, path: str, files: Container[str]) -> None:
+    """After a commit to `path`: delete what dead saves left beside it (without renames: in it). Never raises: what
+    stays is nobody's checkpoint.
+
+    Args:
+        files: names of the files of the checkpoint.
+    """
+    folder, name = storage.split(path)
+    with suppress(OSError):
+        if storage.renames:
+            dead = left_overs(storage, folder, taken=name)
+        else:
+            names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
+            dead = [storage.join(path, name) for name in names]
+        for work in dead:
+            with suppress(OSError):
+                discard(storage, work)

@@ -17,6 +17,7 @@ from fsdp2.errors import CorruptError
 __all__ = ["MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DEPTH = 100  # of JSON: what walks over it may recurse
 PAGE = 4096
 
 
@@ -144,6 +145,16 @@ def parse_json(text: bytes, file: str) -> Any:
         return result
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
+        content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{file}: not valid JSON ({type(error).__name__}: {error})") from error
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level if isinstance(value, (dict, list)) for item in _items(value)]
+    if level:
+        raise CorruptError(f"{file}: JSON nested more than {MAX_DEPTH} levels deep")
+    return content
+
+
+def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value

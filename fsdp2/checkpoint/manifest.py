@@ -12,6 +12,7 @@ files          name -> [bytes, CRC-32 of its header (of all of it, for JSON)]
 tables         what ranks have, once for all that have the same: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
 extra          key -> list of {"json", "file", "ranks"}: what each rank gave, once for all that gave the same
+extra_world    how many ranks gave it, if not `world`: a conversion changes the one and not the other
 =============  ====================================================================================================
 
 Its size grows with the number of parameters and, apart, with the number of ranks; not with their product: who has which
@@ -22,6 +23,7 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.checksum import ALGORITHMS
@@ -36,6 +38,7 @@ __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "
 FORMAT = "fsdp2/1"
 MANIFEST = "checkpoint.json"
 MAX_MANIFEST_BYTES = 1 << 30
+MAX_WORLD = 1 << 20
 SECTIONS = ("model", "optimizer")
 
 
@@ -56,6 +59,11 @@ class Record:
         """The shape of the whole tensor."""
         return self.tiling.shape
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole tensor in bytes."""
+        return prod(self.shape) * ITEMSIZES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -65,6 +73,7 @@ class Manifest:
         records: section -> name -> record.
         aliases: section -> name -> the name under which its values are stored.
         values: section -> what is no tensor, from each kind of rank.
+        extra_world: how many ranks gave `extra`.
     """
 
     id: str
@@ -78,6 +87,7 @@ class Manifest:
     values: Mapping[str, Sequence[Mapping[str, Any]]]
     homes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    extra_world: int = 0
 
     @staticmethod
     def encode(body: Mapping[str, Any]) -> bytes:
@@ -124,11 +134,18 @@ class Manifest:
         }
         if body["layout"] not in ("ranks", "consolidated") or body["checksum"] not in ALGORITHMS:
             raise CorruptError(f"{file}: layout {body['layout']!r} or checksum {body['checksum']!r} is not known")
-        for shares in body["extra"].values():
+        world, extra_world = _world(body["world"]), _world(body.get("extra_world", body["world"]))
+        for key, shares in body["extra"].items():
             for share in shares:
                 _listed(share["file"], files, file)
+                if (
+                    share["key"] != key
+                    or "json" not in share
+                    or not all(0 <= rank < extra_world for rank in share["ranks"])
+                ):
+                    raise CorruptError(f"{file}: the extra state '{key}' is not in order")
         records: dict[str, dict[str, Record]] = {section: {} for section in SECTIONS}
-        aliases: dict[str, dict[str, str]] = {section: {} for section in SECTIONS}
+        aliases: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
         for table in body["tables"]:
             grids = [Grid(_sizes(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
@@ -138,10 +155,19 @@ class Manifest:
             for section, names in table["aliases"].items():
                 aliases[section].update(names)
             for section, value in table["values"].items():
+                if not isinstance(value, dict):
+                    raise CorruptError(f"{file}: the values of {section} are not in order")
                 values[section].append(value)
+        for section, names in aliases.items():
+            for name, target in names.items():
+                if not isinstance(target, str) or target not in records[section]:
+                    raise CorruptError(f"{file}: '{name}' is an alias of {str(target)[:80]!r}, which is not there")
+        stored = sum(record.nbytes for names in records.values() for record in names.values())
+        if stored > sum(size for size, _ in files.values()):
+            raise CorruptError(f"{file}: describes tensors of {stored} bytes, and all files together are smaller")
         step = None if body["step"] is None else _size(body["step"])
-        fixed = (str(body["id"]), step, _size(body["world"]), body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"])
+        fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world)
 
 
 def table_of(
@@ -196,6 +222,12 @@ def _size(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]!r} is no size")
     return value
+
+
+def _world(value: object) -> int:
+    if not 0 < _size(value) <= MAX_WORLD:
+        raise ValueError(f"{value!r} is no number of ranks")
+    return _size(value)
 
 
 def _sizes(values: Sequence[object]) -> tuple[int, ...]:

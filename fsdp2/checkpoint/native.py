@@ -18,7 +18,7 @@ from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import rank_file_name, sums_file_name
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
-from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.storage import Reader, Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
@@ -124,8 +124,9 @@ class NativeCatalog:
             CorruptError: they are not.
         """
         manifest = read_manifest(storage, path)
+        sizes = storage.sizes(path)
         for name, (size, _) in manifest.files.items():
-            found = storage.size(storage.join(path, name))
+            found = sizes.get(name)
             if found != size:
                 what = "is missing (or a link)" if found is None else f"has {found} bytes"
                 raise CorruptError(f"{storage.join(path, name)}: {what}; the manifest lists {size} bytes")
@@ -161,7 +162,7 @@ class NativeCatalog:
             if self.manifest.layout == "consolidated":
                 yield self._shared_piece(section, name, rank, box, record.dtype)
             else:
-                yield self._own_piece(section, name, rank, box, record.shape)
+                yield self._own_piece(section, name, rank, box, record)
 
     def extra_piece(self, file: str, name: str) -> StoredPiece:
         """A tensor of the extra state, which one rank wrote whole."""
@@ -174,10 +175,12 @@ class NativeCatalog:
     def close(self) -> None:
         """See `Catalog`."""
 
-    def _own_piece(self, section: str, name: str, rank: int, box: Box, shape: tuple[int, ...]) -> StoredPiece:
+    def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
+        dtype, shape = record.dtype, record.shape
         held = self._rank_file(rank_file_name(section, rank, self.manifest.world), rank)
         stored = held.header.tensors.get(name)
-        if stored is None or held.shards.get(name) != [list(shape), list(box.start)] or stored.shape != box.shape:
+        is_it = stored is not None and (stored.dtype, stored.shape) == (dtype, box.shape)
+        if stored is None or not is_it or held.shards.get(name) != [list(shape), list(box.start)]:
             what = "none of it" if stored is None else f"{list(stored.shape)} of [whole, start] {held.shards.get(name)}"
             raise CorruptError(
                 f"{held.path}: should hold rows {list(box.start)}..{list(box.end)} of '{name}' {list(shape)}, "
@@ -215,7 +218,7 @@ class NativeCatalog:
         if file not in self.manifest.files:
             raise CorruptError(f"{path}: is needed, and the manifest does not list it")
         header = read_header(self.storage, path, self.manifest.files[file])
-        about = parse_json(header.metadata.get("fsdp2", "null").encode(), path)
+        about = parse_json(header.metadata.get("fsdp2", "null").encode(errors="surrogatepass"), path)
         if (
             not isinstance(about, dict)
             or not isinstance(about.get("shards"), dict)

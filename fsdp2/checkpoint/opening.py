@@ -1,15 +1,22 @@
 """Which format a folder has. Layer: checkpoint."""
 
-from contextlib import suppress
+from collections.abc import Callable
 
 from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.folders import find
 from fsdp2.checkpoint.huggingface import is_huggingface, open_huggingface
+from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.native import NativeCatalog
 from fsdp2.checkpoint.storage import Storage
-from fsdp2.errors import CheckpointError
 
 __all__ = ["open_catalog"]
+
+# Formats of other libraries: (is it there, read it), looked for in this order.
+FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
+    (is_dcp, open_dcp),
+    (is_huggingface, open_huggingface),
+]
 
 
 def open_catalog(storage: Storage, path: str) -> Catalog:
@@ -19,12 +26,10 @@ def open_catalog(storage: Storage, path: str) -> Catalog:
         CheckpointError: no format that is known here is in it.
         CorruptError: one is, and is damaged.
     """
-    with suppress(CheckpointError):
-        return _open_native(storage, path)
-    if is_huggingface(storage, path):
-        return open_huggingface(storage, path)
-    return _open_native(storage, path)
-
-
-def _open_native(storage: Storage, path: str) -> NativeCatalog:
+    # With a manifest in any condition it is ours: a consolidated checkpoint has the files of Hugging Face too, and must
+    # not be read as such, without checksums, when its manifest is damaged.
+    if MANIFEST not in storage.names(path):
+        for is_there, opened in FOREIGN:
+            if is_there(storage, path):
+                return opened(storage, path)
     return NativeCatalog.open(storage, find(storage, path))

@@ -20,14 +20,17 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checkpoint.catalog import StoredTensorInfo
-from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.state import Entry, State, World, clean_name, entry_of
 from fsdp2.checkpoint.tiling import tiling_from
 from fsdp2.checkpoint.tree import decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
+from fsdp2.optim.adopt import COUNTERS
 
 __all__ = ["OptimizerTarget", "optimizer_state"]
+
+NO_OPTIONS = frozenset({"params", "param_names"})
 
 # What is stored, by name.
 Stored = Mapping[str, StoredTensorInfo]
@@ -99,8 +102,9 @@ def _noting(param: torch.Tensor, fqn: str, state: State, world: World) -> Callab
 
 
 def _entry(name: str, tensor: torch.Tensor, param: torch.Tensor, world: World) -> tuple[Entry, Any]:
-    """(entry, form). The form is "param" for what is cut like the parameter, "plain" for a plain tensor, else the
-    placements of a DTensor on the parameter's mesh."""
+    """(entry, form). The form is "param" for what is made like the parameter, "local" for this rank's part of that as a
+    plain tensor, "plain" for a plain tensor that all ranks have, else the placements of a DTensor on the parameter's
+    mesh."""
     like = entry_of(name, param, world, tuple(range(world.size)))
     if isinstance(tensor, DTensor):
         entry = entry_of(name, tensor, world, ())
@@ -108,7 +112,10 @@ def _entry(name: str, tensor: torch.Tensor, param: torch.Tensor, world: World) -
             return entry, "param"
         return entry, [_placement_name(placement) for placement in tensor.placements]
     ranks = tuple(sorted(like.tiling.grid.ranks))
-    if not isinstance(param, DTensor) or not tensor.ndim or len(ranks) == 1:
+    if not isinstance(param, DTensor):
+        of_param = tensor.shape == param.shape and (tensor.ndim > 0 or name.partition(".")[0] not in COUNTERS)
+        return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
+    if not tensor.ndim or len(ranks) == 1:
         return entry_of(name, tensor, world, ranks), "plain"
     if tensor.shape == local_tensor(param).shape:  # an optimizer that works on local tensors and keeps them so
         return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
@@ -123,19 +130,19 @@ def _placement_name(placement: Placement) -> str:
     return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
 
 
-def _placement_named(kind: str) -> Placement:
-    return Shard(int(kind[1:])) if kind[1:].isdecimal() else Replicate()
+def _placement_named(kind: str, ndim: int) -> Placement:
+    return Shard(int(kind[1:])) if kind[1:].isdecimal() and int(kind[1:]) < ndim else Replicate()
 
 
 def _group(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
 
     def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         if tensor.ndim:
             raise ArgumentError(
                 f"optimizer: option '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar"
             )
-        return {"value": encode(tensor.item(), scalar, path), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
 
     return {
         "params": [names[param] for param in group["params"]],
@@ -229,8 +236,10 @@ class OptimizerTarget:
             raise MismatchError(
                 f"optimizer state '{name}': stored with shape {list(shape)}, the parameter has {list(param.shape)}"
             )
-        if form == "plain" or not isinstance(param, DTensor):
-            on_host = not shape and name.startswith("step.") and not self._steps_on_device(param)
+        if not isinstance(param, DTensor) or not shape:
+            if form == "param":
+                return torch.empty_like(param, dtype=dtype)
+            on_host = name.startswith("step.") and not self._steps_on_device(param)
             return torch.empty(shape, dtype=dtype, device="cpu" if on_host else param.device)
         if form == "param":
             local = torch.empty_like(local_tensor(param), dtype=dtype)
@@ -238,7 +247,7 @@ class OptimizerTarget:
             return make_dtensor(local, spec)
         mesh = param.device_mesh
         names = form if isinstance(form, list) and len(form) == mesh.ndim else ["R"] * mesh.ndim
-        placements = [_placement_named(str(kind)) for kind in names]
+        placements = [_placement_named(str(kind), len(shape)) for kind in names]
         spec = make_spec(mesh, placements, shape, strides(shape), dtype)
         box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
@@ -259,6 +268,8 @@ class OptimizerTarget:
             self.optimizer.state[param] = state
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for key, value in decode(options, _scalar, "optimizer options").items():
+                if key in NO_OPTIONS:
+                    raise CorruptError(f"optimizer options: '{key}' is no option")
                 now = group.get(key)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)
@@ -267,7 +278,10 @@ class OptimizerTarget:
 
 
 def _scalar(note: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor(decode(note["value"], _scalar, "optimizer options"), dtype=getattr(torch, note["dtype"]))
+    try:
+        return torch.tensor(decode(note["value"], _scalar, "optimizer options"), dtype=DTYPES[note["dtype"]])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptError(f"optimizer options: not a scalar: {str(note)[:80]}") from error
 
 
 def _at_path(state: Any, path: str) -> Any:

@@ -6,7 +6,7 @@ dtype, an accelerator, the odd ends of a checked block) it goes through the buff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock, local
@@ -20,14 +20,16 @@ from fsdp2.checkpoint.checksum import ALGORITHMS, BLOCK, checksum_named
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of
 from fsdp2.checkpoint.storage import Reader, Storage
+from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 
-__all__ = ["BUFFER_BYTES", "Request", "read_all"]
+__all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # of each thread
 RUN = 16 * BLOCK  # bytes of one task
+MAX_OPEN_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -53,46 +55,85 @@ def read_all(
 
     Args:
         verify: check all blocks that are read.
-        progress: is called with bytes that have been filled.
+        progress: is called with bytes that have been filled, from several threads.
 
     Raises:
         CorruptError: a block does not have its checksum; the message names file, tensor and bytes.
     """
-    files = _OpenFiles(storage)
+    files, buffers = OpenFiles(storage), _Buffers()
+
+    def run(task: _Task) -> None:
+        progress(task.run(files, buffers))
+
     try:
-        tasks = [task for request in requests for task in _tasks(request, verify)]
-        # Neighbours in a file are read one after the other.
-        tasks.sort(key=lambda task: task.place)
-        buffers = _Buffers()
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="fsdp2-read") as pool:
-            futures = [pool.submit(task.run, files, buffers) for task in tasks]
-            try:
-                for future in futures:
-                    progress(future.result())
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        run_all(run, _ordered(requests, verify), THREADS, "fsdp2-read")
     finally:
         files.close()
 
 
-class _OpenFiles:
-    """Files by path, opened once."""
+def _ordered(requests: Sequence[Request], verify: bool) -> list["_Task"]:
+    """The work for requests. Neighbours in a file are read one after the other."""
+    tasks = [task for request in requests for task in _tasks(request, verify)]
+    return sorted(tasks, key=lambda task: task.place)
+
+
+class Filler:
+    """Fills requests in the thread that asks, which any number of threads may do: for callers that have threads of
+    their own. Files stay open until `close`."""
+
+    def __init__(self, storage: Storage, verify: bool = True):
+        self._files = OpenFiles(storage)
+        self._buffers = _Buffers()
+        self._verify = verify
+
+    def fill(self, requests: Sequence[Request]) -> None:
+        """Fill all targets; `CorruptError` as for `read_all`."""
+        for task in _ordered(requests, self._verify):
+            task.run(self._files, self._buffers)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+@dataclass
+class _OpenFile:
+    """A file, and how many threads are reading it."""
+
+    reader: Reader
+    users: int = 0
+
+
+class OpenFiles:
+    """Files by path, for several threads. The last `MAX_OPEN_FILES` stay open: a checkpoint of many ranks has more
+    files than a process may have open."""
 
     def __init__(self, storage: Storage):
         self._storage = storage
-        self._readers: dict[str, Reader] = {}
+        self._files: dict[str, _OpenFile] = {}  # the one used last comes last
         self._lock = Lock()
 
-    def get(self, path: str) -> Reader:
+    @contextmanager
+    def use(self, path: str) -> Iterator[Reader]:
+        """The file, open for as long as the block lasts; `CheckpointError` if it cannot be opened."""
         with self._lock:
-            if path not in self._readers:
-                self._readers[path] = self._storage.open_file(path)
-            return self._readers[path]
+            file = self._files.pop(path, None) or _OpenFile(self._storage.open_file(path))
+            file.users += 1
+            self._files[path] = file
+        try:
+            yield file.reader
+        finally:
+            with self._lock:
+                file.users -= 1
+                idle = [path for path, other in self._files.items() if not other.users]
+                for path in idle[: max(0, len(self._files) - MAX_OPEN_FILES)]:
+                    self._files.pop(path).reader.close()
 
     def close(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
+        """Close all; nobody is reading any more."""
+        for file in self._files.values():
+            file.reader.close()
+        self._files.clear()
 
 
 class _Buffers(local):
@@ -108,7 +149,7 @@ class _Buffers(local):
 
 
 @dataclass(frozen=True)
-class _Source:
+class PieceBytes:
     """The row-major bytes of a piece's values, wherever they are in its file.
 
     Attributes:
@@ -122,6 +163,7 @@ class _Source:
 
     @cached_property
     def nbytes(self) -> int:
+        """How many there are."""
         return self.piece.box.numel * ITEMSIZES[self.piece.dtype]
 
     def fetch(self, reader: Reader, start: int, into: memoryview) -> None:
@@ -145,20 +187,24 @@ class _Source:
         if not self.verify:
             return
         piece = self.piece
-        width, checksum = ALGORITHMS[piece.algorithm], checksum_named(piece.algorithm)
+        for first, last, found, expected in self.bad_blocks(start, data):
+            raise CorruptError(
+                f"{piece.path}: '{self.name}' is damaged: bytes {first}..{last} of its part "
+                f"{list(piece.box.start)}..{list(piece.box.end)} have checksum {found}, expected {expected}. Load an "
+                "earlier checkpoint; python -m fsdp2.checkpoint verify lists all damage."
+            )
+
+    def bad_blocks(self, start: int, data: memoryview) -> Iterator[tuple[int, int, str, str]]:
+        """(first byte, end, checksum, what it should be) of each damaged block among whole ones that begin at
+        `start`."""
+        width, checksum = ALGORITHMS[self.piece.algorithm], checksum_named(self.piece.algorithm)
         for at in range(0, data.nbytes, BLOCK):
             block = data[at : at + BLOCK]
             number = (start + at) // BLOCK
-            expected = piece.sums[number * width : (number + 1) * width]
+            expected = self.piece.sums[number * width : (number + 1) * width]
             found = checksum(block)
             if found != expected:
-                raise CorruptError(
-                    f"{piece.path}: '{self.name}' is damaged: bytes {start + at}..{start + at + block.nbytes} "
-                    f"of its part "
-                    f"{list(piece.box.start)}..{list(piece.box.end)} have checksum {found}, expected "
-                    f"{expected}. Load an "
-                    "earlier checkpoint; python -m fsdp2.checkpoint verify lists all damage."
-                )
+                yield start + at, start + at + block.nbytes, found, expected
 
 
 class _Task(Protocol):
@@ -169,7 +215,7 @@ class _Task(Protocol):
         """Where it is: sorts neighbours in a file together."""
         ...
 
-    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
         """Do it; the bytes that were filled."""
         ...
 
@@ -183,7 +229,7 @@ class _Direct:
         into: where they belong.
     """
 
-    source: _Source
+    source: PieceBytes
     start: int
     into: memoryview
 
@@ -191,12 +237,17 @@ class _Direct:
     def place(self) -> tuple[str, int, int]:
         return self.source.piece.path, self.source.piece.offset, self.start
 
-    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
         """Read whole blocks to their place; the ends of blocks of which only a part is wanted through the buffer."""
-        reader, source = files.get(self.source.piece.path), self.source
+        with files.use(self.source.piece.path) as reader:
+            self._run(reader, buffers)
+        return self.into.nbytes
+
+    def _run(self, reader: Reader, buffers: _Buffers) -> None:
+        source = self.source
         if not source.verify:
             source.fetch(reader, self.start, self.into)
-            return self.into.nbytes
+            return
         at, end = self.start, self.start + self.into.nbytes
         while at < end:
             low = at // BLOCK * BLOCK
@@ -212,7 +263,6 @@ class _Direct:
                 source.check(low, scratch)
                 wanted[:] = scratch[at - low : stop - low]
             at = stop
-        return self.into.nbytes
 
 
 @dataclass(frozen=True)
@@ -225,7 +275,7 @@ class _Copied:
         first, last: the bytes of the source from its first to its last element, or the whole blocks around them.
     """
 
-    source: _Source
+    source: PieceBytes
     request: Request
     box: Box
     first: int
@@ -235,12 +285,13 @@ class _Copied:
     def place(self) -> tuple[str, int, int]:
         return self.source.piece.path, self.source.piece.offset, self.first
 
-    def run(self, files: _OpenFiles, buffers: _Buffers) -> int:
+    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
         """Read the range, then copy the box out of it; both are small."""
         target, piece = self.request.target, self.source.piece
         buffer = buffers.get(self.last - self.first, target.device)
         data = bytes_of(buffer)
-        self.source.fetch(files.get(piece.path), self.first, data)
+        with files.use(piece.path) as reader:
+            self.source.fetch(reader, self.first, data)
         self.source.check(self.first, data)
         within, steps = self.box.within(piece.box), strides(piece.box.shape)
         begin = sum(at * step for at, step in zip(within.start, steps, strict=True))
@@ -256,7 +307,7 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
     box = request.box.intersect(piece.box)
     if box is None or not box.numel:
         return
-    source = _Source(request.name, piece, verify and bool(piece.sums))
+    source = PieceBytes(request.name, piece, verify and bool(piece.sums))
     there = flat_range(box.within(request.box), request.box.shape)
     here = flat_range(box.within(piece.box), piece.box.shape)
     as_it_is = is_plain_memory(target) and target.dtype == DTYPES[piece.dtype]

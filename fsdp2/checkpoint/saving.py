@@ -31,6 +31,7 @@ from fsdp2.checkpoint.checksum import checksum_named
 from fsdp2.checkpoint.committing import commit, id_of
 from fsdp2.checkpoint.extra import ExtraShare, extra_shares
 from fsdp2.checkpoint.files import (
+    Homes,
     Piece,
     PlannedFile,
     Written,
@@ -41,7 +42,7 @@ from fsdp2.checkpoint.files import (
     rank_file,
     sums_file_name,
 )
-from fsdp2.checkpoint.folders import free_name, step_name
+from fsdp2.checkpoint.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.manifest import table_of
 from fsdp2.checkpoint.optimizer import optimizer_state
 from fsdp2.checkpoint.state import State, World, model_state
@@ -193,7 +194,7 @@ class _Job:
         homes = self._homes(states) if self.options.consolidated else {}
         return lambda: self._run(nonce, table, pieces, shares, homes)
 
-    def _homes(self, states: Mapping[str, State]) -> dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]:
+    def _homes(self, states: Mapping[str, State]) -> Homes:
         if self.storage.sequential:
             raise ArgumentError(
                 f"save: consolidated=True needs a file system on which all ranks may write to one file, and "
@@ -215,21 +216,19 @@ class _Job:
         table: dict[str, Any],
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
-        homes: dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]],
+        homes: Homes,
     ) -> None:
         """Write, report, and be the one who commits if all others have reported."""
         storage, agreement = self.storage, self.agreement
-        folder, name = storage.split(self.path)
-        work = storage.join(folder, f".tmp-{name}-{nonce}") if storage.renames else self.path
+        work = work_folder(storage, self.path, nonce)
         about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
         planned: list[PlannedFile] = []
         try:
             storage.make_folder(work)
             planned = self._files(about, pieces, shares, homes)
             written = self._write(work, planned, about, bool(homes))
-            if agreement.report(_record(agreement, table, written, shares)):
-                head = {"id": nonce, "step": self.step, "world": self.world.size, "checksum": self.options.checksum}
-                commit(storage, work, self.path, head, homes, agreement, overwrite=self.options.overwrite)
+            if agreement.report(self._record(table, written, shares, homes)):
+                commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
         except BaseException as error:
             if agreement.abandon(error):
@@ -262,7 +261,7 @@ class _Job:
         about: Mapping[str, Any],
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
-        homes: dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]],
+        homes: Homes,
     ) -> list[PlannedFile]:
         planned: list[PlannedFile] = []
         for section, own in pieces.items():
@@ -275,18 +274,17 @@ class _Job:
             planned.append(rank_file("extra", tensors, about, self.options.checksum))
         return planned
 
-
-def _record(agreement: Agreement, table: dict[str, Any], written: list[Written], shares: list[ExtraShare]) -> str:
-    """What this rank reports. Its table goes to the store once for all ranks that have the same."""
-    text = json.dumps(table, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    agreement.claim(f"table/{digest}", text)
-    return json.dumps(
-        {
+    def _record(self, table: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes) -> str:
+        """What this rank reports. Its table goes to the store once for all ranks that have the same."""
+        text = json.dumps(table, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+        self.agreement.claim(f"table/{digest}", text)
+        record = {
+            "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
+            "homes": hashlib.sha256(json.dumps(homes).encode()).hexdigest(),
             "table": digest,
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "extra": {share.key: share.digest for share in shares},
             "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
-        },
-        separators=(",", ":"),
-    )
+        }
+        return json.dumps(record, separators=(",", ":"))

@@ -3,17 +3,24 @@
 Implementations: `LocalStorage` here; `RemoteStorage` in `remote.py`, through fsspec. Both pass the same contract tests.
 """
 
+import errno
 import os
+import re
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
 __all__ = ["Folder", "LocalStorage", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
+
+# No link is followed and no FIFO is waited for: a checkpoint is read and written within its folder only.
+SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # A folder, as users name it: a local path, or a URL for fsspec.
 Folder = str | os.PathLike[str]
@@ -82,6 +89,14 @@ class Storage(Protocol):
         """Bytes of a regular file; None if there is none (symbolic links do not count)."""
         ...
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Bytes of each regular file in a folder, by name: one look at the folder, however many there are."""
+        ...
+
+    def kind(self, path: str) -> str | None:
+        """What is there, in a word ("file", "folder"); None if nothing is."""
+        ...
+
     def age(self, folder: str) -> float:
         """Seconds since anything in a folder last changed."""
         ...
@@ -114,12 +129,18 @@ class Storage(Protocol):
 def storage_of(folder: Folder) -> tuple[Storage, str]:
     """(storage, path in it) of what a user names: a URL (``s3://bucket/run``, ``memory://x``) goes through fsspec."""
     path = os.fspath(folder)
+    for scheme in ("file://", "local://"):
+        path = path.removeprefix(scheme)
     if "://" in path:
         # Loaded only when asked for: fsspec is an extra.
         from fsdp2.checkpoint.remote import RemoteStorage
 
-        return RemoteStorage(path), path
-    return LocalStorage(), os.path.abspath(path)
+        storage = RemoteStorage(path)
+        return storage, storage.root
+    if re.match(r"[A-Za-z][\w+.-]+:/[^/]", path):
+        raise ArgumentError(f"{path}: a URL that went through pathlib, which drops a slash; pass it as a string")
+    # A link to a folder stands for that folder: what is renamed in the end is on its disk.
+    return LocalStorage(), os.path.realpath(path)
 
 
 def check_file_name(name: object, where: str) -> str:
@@ -174,6 +195,28 @@ class LocalStorage:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See `Storage`."""
+        try:
+            with os.scandir(folder) as entries:
+                return {
+                    entry.name: entry.stat(follow_symlinks=False).st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def kind(self, path: str) -> str | None:
+        """See `Storage`."""
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISLNK(mode):
+            return "symbolic link"
+        return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
+
     def age(self, folder: str) -> float:
         """See `Storage`."""
         times = [
@@ -222,12 +265,15 @@ class LocalStorage:
 
 
 class LocalWriter:
-    """See `Writer`. The file has its full size from the start, so a full disk shows early where that can be."""
+    """See `Writer`. The file has its full size from the start, which shows a quota; a full disk shows while writing."""
 
     def __init__(self, path: str, size: int, flags: int):
-        # No link is followed: a checkpoint never writes outside of its folder.
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | SAFE_FLAGS | flags, 0o666)
         try:
+            space = os.fstatvfs(self._fd)
+            if flags & os.O_TRUNC and space.f_bavail * space.f_frsize < size:
+                raise OSError(errno.ENOSPC, f"{size} bytes are needed here", path)
             os.ftruncate(self._fd, size)
         except BaseException:
             self.abandon()
@@ -236,25 +282,36 @@ class LocalWriter:
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         """See `Writer`."""
         remaining = [part for part in parts if part.nbytes]
+        first = offset
         while remaining:
             written = os.pwritev(self._fd, remaining[:512], offset)
+            if not written:
+                raise OSError(errno.EIO, "nothing could be written", self._path)
             offset += written
             while remaining and written >= remaining[0].nbytes:
                 written -= remaining.pop(0).nbytes
             if written:
                 remaining[0] = remaining[0][written:]
+        if sys.platform == "linux" and offset > first:
+            # Let the disk begin now: the pages are dirty, so the hint starts their write-back and drops nothing.
+            # Otherwise the disk idles until `finish`, and both times are paid one after the other.
+            os.posix_fadvise(self._fd, first, offset - first, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         """See `Writer`."""
         os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
+        self._close()
 
     def abandon(self) -> None:
         """See `Writer`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        # Some file systems report errors only here. Even then the number is free, and may be another file's at once.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class LocalReader:
@@ -263,7 +320,7 @@ class LocalReader:
     def __init__(self, path: str):
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._fd = os.open(path, os.O_RDONLY | SAFE_FLAGS)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
         status = os.fstat(self._fd)
@@ -283,15 +340,21 @@ class LocalReader:
 
     def close(self) -> None:
         """See `Reader`."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _sync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the names in a folder durable, where the file system can (several network ones cannot, nor need to)."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder in which one may make files, but not list them
+        return
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(fd)

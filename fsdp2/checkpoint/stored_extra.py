@@ -24,7 +24,7 @@ class StoredExtra:
         self._catalog = catalog
         self._world = world
         manifest = catalog.manifest if isinstance(catalog, NativeCatalog) else None
-        self._saved_world = manifest.world if manifest is not None else 0
+        self._saved_world = manifest.extra_world if manifest is not None else 0
         self._shares: Mapping[str, Sequence[Mapping[str, Any]]] = manifest.extra if manifest is not None else {}
 
     def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:

@@ -6,14 +6,13 @@ storage that only writes in order needs the checksums first, so there the values
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.checksum import BLOCK, Checksum
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Piece, PlannedFile, Sums, Written
-from fsdp2.checkpoint.memory import blocks_of
 from fsdp2.checkpoint.storage import Storage, Writer
+from fsdp2.checkpoint.workers import run_all
 
 __all__ = ["write_files"]
 
@@ -38,23 +37,23 @@ def write_files(
     """
     if storage.sequential:
         return [_write_in_order(storage, folder, file, checksum, progress) for file in files]
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="fsdp2-write") as pool:
-        return [_write(storage, folder, file, checksum, progress, pool) for file in files]
+    return [_write(storage, folder, file, checksum, progress) for file in files]
 
 
 def _write(
-    storage: Storage,
-    folder: str,
-    file: PlannedFile,
-    checksum: Checksum,
-    progress: Callable[[int], None],
-    pool: ThreadPoolExecutor,
+    storage: Storage, folder: str, file: PlannedFile, checksum: Checksum, progress: Callable[[int], None]
 ) -> Written:
     path = storage.join(folder, file.name)
     writer = storage.join_file(path, file.size) if file.shared else storage.write_file(path, file.size)
+
+    def write(lot: list[Part]) -> Sums:
+        return _write_batch(writer, lot, checksum, progress)
+
     try:
-        futures = [pool.submit(_write_batch, writer, batch, checksum, progress) for batch in _batches(file)]
-        sums = _collect(futures)
+        sums: Sums = {}
+        for of_lot in run_all(write, _batches(file), THREADS, "fsdp2-write"):
+            for name, blocks in of_lot.items():
+                sums.setdefault(name, []).extend(blocks)
         crc = None
         if file.header is not None:
             header = file.header(sums)
@@ -66,23 +65,6 @@ def _write(
         writer.abandon()
         raise
     return Written(file.name, file.size, crc, sums)
-
-
-def _collect(futures: Sequence[Future[Sums]]) -> Sums:
-    """The checksums of all batches, in order; after an error no batch is still writing."""
-    try:
-        sums: Sums = {}
-        for future in futures:
-            for name, blocks in future.result().items():
-                sums.setdefault(name, []).extend(blocks)
-        return sums
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.exception()
-        raise
 
 
 # Of one piece: its container's offset, the container, the piece, and a range of the piece's bytes.
@@ -117,7 +99,7 @@ def _write_batch(writer: Writer, lot: Sequence[Part], checksum: Checksum, progre
     for offset, container, piece, first, last in lot:
         blocks = sums.setdefault(piece.name, [])
         at = first
-        for view, lasting in blocks_of(piece.values, first, last, BLOCK):
+        for view, lasting in piece.blocks(first, last):
             blocks.append(checksum(view))
             for place, part in _places(offset, container, piece, at, view):
                 if place != end:
@@ -157,7 +139,7 @@ def _write_in_order(
 ) -> Written:
     sums: Sums = {piece.name: [] for _, _, piece in file.pieces}
     for _, _, piece in file.pieces:
-        sums[piece.name].extend(checksum(view) for view, _ in blocks_of(piece.values, 0, piece.nbytes, BLOCK))
+        sums[piece.name].extend(checksum(view) for view, _ in piece.blocks(0, piece.nbytes))
     assert file.header is not None and not file.shared
     header = file.header(sums)
     writer = storage.write_file(storage.join(folder, file.name), file.size)
@@ -165,7 +147,7 @@ def _write_in_order(
         writer.write(0, [memoryview(header)])
         at = len(header)
         for _, _, piece in file.pieces:
-            for view, _ in blocks_of(piece.values, 0, piece.nbytes, BLOCK):
+            for view, _ in piece.blocks(0, piece.nbytes):
                 writer.write(at, [view])
                 at += view.nbytes
             progress(piece.nbytes)

@@ -1,0 +1,92 @@
+"""Which checkpoints of a run there are, which is the newest that is sound, which may go. Layer: checkpoint."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from fsdp2.checkpoint.folders import discard, find, old_of, step_of
+from fsdp2.checkpoint.native import NativeCatalog
+from fsdp2.checkpoint.storage import Folder, storage_of
+from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
+
+__all__ = ["checkpoints", "latest", "prune", "superseded"]
+
+
+def checkpoints(root: Folder) -> list[str]:
+    """The complete checkpoints of a run, oldest step first.
+
+    Args:
+        root: the folder that was given to `save` together with a step.
+    """
+    storage, path = storage_of(root)
+    names = storage.names(path)
+    found = []
+    for name in {old_of(name) or name for name in names}:
+        step = step_of(name)
+        if step is not None:
+            with suppress(CheckpointError):
+                find(storage, storage.join(path, name))
+                found.append((step, name))
+    return [storage.join(path, name) for _, name in sorted(found)]
+
+
+def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | None:
+    """The newest sound checkpoint of a run, for `load`; None if there is none. No pointer file is trusted: a checkpoint
+    counts if its manifest is undamaged and all files that it lists are there with their sizes.
+
+    Args:
+        root: the folder that was given to `save` together with a step.
+        valid: is called with a folder besides, and raises an error of fsdp2 if it is not good enough (`verify` reads
+            all of it); then the one before is looked at.
+
+    Example::
+
+        newest = fsdp2.checkpoint.latest("runs/a")
+        if newest is not None:
+            fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
+    """
+    for folder in reversed(checkpoints(root)):
+        storage, path = storage_of(folder)
+        try:
+            NativeCatalog.open(storage, find(storage, path)).close()
+            if valid is not None:
+                valid(folder)
+        except FSDPError:
+            continue
+        return folder
+    return None
+
+
+def prune(root: Folder, keep: int, every: int | None = None) -> list[str]:
+    """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
+
+    Args:
+        keep: how many of the newest stay, at least one.
+        every: checkpoints whose step is a multiple of it stay besides.
+
+    Returns:
+        the folders that were deleted. Each loses its manifest first, so a half deleted one is no checkpoint.
+
+    Raises:
+        ArgumentError: `keep` or `every` is less than one.
+
+    Example::
+
+        if rank == 0:
+            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000)
+    """
+    gone = superseded(root, keep, every)
+    storage, path = storage_of(root)
+    names = {storage.split(folder)[1] for folder in gone}
+    for other in storage.names(path):
+        if other in names or old_of(other) in names:
+            discard(storage, storage.join(path, other))
+    return gone
+
+
+def superseded(root: Folder, keep: int, every: int | None = None) -> list[str]:
+    """What `prune` would delete."""
+    if keep < 1 or (every is not None and every < 1):
+        raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
+    storage, _ = storage_of(root)
+    steps = {folder: step_of(storage.split(folder)[1]) for folder in checkpoints(root)[:-keep]}
+    return [folder for folder, step in steps.items() if every is None or step is None or step % every]

@@ -1,0 +1,56 @@
+"""A few threads that share a list of work. Pure.
+
+Not `concurrent.futures`: its threads take no more work once the interpreter has begun to end, and a background save is
+allowed to finish then.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+__all__ = ["run_all"]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: int, name: str) -> list[Result]:
+    """``[work(item) for item in items]``, on several threads. Items are taken in order, as late as possible.
+
+    Returns when no thread works any more, also after an error; then no further item is begun.
+
+    Args:
+        name: of the threads.
+
+    Raises:
+        BaseException: the first error of `work`, or an interruption of the thread that calls.
+    """
+    pending = enumerate(items)
+    lock = threading.Lock()
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def loop() -> None:
+        while not errors:
+            try:
+                with lock:
+                    following = next(pending, None)
+                if following is None:
+                    return
+                results[following[0]] = work(following[1])
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=loop, name=f"{name}-{number}") for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C
+        errors.insert(0, error)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(results))]
