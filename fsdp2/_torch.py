@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DTensorSpec",
+    "TorchDispatchMode",
     "all_gather_flat",
     "all_gather_flat_coalesced",
     "allocate_from_group",
@@ -47,6 +49,7 @@ __all__ = [
     "queue_backward_callback",
     "reduce_scatter_flat",
     "reduce_scatter_flat_coalesced",
+    "root_mesh",
     "same_root_mesh",
     "set_fully_shard_state",
     "set_local_tensor",
@@ -57,8 +60,10 @@ __all__ = [
     "strided_shard",
     "subclassed_parameter",
     "symmetric_empty",
+    "takes_device",
     "use_symmetric_memory",
     "version",
+    "written_arguments",
 ]
 
 
@@ -119,6 +124,12 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of which this one is a part."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
 def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether two meshes are parts of one, or of equal ones: a DTensor's mesh may come from a cache."""
     return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
@@ -168,6 +179,21 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
     tensor._spec = spec
+
+
+def written_arguments(op: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """The arguments, by position and by name, that an `OpOverload` writes to; only `_schema` knows."""
+    written = [
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return frozenset(position for position, _ in written), frozenset(name for _, name in written)
+
+
+def takes_device(op: Any) -> bool:
+    """Whether an `OpOverload` can be told the device of its result."""
+    return any(argument.name == "device" for argument in op._schema.arguments)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

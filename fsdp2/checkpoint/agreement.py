@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,17 +50,41 @@ class Agreement:
     """
 
     def __init__(self, purpose: str, world: World, group: dist.ProcessGroup | None, timeout_s: float):
-        name = f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
-        _begun[name] += 1
-        store = store_of(group)
-        self._alive = store  # rank 0's also is the server, which must not go while another thread needs it
-        self._prefix = f"fsdp2/checkpoint/{name}/{_begun[name]}"
+        self._alive = store_of(group)  # rank 0's also is the server, which must not go while another thread needs it
         self._purpose = purpose
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
+        self._failed = False
+        self._store = self._own_client()
+        self._prefix = self._begin(
+            f"{purpose}/{'-'.join(map(str, world.ranks)) if world.size < 9 else hash(world.ranks)}"
+        )
+
+    def _own_client(self) -> Any:
+        """A client of the store that nobody else waits with."""
+        store = self._alive
+        if store is None or self._world.size == 1:
+            return local_store()
+        before = store.timeout
         with self._explained():
-            self._store = local_store() if store is None or world.size == 1 else store.clone()
-            self._store.set_timeout(self._timeout)
+            store.set_timeout(min(before, self._timeout))  # a clone of a store that has just gone would try for minutes
+            try:
+                client = store.clone()
+            finally:
+                store.set_timeout(before)
+            client.set_timeout(self._timeout)
+        return client
+
+    def _begin(self, name: str) -> str:
+        """The prefix of the keys: with the number of the next attempt that has not been abandoned. A rank that missed
+        one (it failed before) so meets the others in the next."""
+        while True:
+            _begun[name] += 1
+            prefix = f"fsdp2/checkpoint/{name}/{_begun[name]}"
+            with self._explained():
+                decided = self._store.check([f"{prefix}/decision"])
+                if not decided or self._store.get(f"{prefix}/decision") != b"stop":
+                    return prefix
 
     def nonce(self) -> str:
         """A random word, the same on all ranks."""
@@ -109,6 +134,13 @@ class Agreement:
                 f"torchrun) may have died ({error})"
             ) from error
 
+    def check(self) -> None:
+        """See that nobody has abandoned the work by now; see `decide`."""
+        with self._explained():
+            begun = self._store.check([f"{self._prefix}/decision"])
+        if begun:
+            self.decide()
+
     def decide(self) -> None:
         """For the last one, before it makes the work count: from here on nobody can abandon it.
 
@@ -127,8 +159,10 @@ class Agreement:
         be gone together with the rank that failed.
 
         Returns:
-            whether it is certain that the work will not count.
+            whether it is certain that the work will not be made to count any more.
         """
+        if self._failed:
+            return True
         with suppress(CheckpointError):
             if self.claim("decision", "stop") == "stop":
                 self.fail(error)
@@ -137,6 +171,7 @@ class Agreement:
 
     def fail(self, error: BaseException) -> None:
         """Make an error the outcome, if there is none yet. Never raises."""
+        self._failed = True
         with suppress(CheckpointError):
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
 
@@ -150,8 +185,13 @@ class Agreement:
         try:
             self._store.wait([key], self._timeout)
         except RuntimeError as error:
-            raise CheckpointError(f"{self._purpose}: {self._absent()}") from error
+            late = CheckpointError(f"{self._purpose}: {self._absent()}")
+            if self.abandon(late):
+                raise late from error
+            with self._explained():  # somebody is making it count just now
+                self._store.wait([key], self._timeout)
         outcome = self.get("outcome")
+        self._failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
             raise CheckpointError(f"{self._purpose} failed: {outcome}")

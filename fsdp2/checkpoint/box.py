@@ -37,6 +37,8 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part; None where there is none (of 0-dim boxes it is always the one element)."""
+        if self == other:  # by far the most frequent case
+            return self if self.numel or not self.shape else None
         start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
         end = tuple(min(pair) for pair in zip(self.end, other.end, strict=True))
         if any(low >= high for low, high in zip(start, end, strict=True)):
@@ -80,6 +82,8 @@ def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
     """
     if not box.numel:
         return (0, 0)
+    if box.shape == tuple(shape):
+        return (0, box.numel)
     outermost = next((dim for dim, size in enumerate(box.shape) if size != 1), len(shape))
     if any(box.shape[dim] != shape[dim] for dim in range(outermost + 1, len(shape))):
         return None

@@ -6,13 +6,14 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.agreement import Agreement
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
-from fsdp2.checkpoint.folders import replace_folder, sweep
+from fsdp2.checkpoint.folders import is_complete, replace_folder, sweep
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, FSDPError
@@ -30,8 +31,11 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         CheckpointError: ranks do not fit together, or a file is not where this rank sees it (folders that are not
             shared between machines).
     """
+    agreement.check()
     records = [json.loads(record) for record in agreement.records()]
     options = _common_options(records)
+    if not storage.renames and is_complete(storage, path):
+        raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
     files = _files(storage, work, records)
     for section, placed in homes.items():
         if len(placed) > 1:
@@ -42,7 +46,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     for rank, record in enumerate(records):
         tables[record["table"]].append(rank)
     stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
-    _check_tables(stored)
+    _check_tables(stored, [record["content"] for record in records])
     body = {
         "format": FORMAT,
         "id": save_id,
@@ -56,7 +60,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
             section: {name: file for file, rows in placed.items() for name, _, _ in rows}
             for section, placed in homes.items()
         },
-        "extra": _extra(records, options["world"]),
+        "extra": _extra(records),
     }
     content = Manifest.encode(body)
     agreement.decide()
@@ -122,12 +126,12 @@ def id_of(storage: Storage, path: str) -> str | None:
     return None
 
 
-def _extra(records: Sequence[Mapping[str, Any]], world: int) -> dict[str, list[dict[str, Any]]]:
+def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Key -> what ranks gave: once for all that gave the same."""
     contents: dict[tuple[str, str], dict[str, Any]] = {}
-    for rank, record in enumerate(records):
+    for record in records:
         for key, (digest, form) in record["shares"].items():
-            file = f"extra-rank-{rank:05d}-of-{world:05d}.safetensors"
+            file = next(name for name in record["files"] if name.startswith("extra-"))
             contents[key, digest] = {"key": key, "json": form, "file": file, "ranks": []}
     for rank, record in enumerate(records):
         for key, digest in record["extra"].items():
@@ -138,33 +142,58 @@ def _extra(records: Sequence[Mapping[str, Any]], world: int) -> dict[str, list[d
     return dict(result)
 
 
-def _check_tables(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Every tensor is described alike by all ranks of its mesh: else rows of it would be missing, or there twice."""
-    described: dict[tuple[str, str], tuple[Any, set[int]]] = {}
+def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
+    """Every tensor is described alike by all ranks of its mesh: else rows of it would be missing, or there twice.
+
+    Several meshes may have a tensor, if they have the same: the data-parallel meshes beside an axis (of context
+    parallelism, say) that no tensor of the model tells of.
+
+    Args:
+        contents: for each rank a digest of all that it wrote.
+    """
+    described: dict[tuple[str, str], tuple[_Row, set[int]]] = {}
     for table in tables:
         for section, names in table["tensors"].items():
             for name, (dtype, shape, mesh, cuts) in names.items():
-                row = (dtype, shape, table["meshes"][mesh], cuts)
+                row = _Row(dtype, shape, table["meshes"][mesh], cuts)
                 first, ranks = described.setdefault((section, name), (row, set()))
-                if first != row:
+                if first != row and not first.is_copy(row, contents):
                     raise CheckpointError(
-                        f"{section} '{name}': ranks {sorted(ranks)[:4]} and {table['ranks'][:4]} saved "
-                        f"different tensors "
-                        f"under this name: {_shown(first)} and {_shown(row)}"
+                        f"{section} '{name}': ranks {first.mesh['ranks'][:4]} and {row.mesh['ranks'][:4]} saved "
+                        f"different "
+                        f"tensors under this name: {first} and {row}"
                     )
                 ranks.update(table["ranks"])
     for (section, name), (row, ranks) in described.items():
-        absent = sorted(set(row[2]["ranks"]) - ranks)
+        absent = sorted(set(row.mesh["ranks"]) - ranks)
         if absent:
             raise CheckpointError(
-                f"{section} '{name}': is on ranks {row[2]['ranks'][:8]}, of which {absent[:8]} did not save it. "
-                f"Every rank "
-                "must save the same parts of the model."
+                f"{section} '{name}': is on ranks {row.mesh['ranks'][:8]}, of which {absent[:8]} did not save "
+                f"it. Every "
+                "rank must save the same parts of the model."
             )
 
 
-def _shown(row: tuple[Any, ...]) -> str:
-    return f"{row[0]} {row[1]} on a mesh of {row[2]['shape']} cut (axis, dim) {row[3]}"
+@dataclass(frozen=True)
+class _Row:
+    """What ranks say of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    mesh: Mapping[str, Any]
+    cuts: list[list[int]]
+
+    def is_copy(self, other: "_Row", contents: Sequence[str]) -> bool:
+        """Whether the other is the same tensor on another mesh, whose ranks wrote the same as those of this one."""
+        pairs = list(zip(self.mesh["ranks"], other.mesh["ranks"], strict=False))
+        alike = (self.dtype, self.shape, self.cuts) == (other.dtype, other.shape, other.cuts)
+        same_form = self.mesh["shape"] == other.mesh["shape"] and not {one for one, _ in pairs} & {
+            two for _, two in pairs
+        }
+        return alike and same_form and all(contents[one] == contents[two] for one, two in pairs)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
 
 
 def huggingface_index(placed: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]) -> bytes:

@@ -170,7 +170,7 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
 
 
 def _digest(form: Any, pieces: Sequence[Piece]) -> str:
-    digest = hashlib.sha256(json.dumps(form, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(form).encode())
     for piece in pieces:
         digest.update(f"{piece.name} {piece.dtype} {piece.shape}".encode())
         for block, _ in blocks_of(piece.values, 0, piece.nbytes, 1 << 20):

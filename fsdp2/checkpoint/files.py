@@ -31,6 +31,7 @@ __all__ = [
     "consolidated_files",
     "consolidated_homes",
     "encode_sums",
+    "named_after",
     "owned_pieces",
     "rank_file",
     "rank_file_name",
@@ -130,6 +131,11 @@ def rank_file_name(section: str, rank: int, world: int) -> str:
     return f"{section}-rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
+def named_after(file: str, save_id: str) -> str:
+    """The name of a rank's own file where a save writes to the final folder at once: no late save can meet it there."""
+    return f"{file.removesuffix('.safetensors')}-{save_id}.safetensors"
+
+
 def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], checksum: str) -> PlannedFile:
     """The file with all that one rank writes of a section.
 
@@ -212,7 +218,7 @@ def sums_file_name(rank: int, world: int) -> str:
 def encode_sums(about: Mapping[str, Any], written: Iterable[Written]) -> bytes:
     """The content of such a file."""
     sums = {file.name: {name: "".join(blocks) for name, blocks in file.sums.items()} for file in written}
-    return json.dumps({**about, "sums": sums}, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps({**about, "sums": sums}, separators=(",", ":")).encode()
 
 
 def _checked(header_bytes: int, what: str) -> int:

@@ -32,7 +32,9 @@ __all__ = [
 STALE_S = 3600.0  # a temporary folder of another run in which nothing has changed for so long is dead
 STEP = re.compile(r"step-(\d+)")
 # Files of a save; a user may put others beside them.
-OURS = re.compile(r"((model|optimizer|extra)-rank-\d+-of-\d+\.safetensors|sums-rank-\d+-of-\d+\.json)(\.part)?")
+OURS = re.compile(
+    r"((model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors|sums-rank-\d+-of-\d+\.json)(\.part)?"
+)
 LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}")
 
 

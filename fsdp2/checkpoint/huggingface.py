@@ -1,24 +1,68 @@
-"""The catalog of a Hugging Face folder: whole tensors in safetensors files, with an index if there are several.
-Layer: checkpoint.
+"""The catalog of a Hugging Face folder: whole tensors in safetensors files (or, of old, in files of `torch.save`), with
+an index if there are several. Layer: checkpoint.
+
+Of the names that transformers, diffusers and peft use the first that is there counts; other files are not looked at. No
+file has a checksum, so damage of values cannot be noticed.
+
+A snapshot in the cache of the hub consists of links to ``../../blobs``. These, and no other links, are followed: the
+target must be a regular file in the folder ``blobs`` beside ``snapshots``.
 """
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
 
 from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.header import parse_json
 from fsdp2.checkpoint.native import read_header, read_small
-from fsdp2.checkpoint.storage import Storage, check_file_name
+from fsdp2.checkpoint.storage import LocalStorage, Storage, check_file_name
+from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.unpickling import shown
 from fsdp2.errors import CorruptError
 
 __all__ = ["is_huggingface", "open_huggingface"]
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+# In the order in which transformers looks for them; each may have an index instead.
+NAMES = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+)
 MAX_INDEX_BYTES = 1 << 28
 
 
 def is_huggingface(storage: Storage, path: str) -> bool:
     """Whether such files are there."""
-    return any(storage.size(storage.join(path, name)) is not None for name in (SINGLE, INDEX))
+    return _entry(storage, path) is not None
+
+
+def _entry(storage: Storage, path: str) -> str | None:
+    """The name of the file, or of its index."""
+    there = set(storage.names(path))
+    for name in NAMES:
+        for file in (name, f"{name}.index.json"):
+            if file in there and _located(storage, path, file) is not None:
+                return file
+    return None
+
+
+def _located(storage: Storage, path: str, name: str) -> str | None:
+    """Where a file of the folder is; None if it is not there."""
+    file = storage.join(path, name)
+    if storage.size(file) is not None:
+        return file
+    return _blob(file) if isinstance(storage, LocalStorage) else None
+
+
+def _blob(file: str) -> str | None:
+    """The target of a link in a snapshot of the hub's cache; None if `file` is no such link."""
+    folder, target = Path(os.path.realpath(os.path.dirname(file))), Path(os.path.realpath(file))
+    for parent in (folder, *folder.parents):
+        if parent.name == "snapshots" and target.parent == parent.parent / "blobs" and target.is_file():
+            return str(target)
+    return None
 
 
 def open_huggingface(storage: Storage, path: str) -> PieceTable:
@@ -29,21 +73,52 @@ def open_huggingface(storage: Storage, path: str) -> PieceTable:
             lists.
     """
     catalog = PieceTable(storage, path, "Hugging Face")
-    index = storage.join(path, INDEX)
-    if storage.size(index) is None:
-        header = read_header(storage, storage.join(path, SINGLE))
-        listed = dict.fromkeys(header.tensors, SINGLE)
-    else:
-        content = parse_json(read_small(storage, index, MAX_INDEX_BYTES), index)
-        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
-            raise CorruptError(f"{index}: has no weight_map")
-        listed = {name: check_file_name(file, index) for name, file in content["weight_map"].items()}
-    headers = {file: read_header(storage, storage.join(path, file)) for file in sorted(set(listed.values()))}
-    for name, file in listed.items():
-        stored = headers[file].tensors.get(name)
-        if stored is None:
-            raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
-        box = whole(stored.shape)
-        piece = StoredPiece(storage.join(path, file), stored.offset, box, box, stored.dtype)
-        catalog.add("model", name, StoredTensorInfo(stored.dtype, stored.shape), [piece])
+    catalog.tensors["model"] = {}
+    entry = _entry(storage, path) or NAMES[0]
+    listed: dict[str, str] | None = None
+    if entry.endswith(".json"):
+        listed = _weight_map(storage, path, entry)
+    for file in sorted(set(listed.values())) if listed is not None else [entry]:
+        place = _located(storage, path, file)
+        if place is None:
+            raise CorruptError(f"{storage.join(path, file)}: is listed in the index, and is not there (or is a link)")
+        contained = _tensors(storage, place)
+        names = [name for name in listed if listed[name] == file] if listed is not None else [*contained]
+        for name in names:
+            if name not in contained:
+                raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
+            info, pieces = contained[name]
+            catalog.add("model", name, info, pieces)
     return catalog
+
+
+def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
+    """The file of each tensor, from an index."""
+    index = storage.join(path, entry)
+    content = parse_json(read_small(storage, _located(storage, path, entry) or index, MAX_INDEX_BYTES), index)
+    if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+        raise CorruptError(f"{index}: has no weight_map")
+    return {name: check_file_name(file, index) for name, file in content["weight_map"].items()}
+
+
+def _tensors(storage: Storage, file: str) -> Mapping[str, tuple[StoredTensorInfo, list[StoredPiece]]]:
+    """All tensors of a file."""
+    reader = storage.open_file(file)
+    try:
+        start = bytearray(min(4, reader.size))
+        reader.read_into(0, memoryview(start))
+        content = read_torch_file(reader, file) if start == b"PK\3\4" else None
+    finally:
+        reader.close()
+    result = {}
+    if content is None:
+        for name, stored in read_header(storage, file).tensors.items():
+            box = whole(stored.shape)
+            piece = StoredPiece(file, stored.offset, box, box, stored.dtype)
+            result[name] = StoredTensorInfo(stored.dtype, stored.shape), [piece]
+        return result
+    for name, tensor in content.items() if isinstance(content, dict) else ():
+        if not isinstance(tensor, TensorInFile):
+            raise CorruptError(f"{file}: '{name!s:.80}' should be a tensor, and is {shown(tensor)}")
+        result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces()
+    return result

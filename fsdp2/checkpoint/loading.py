@@ -5,31 +5,26 @@ then does the first byte go to a tensor; and at the end the ranks tell each othe
 """
 
 import os
-import warnings
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import make_dtensor, make_spec
 from fsdp2.checkpoint.agreement import Agreement, world_of
-from fsdp2.checkpoint.box import Cover
+from fsdp2.checkpoint.box import Box, Cover
 from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.dtypes import name_of
+from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
 from fsdp2.checkpoint.reading import Request, read_all
-from fsdp2.checkpoint.state import Entry, State, World, model_state
+from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
-from fsdp2.checkpoint.tree import decode
-from fsdp2.errors import CorruptError, MismatchError
+from fsdp2.errors import MismatchError
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "load", "requests_for"]
 
 
 @dataclass
@@ -57,6 +52,7 @@ def load(
     model: nn.Module | Mapping[str, Any] | None = None,
     optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
+    sources: Sources | None = None,
     strict: bool = True,
     cast: bool = False,
     verify: bool = True,
@@ -75,6 +71,8 @@ def load(
             too. Needs the module for its parameters' names.
         extra: objects with ``load_state_dict``, by the keys they were saved under; they get their state. All values
             that were saved are in `Loaded.extra` besides.
+        sources: for checkpoints with other names or layouts: for names of the model, the stored name or an expression
+            (`stored`, `concatenated`); a mapping, or a function that may return None for "as it is".
         strict: raise if anything is missing or unexpected; with False, `Loaded` says what.
         cast: convert to the dtype of the destination; without it another dtype is an error.
         verify: check all that is read against its checksums.
@@ -99,7 +97,14 @@ def load(
     try:
         catalog = open_catalog(storage, path)
         try:
-            result = _Load(catalog, world, strict, cast).run(model, optimizer, extra or {}, verify)
+            stored = StoredExtra(catalog, world)
+            matching = Matching(catalog, world, cast, sources)
+            stored.check(extra or {}, matching.missing, matching.mismatches)
+            matching.match(model, optimizer, strict)
+            _compare_twins(catalog, matching, verify)
+            read_all(catalog.storage, [one for need in matching.needs for one in requests_for(catalog, need)], verify)
+            matching.finish()
+            values = stored.give(extra or {}, verify)  # last: what came before may have drawn random numbers
         finally:
             catalog.close()
     except BaseException as error:
@@ -108,174 +113,47 @@ def load(
     if agreement.report(""):
         agreement.finish()
     agreement.wait()
-    return result
+    return Loaded(catalog.path, catalog.step, values, matching.missing, matching.unexpected)
 
 
-@dataclass
-class _Load:
-    """One load of one rank.
+def requests_for(
+    catalog: Catalog, need: Need, part: Box | None = None, into: torch.Tensor | None = None
+) -> list[Request]:
+    """What to read for a need.
 
-    Attributes:
-        requests: what to read.
-        finish: what to do after all has been read.
+    Args:
+        part: another part of the whole tensor than this rank's, which goes to `into`.
+
+    Raises:
+        CorruptError: the files do not hold all of it, or hold some of it twice.
     """
+    box, target = (need.entry.box, need.entry.local) if part is None or into is None else (part, into)
+    requests = []
+    for wanted in need.source.wanted(target, box, catalog.tensors[need.section]):
+        cover = Cover(wanted.box)
+        for piece in catalog.pieces(need.section, wanted.name, wanted.box):
+            common = piece.box.intersect(wanted.box)
+            if common is not None:
+                cover.add(common)
+                requests.append(Request(need.entry.name, wanted.target, wanted.box, piece))
+        cover.check(f"{catalog.path}: {need.section} '{wanted.name}'")
+    return requests
 
-    catalog: Catalog
-    world: World
-    strict: bool
-    cast: bool
-    requests: list[Request] = field(default_factory=list)
-    finish: list[Callable[[], None]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
 
-    def run(
-        self,
-        model: nn.Module | Mapping[str, Any] | None,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
-        extra: Mapping[str, Any],
-        verify: bool,
-    ) -> Loaded:
-        """Decide everything, compare, read, and hand over."""
-        if model is not None:
-            self._ask("model", model)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._ask_optimizer(model if isinstance(model, nn.Module) else None, optimizer)
-        elif optimizer is not None:
-            self._ask("optimizer", optimizer)
-        stored = StoredExtra(self.catalog, self.world)
-        stored.check(extra, self.missing, self.mismatches)
-        self._compare()
-        read_all(self.catalog.storage, self.requests, verify)
-        for step in self.finish:
-            step()
-        values = stored.give(extra, verify)  # last: building and filling may have drawn random numbers
-        return Loaded(self.catalog.path, self.catalog.step, values, self.missing, self.unexpected)
+def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
+    """See that a weight which is one here, and is stored under two names, has the same values under both.
 
-    def _ask(self, section: str, target: nn.Module | Mapping[str, Any]) -> None:
-        """Note what a model or a dict needs."""
-        state = model_state(target, self.world)
-        stored = self.catalog.tensors.get(section, {})
-        other_names = self.catalog.aliases.get(section, {})
-        tied: dict[str, list[str]] = {}
-        for alias, name in state.aliases.items():
-            tied.setdefault(name, []).append(alias)
-        found = set()
-        assigned: dict[str, torch.Tensor] = {}
-        for name, entry in state.entries.items():
-            candidates = [other_names.get(one, one) for one in (name, *tied.get(name, []))]
-            source = next((one for one in candidates if one in stored), None)
-            if source is None:
-                self.missing.append(f"{section} '{name}'")
-                continue
-            found.add(source)
-            if entry.local.is_meta:
-                entry = _allocated(entry)
-                for one in (name, *tied.get(name, [])):
-                    assigned[state.keys[one]] = entry.outside
-            self._need(section, source, entry)
-        known = {*found, *state.entries, *state.aliases}
-        self.unexpected += [f"{section} '{name}'" for name in (*stored, *other_names) if name not in known]
-        self._ask_values(section, state, target)
-        if isinstance(target, nn.Module):
-            self.finish.append(lambda: _filled(target, assigned))
-
-    def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> None:
-        """What is no tensor: `_extra_state` of modules, numbers of a plain dict."""
-        stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
-        self.missing += [f"{section} '{name}'" for name in state.values if name not in stored]
-        self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
-        found = {
-            state.keys[name]: decode(value, _no_tensor, self.catalog.path)
-            for name, value in stored.items()
-            if name in state.values
-        }
-        if found and isinstance(target, nn.Module):
-            self.finish.append(lambda: _load_values(target, found))
-        elif found and isinstance(target, MutableMapping):
-            self.finish.append(lambda: target.update(found))
-
-    def _ask_optimizer(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        section = "optimizer"
-        stored = self.catalog.tensors.get(section, {})
-        target = OptimizerTarget(optimizer, named_params(model, optimizer), self.world)
-        target.prepare(self.catalog.values.get(section, []), stored)
-        self.missing += [f"optimizer state of '{fqn}'" for fqn in target.missing]
-        self.unexpected += [f"optimizer state of '{fqn}'" for fqn in target.unexpected]
-        for name, entry in target.entries.items():
-            self._need(section, name, entry)
-        self.finish.append(target.finish)
-
-    def _need(self, section: str, name: str, entry: Entry) -> None:
-        """Ask for this rank's part of a tensor, if it is what is stored."""
-        info = self.catalog.tensors[section][name]
-        shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
-        if info.shape != shape:
-            self.mismatches.append(
-                f"{section} '{entry.name}': stored with shape {list(info.shape)}, here {list(shape)}"
+    Raises:
+        MismatchError: it has not; which of them should go cannot be known.
+    """
+    for needs in matching.twins:
+        values = [torch.empty_like(need.entry.local, device="cpu") for need in needs]
+        for need, into in zip(needs, values, strict=True):
+            read_all(catalog.storage, requests_for(catalog, need, need.entry.box, into), verify)
+        if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in values)):
+            names = [", ".join(sorted(need.source.names())) for need in needs]
+            raise MismatchError(
+                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, and "
+                f"here they are one "
+                "weight. Load into a model that does not tie them."
             )
-        elif info.dtype != dtype and not self.cast:
-            self.mismatches.append(
-                f"{section} '{entry.name}': stored as {info.dtype}, here {dtype} (cast=True converts)"
-            )
-        elif entry.box.numel:
-            cover = Cover(entry.box)
-            for piece in self.catalog.pieces(section, name, entry.box):
-                part = piece.box.intersect(entry.box)
-                if part is not None:
-                    cover.add(part)
-                    self.requests.append(Request(entry.name, entry.local, entry.box, piece))
-            cover.check(f"{self.catalog.path}: {section} '{name}'")
-
-    def _compare(self) -> None:
-        """Raise if what is stored is not what is asked for."""
-        problems = [*self.mismatches]
-        if self.strict:
-            problems += [f"missing in the checkpoint: {what}" for what in self.missing]
-            problems += [f"unexpected in the checkpoint: {what}" for what in self.unexpected]
-        if problems:
-            shown = "\n  ".join(problems[:50])
-            more = f"\n  ... and {len(problems) - 50} more" if len(problems) > 50 else ""
-            advice = "" if self.mismatches else "\nstrict=False loads what there is."
-            raise MismatchError(f"{self.catalog.path} does not fit:\n  {shown}{more}{advice}")
-
-
-def _allocated(entry: Entry) -> Entry:
-    """The same with memory instead of a meta tensor."""
-    outside = entry.outside
-    if isinstance(outside, DTensor):
-        mesh = outside.device_mesh
-        kind = mesh.device_type
-        device = (
-            torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
-        )
-        local = torch.empty_like(entry.local, device=device)
-        spec = make_spec(mesh, outside.placements, outside.shape, outside.stride(), outside.dtype)
-        return replace(entry, local=local, outside=make_dtensor(local, spec))
-    local = torch.empty_like(entry.local, device="cpu")
-    return replace(entry, local=local, outside=local)
-
-
-def _filled(model: nn.Module, assigned: Mapping[str, torch.Tensor]) -> None:
-    """After a module's tensors were filled behind autograd's back."""
-    if assigned:
-        model.load_state_dict(assigned, strict=False, assign=True)
-    torch.autograd.graph.increment_version([param for param in model.parameters() if not param.is_meta])
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if assigned and left:
-        warnings.warn(
-            f"still on the meta device, since they are not in the checkpoint: {', '.join(left[:5])}"
-            f"{', ...' if len(left) > 5 else ''} ({len(left)} in all). Buffers that are not persistent must be "
-            f"made anew by "
-            "their modules.",
-            stacklevel=2,
-        )
-
-
-def _load_values(model: nn.Module, values: dict[str, Any]) -> None:
-    model.load_state_dict(values, strict=False)
-
-
-def _no_tensor(note: dict[str, Any]) -> Any:
-    raise CorruptError(f"a tensor where there can be none: {str(note)[:80]}")

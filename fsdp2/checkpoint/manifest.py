@@ -235,4 +235,5 @@ def _sizes(values: Sequence[object]) -> tuple[int, ...]:
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
+    """The one way in which a body is written: parsed and written again, it is the same text (floats included)."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

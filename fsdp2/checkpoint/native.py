@@ -16,13 +16,19 @@ from fsdp2.checkpoint.box import Box, whole
 from fsdp2.checkpoint.catalog import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
 from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.checkpoint.files import rank_file_name, sums_file_name
+from fsdp2.checkpoint.files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.storage import Reader, Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["NativeCatalog", "read_header", "read_manifest", "read_small"]
+__all__ = ["NativeCatalog", "file_of", "read_header", "read_manifest", "read_small"]
+
+
+def file_of(manifest: Manifest, section: str, rank: int) -> str:
+    """The name of a rank's own file."""
+    name = rank_file_name(section, rank, manifest.world)
+    return name if name in manifest.files else named_after(name, manifest.id)
 
 
 def read_small(storage: Storage, path: str, limit: int) -> bytes:
@@ -177,7 +183,7 @@ class NativeCatalog:
 
     def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
         dtype, shape = record.dtype, record.shape
-        held = self._rank_file(rank_file_name(section, rank, self.manifest.world), rank)
+        held = self._rank_file(file_of(self.manifest, section, rank), rank)
         stored = held.header.tensors.get(name)
         is_it = stored is not None and (stored.dtype, stored.shape) == (dtype, box.shape)
         if stored is None or not is_it or held.shards.get(name) != [list(shape), list(box.start)]:
@@ -239,9 +245,12 @@ class NativeCatalog:
                 f"{path}: has checksum {zlib.crc32(content):08x}, and the manifest lists {crc or 'no such file'}"
             )
         about = parse_json(content, path)
+        sums: Any = about.get("sums") if isinstance(about, dict) else None
+        if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
+            raise CorruptError(f"{path}: was not written by this program")
         self._check_about(about, rank, path)
-        sums: Mapping[str, Mapping[str, str]] = about["sums"]
-        return sums
+        checked: Mapping[str, Mapping[str, str]] = sums
+        return checked
 
     def _check_about(self, about: Mapping[str, Any], rank: int | None, path: str) -> None:
         if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):

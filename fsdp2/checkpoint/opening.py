@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dcp import is_dcp, open_dcp
+from fsdp2.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from fsdp2.checkpoint.folders import find
 from fsdp2.checkpoint.huggingface import is_huggingface, open_huggingface
 from fsdp2.checkpoint.manifest import MANIFEST
@@ -16,6 +17,7 @@ __all__ = ["open_catalog"]
 FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
     (is_dcp, open_dcp),
     (is_huggingface, open_huggingface),
+    (is_deepspeed, open_deepspeed),
 ]
 
 

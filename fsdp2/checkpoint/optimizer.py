@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.state import Entry, State, World, clean_name, entry_of
+from fsdp2.checkpoint.state import Entry, State, World, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.tiling import tiling_from
 from fsdp2.checkpoint.tree import decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
@@ -71,13 +71,17 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
             each rank whose place in the whole is unknown.
     """
     names = named_params(model, optimizer)
+    assert model is not None
+    ranks = ranks_of(model.parameters(), world)
     state = State()
     forms: list[Any] = []
     states: dict[str, int] = {}
     for param, fqn in names.items():
         if param not in optimizer.state:
             continue
-        form = encode(dict(optimizer.state[param]), _noting(param, fqn, state, world), f"optimizer state of '{fqn}'")
+        form = encode(
+            dict(optimizer.state[param]), _noting(param, fqn, state, world, ranks), f"optimizer state of '{fqn}'"
+        )
         if form not in forms:
             forms.append(form)
         states[fqn] = forms.index(form)
@@ -90,33 +94,36 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
     return state
 
 
-def _noting(param: torch.Tensor, fqn: str, state: State, world: World) -> Callable[[str, torch.Tensor], dict[str, Any]]:
+def _noting(
+    param: torch.Tensor, fqn: str, state: State, world: World, ranks: tuple[int, ...]
+) -> Callable[[str, torch.Tensor], dict[str, Any]]:
     """What notes a tensor of a parameter's state among the entries, and how to make it anew."""
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{path}.{fqn}"
-        state.entries[name], form = _entry(name, tensor, param, world)
+        state.entries[name], form = _entry(name, tensor, param, world, ranks)
         return {"as": form}
 
     return leaf
 
 
-def _entry(name: str, tensor: torch.Tensor, param: torch.Tensor, world: World) -> tuple[Entry, Any]:
+def _entry(
+    name: str, tensor: torch.Tensor, param: torch.Tensor, world: World, ranks: tuple[int, ...]
+) -> tuple[Entry, Any]:
     """(entry, form). The form is "param" for what is made like the parameter, "local" for this rank's part of that as a
     plain tensor, "plain" for a plain tensor that all ranks have, else the placements of a DTensor on the parameter's
     mesh."""
-    like = entry_of(name, param, world, tuple(range(world.size)))
+    like = entry_of(name, param, world, ranks)
     if isinstance(tensor, DTensor):
-        entry = entry_of(name, tensor, world, ())
+        entry = entry_of(name, tensor, world, ranks)
         if tensor.shape == param.shape and entry.tiling == like.tiling:
             return entry, "param"
         return entry, [_placement_name(placement) for placement in tensor.placements]
-    ranks = tuple(sorted(like.tiling.grid.ranks))
     if not isinstance(param, DTensor):
         of_param = tensor.shape == param.shape and (tensor.ndim > 0 or name.partition(".")[0] not in COUNTERS)
         return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
-    if not tensor.ndim or len(ranks) == 1:
-        return entry_of(name, tensor, world, ranks), "plain"
+    if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
+        return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
     if tensor.shape == local_tensor(param).shape:  # an optimizer that works on local tensors and keeps them so
         return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
     raise ArgumentError(
@@ -156,6 +163,7 @@ class OptimizerTarget:
     `finish` gives them to the optimizer. Until then it is as it was.
 
     Attributes:
+        ranks: those that have the model.
         missing: parameters of which nothing is stored, with their names.
         unexpected: stored states of which no parameter is here.
     """
@@ -163,6 +171,7 @@ class OptimizerTarget:
     optimizer: torch.optim.Optimizer
     names: dict[torch.Tensor, str]
     world: World
+    ranks: tuple[int, ...]
     entries: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -183,9 +192,9 @@ class OptimizerTarget:
         try:
             forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
             options = {
-                fqn: group["options"] for table in tables for group in table["groups"] for fqn in group["params"]
+                fqn: dict(group["options"]) for table in tables for group in table["groups"] for fqn in group["params"]
             }
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CorruptError(f"the optimizer's part of the manifest is not in order ({error!r})") from error
         known = set(self.names.values())
         self.missing = sorted(fqn for fqn in known if fqn not in options)
@@ -193,9 +202,10 @@ class OptimizerTarget:
         self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
         for param, fqn in self.names.items():
             if fqn in forms:
-                self._states[param] = decode(
-                    forms[fqn], self._making(param, fqn, stored), f"optimizer state of '{fqn}'"
-                )
+                what = f"optimizer state of '{fqn}'"
+                self._states[param] = decode(forms[fqn], self._making(param, fqn, stored), what)
+                if not isinstance(self._states[param], dict):
+                    raise CorruptError(f"{what} is no dict")
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,13 +226,15 @@ class OptimizerTarget:
         def make(note: dict[str, Any]) -> Any:
             path = note["$tensor"]
             name = f"{path}.{fqn}"
+            if "value" in note:  # a number of another library, where torch has a 0-dim tensor
+                return _scalar(note)
             info = stored.get(name)
             if info is None:
                 raise CorruptError(f"the manifest names '{name}' and does not describe it")
             tensor = _at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(name, param, note.get("as"), info)
-            self.entries[name], _ = _entry(name, tensor, param, self.world)
+            self.entries[name], _ = _entry(name, tensor, param, self.world, self.ranks)
             return tensor
 
         return make

@@ -18,12 +18,13 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
@@ -38,16 +39,17 @@ from fsdp2.checkpoint.files import (
     consolidated_files,
     consolidated_homes,
     encode_sums,
+    named_after,
     owned_pieces,
     rank_file,
     sums_file_name,
 )
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
-from fsdp2.checkpoint.manifest import table_of
+from fsdp2.checkpoint.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.optimizer import optimizer_state
-from fsdp2.checkpoint.state import State, World, model_state
+from fsdp2.checkpoint.state import Entry, State, World, model_state
 from fsdp2.checkpoint.storage import Storage, storage_of
-from fsdp2.checkpoint.tiling import spread_replicas
+from fsdp2.checkpoint.tiling import Tiling, spread_replicas
 from fsdp2.checkpoint.writing import write_files
 from fsdp2.errors import ArgumentError, CheckpointError
 
@@ -142,6 +144,14 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
+def _tiling_for_writing(entry: Entry) -> Tiling:
+    """Replicas of a DTensor are equal, so each may write a part; plain tensors may differ, so one rank writes its
+    own."""
+    if not isinstance(entry.outside, DTensor):
+        return entry.tiling
+    return spread_replicas(entry.tiling, entry.local.element_size())
+
+
 @dataclass(frozen=True)
 class _Job:
     """One save of one rank."""
@@ -162,6 +172,15 @@ class _Job:
     ) -> Callable[[], None]:
         """Plan everything; what then writes and commits, on any thread."""
         world = self.world
+        for name, value, kinds in (
+            ("model", model, (nn.Module, Mapping)),
+            ("optimizer", optimizer, (torch.optim.Optimizer, Mapping)),
+            ("extra", extra, (Mapping,)),
+        ):
+            if value is not None and not isinstance(value, kinds):
+                raise ArgumentError(
+                    f"save: {name}= expects {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}"
+                )
         states: dict[str, State] = {}
         if model is not None:
             states["model"] = model_state(model, world)
@@ -169,32 +188,30 @@ class _Job:
             states["optimizer"] = optimizer_state(model if isinstance(model, nn.Module) else None, optimizer, world)
         elif optimizer is not None:
             states["optimizer"] = model_state(optimizer, world)
+        entries = {section: {**state.entries, **state.within} for section, state in states.items()}
+        for entry in (entry for own in entries.values() for entry in own.values() if entry.local.is_meta):
+            raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
         tilings = {
-            section: {
-                name: spread_replicas(entry.tiling, entry.local.element_size()) for name, entry in state.entries.items()
-            }
-            for section, state in states.items()
+            section: {name: _tiling_for_writing(entry) for name, entry in own.items()}
+            for section, own in entries.items()
         }
         table = table_of(
             {
-                section: {name: (state.entries[name].dtype, tiling) for name, tiling in tilings[section].items()}
-                for section, state in states.items()
+                section: {name: (own[name].dtype, tiling) for name, tiling in tilings[section].items()}
+                for section, own in entries.items()
             },
             {section: state.aliases for section, state in states.items()},
             {section: state.values for section, state in states.items()},
         )
-        pieces = {
-            section: list(owned_pieces(state.entries, tilings[section], world.rank))
-            for section, state in states.items()
-        }
+        pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
         nonce = self.agreement.nonce()
         shares = extra_shares(extra, self.agreement, world)
         if staged:
             pieces, shares = stage(pieces, shares)
-        homes = self._homes(states) if self.options.consolidated else {}
+        homes = self._homes(entries) if self.options.consolidated else {}
         return lambda: self._run(nonce, table, pieces, shares, homes)
 
-    def _homes(self, states: Mapping[str, State]) -> Homes:
+    def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
             raise ArgumentError(
                 f"save: consolidated=True needs a file system on which all ranks may write to one file, and "
@@ -204,10 +221,10 @@ class _Job:
         return {
             section: consolidated_homes(
                 section,
-                {name: (entry.dtype, entry.tiling.shape) for name, entry in state.entries.items()},
+                {name: (entry.dtype, entry.tiling.shape) for name, entry in own.items()},
                 self.options.max_file_bytes,
             )
-            for section, state in states.items()
+            for section, own in entries.items()
         }
 
     def _run(
@@ -226,20 +243,25 @@ class _Job:
         try:
             storage.make_folder(work)
             planned = self._files(about, pieces, shares, homes)
+            if not storage.renames:
+                planned = [replace(file, name=named_after(file.name, nonce)) for file in planned]
             written = self._write(work, planned, about, bool(homes))
             if agreement.report(self._record(table, written, shares, homes)):
                 commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
         except BaseException as error:
-            if agreement.abandon(error):
-                self._discard(work, planned)
             # The store may be gone with a rank that had nothing left to do. The folder itself tells.
-            if not isinstance(error, CheckpointError) or id_of(storage, self.path) != nonce:
+            counts = id_of(storage, self.path) == nonce
+            if agreement.abandon(error) and not counts:
+                self._discard(work, planned)
+            if not counts or not isinstance(error, CheckpointError):
                 raise
 
     def _discard(self, work: str, planned: list[PlannedFile]) -> None:
         """Leave nothing of a save that will not count on what may be a full disk."""
-        names = [file.name for file in planned] + [sums_file_name(self.world.rank, self.world.size)]
+        names = [file.name for file in planned]
+        if self.storage.renames:  # else a manifest that is there is another save's
+            names += [sums_file_name(self.world.rank, self.world.size), MANIFEST]
         for name in names:
             with suppress(OSError):
                 self.storage.remove(self.storage.join(work, name))
@@ -276,15 +298,20 @@ class _Job:
 
     def _record(self, table: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes) -> str:
         """What this rank reports. Its table goes to the store once for all ranks that have the same."""
-        text = json.dumps(table, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-        digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+        text = json.dumps(table, separators=(",", ":"))
+        digest = _digest(table)
         self.agreement.claim(f"table/{digest}", text)
         record = {
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
-            "homes": hashlib.sha256(json.dumps(homes).encode()).hexdigest(),
+            "homes": _digest(homes),
             "table": digest,
+            "content": _digest([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "extra": {share.key: share.digest for share in shares},
             "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
         }
         return json.dumps(record, separators=(",", ":"))
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

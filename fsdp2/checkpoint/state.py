@@ -4,22 +4,24 @@ Saving and loading look at a model the same way: an `Entry` is the part of a ten
 whole it belongs.
 """
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, storage_key
+from fsdp2._torch import local_tensor, root_mesh, storage_key
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.dtypes import name_of
-from fsdp2.checkpoint.tiling import Grid, Tiling, replicated, tiling_of
-from fsdp2.checkpoint.tree import encode
+from fsdp2.checkpoint.tiling import SPREAD_BYTES, Grid, Tiling, grid_of, replicated, tiling_of, with_siblings
+from fsdp2.checkpoint.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 
-__all__ = ["Entry", "State", "World", "clean_name", "entry_of", "model_state"]
+__all__ = ["Entry", "State", "World", "clean_name", "entry_of", "model_state", "ranks_of", "within"]
 
 # Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1, DDP (the last only at the front).
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -44,6 +46,32 @@ class World:
 
     def grid(self, grid: Grid, name: str) -> Grid:
         """A mesh in ranks of this group."""
+        if grid not in self._grids:
+            self._grids[grid] = self._numbered(grid, name)
+        return self._grids[grid]
+
+    def tiling(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> Tiling:
+        """The tiling of a DTensor of a model that `ranks` have, in ranks of this group."""
+        tiling, mesh = tiling_of(tensor, name), tensor.device_mesh
+        key = (tiling, ranks)
+        if key not in self._tilings:
+            own = self.grid(tiling.grid, name)
+            known = tiling if own is tiling.grid else replace(tiling, grid=own)
+            root = grid_of(root_mesh(mesh))
+            if len(own.ranks) < len(ranks) and set(root.ranks) <= set(self.ranks):
+                known = with_siblings(known, self.grid(root, name), frozenset(ranks))
+            self._tilings[key] = known
+        return self._tilings[key]
+
+    @cached_property
+    def _grids(self) -> dict[Grid, Grid]:
+        return {}
+
+    @cached_property
+    def _tilings(self) -> dict[tuple[Tiling, tuple[int, ...]], Tiling]:
+        return {}
+
+    def _numbered(self, grid: Grid, name: str) -> Grid:
         if self.ranks == tuple(range(self.size)) and max(grid.ranks) < self.size:
             return grid
         positions = {rank: index for index, rank in enumerate(self.ranks)}
@@ -88,6 +116,7 @@ class State:
 
     Attributes:
         keys: name -> key in the state dict, where wrappers may have added to it.
+        within: tensors in `values`, by the name of the value and the path there.
         aliases: names of tensors that have the memory of another -> the name under which it is stored.
         values: JSON by name.
     """
@@ -96,6 +125,7 @@ class State:
     aliases: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
+    within: dict[str, Entry] = field(default_factory=dict)
 
 
 def clean_name(name: str) -> str:
@@ -113,8 +143,9 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
     Raises:
         ArgumentError: a value that a checkpoint cannot hold, or two names that differ only by wrappers' segments.
     """
-    mapping = model.state_dict() if isinstance(model, nn.Module) else model
+    mapping = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
+    tensors_within: dict[str, torch.Tensor] = {}
     state = State()
     for key, value in mapping.items():
         name = clean_name(key)
@@ -126,48 +157,98 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
         else:
-            state.values[name] = encode(value, _no_tensors(name), f"'{name}'")
-    ranks = _ranks_of(tensors, world)
+            state.values[name] = encode(value, _inner(name, state, tensors_within), f"'{name}'")
+    ranks = ranks_of(tensors.values(), world)
     stored: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        entry = entry_of(name, tensor, world, ranks)
-        first = stored.setdefault((storage_key(entry.local), entry.tiling), name)
-        if first == name:
-            state.entries[name] = entry
-        else:
-            state.aliases[name] = first
+        for entry in _plain_entries(entry_of(name, tensor, world, ranks)):
+            first = stored.setdefault((storage_key(entry.local), entry.tiling), entry.name)
+            if first == entry.name:
+                state.entries[entry.name] = entry
+            else:
+                state.aliases[entry.name] = first
+            state.keys.setdefault(entry.name, state.keys[name])
+    for name, tensor in tensors_within.items():
+        state.within[name] = entry_of(name, tensor, world, ranks)
     return state
 
 
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
-    """The entry of a DTensor; or of a plain tensor, which `ranks` (in the world's numbers) all have."""
+    """The entry of a tensor of a model that `ranks` (in the world's numbers) have. They all have a plain tensor; a
+    DTensor may be on a part of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
-        tiling = tiling_of(tensor, name)
-        tiling = replace(tiling, grid=world.grid(tiling.grid, name))
-        local = local_tensor(tensor)
+        tiling, local = world.tiling(tensor, name, ranks), local_tensor(tensor)
     else:
-        tiling, local = replicated(tensor.shape, ranks), tensor
+        tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
     box = tiling.box_of(world.rank)
     if box is None:
         raise ArgumentError(f"'{name}': this rank is not in the tensor's mesh, so it has no part of it to save or load")
     return Entry(name, local.detach(), tiling, box, tensor)
 
 
-def _ranks_of(tensors: Mapping[str, torch.Tensor], world: World) -> tuple[int, ...]:
-    """The ranks that have this model: those of its DTensors' meshes (a pipeline stage's), or all without any."""
-    meshes = {tensor.device_mesh: name for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Plain tensors may differ between ranks, so one rank's value is stored: the first one's, and that of different
+    ranks
+    for different large tensors."""
+    if tensor.numel() * tensor.element_size() < SPREAD_BYTES:
+        return ranks
+    first = zlib.crc32(name.encode(errors="backslashreplace")) % len(ranks)
+    return ranks[first:] + ranks[:first]
+
+
+def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
+    """The ranks that have a model with these tensors: those of its DTensors' meshes (a pipeline stage's), or all
+    without any."""
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     if not meshes:
         return tuple(range(world.size))
-    ranks: set[int] = set()
-    for mesh, name in meshes.items():
-        ranks.update(world.grid(Grid((mesh.size(),), tuple(mesh.mesh.flatten().tolist())), name).ranks)
-    return tuple(sorted(ranks))
+    return tuple(sorted({rank for mesh in meshes for rank in world.grid(grid_of(mesh), "model").ranks}))
 
 
-def _no_tensors(name: str) -> Any:
-    def refuse(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:
+    """What names the tensors of a value that is no tensor."""
+
+    def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        tensors[within(name, path)] = tensor
+        return {}
+
+    return leaf
+
+
+def within(name: str, path: str) -> str:
+    """The name under which a tensor at a path of a value is stored."""
+    return f"{name}/{path}" if path else name
+
+
+def _plain_entries(entry: Entry) -> Iterator[Entry]:
+    """The entry, if its local tensor is plain memory; else those of the tensors that it consists of.
+
+    Raises:
+        ArgumentError: it is of a kind that cannot be stored (sparse, quantised, of an unknown subclass).
+    """
+    local = entry.local
+    if type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        if local.layout is not torch.strided or local.is_quantized:
+            raise ArgumentError(f"'{entry.name}': a checkpoint holds dense tensors, got one with layout {local.layout}")
+        yield entry
+        return
+    flatten: Any = getattr(local, "__tensor_flatten__", None)
+    if flatten is None:
         raise ArgumentError(
-            f"'{name}': tensors inside of a value that is no tensor ('{path}') have no name; flatten it"
+            f"'{entry.name}': a {type(local).__qualname__} does not say of which plain tensors it consists; it needs "
+            "__tensor_flatten__, or save what to_dense(), dequantize() or the like makes of it"
         )
-
-    return refuse
+    for attribute in flatten()[0]:
+        part = getattr(local, attribute)
+        name, tiling = f"{entry.name}.{attribute}", entry.tiling
+        by_rows = all(dim == 0 for _, dim in tiling.cuts) and part.shape[:1] == local.shape[:1]
+        if tiling.cuts and not by_rows:
+            raise ArgumentError(
+                f"'{name}': of shape {tuple(part.shape)} within a {type(local).__qualname__} of "
+                f"{tuple(local.shape)} that is "
+                f"cut along dims {sorted({dim for _, dim in tiling.cuts})}: which rows it belongs to cannot be known"
+            )
+        shape = (*tiling.shape[:1], *part.shape[1:]) if tiling.cuts else tuple(part.shape)
+        inner = replace(tiling, shape=shape)
+        box = Box((*entry.box.start[:1], *(0,) * (part.ndim - 1)), tuple(part.shape)) if part.ndim else Box((), ())
+        yield from _plain_entries(Entry(name, part.detach(), inner, box, entry.outside))

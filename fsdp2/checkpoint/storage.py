@@ -242,6 +242,8 @@ class LocalStorage:
             writer.finish()
         except BaseException:
             writer.abandon()
+            with suppress(OSError):
+                self.remove(part)
             raise
         os.replace(part, path)
         _sync_folder(os.path.dirname(path))
@@ -261,7 +263,8 @@ class LocalStorage:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
-            Path(path).unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
 
 
 class LocalWriter:
@@ -273,7 +276,8 @@ class LocalWriter:
         try:
             space = os.fstatvfs(self._fd)
             if flags & os.O_TRUNC and space.f_bavail * space.f_frsize < size:
-                raise OSError(errno.ENOSPC, f"{size} bytes are needed here", path)
+                free = space.f_bavail * space.f_frsize
+                raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
             os.ftruncate(self._fd, size)
         except BaseException:
             self.abandon()

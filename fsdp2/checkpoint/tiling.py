@@ -7,7 +7,11 @@ and a reader finds the owners of what it needs by division, not by search.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
 from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -17,7 +21,7 @@ from fsdp2.checkpoint.box import Box, whole
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 
-__all__ = ["Grid", "Tiling", "replicated", "spread_replicas", "tiling_from", "tiling_of"]
+__all__ = ["Grid", "Tiling", "grid_of", "replicated", "spread_replicas", "tiling_from", "tiling_of", "with_siblings"]
 
 # Smaller shards are written by the first of their replicas; larger ones are cut further, so that all replicas write.
 SPREAD_BYTES = 1 << 20
@@ -25,7 +29,7 @@ SPREAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a mesh.
+    """The ranks of a mesh. Tensors share one, so what depends on the number of ranks is computed once, not for each.
 
     Attributes:
         shape: its size along each axis.
@@ -35,15 +39,34 @@ class Grid:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.ranks))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def sorted_ranks(self) -> tuple[int, ...]:
+        """The ranks in ascending order."""
+        return tuple(sorted(self.ranks))
+
     def rank_at(self, coordinates: Sequence[int]) -> int:
         """The rank at a position."""
         return self.ranks[sum(at * step for at, step in zip(coordinates, strides(self.shape), strict=True))]
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
         """The position of a rank; None if it is not there."""
-        if rank not in self.ranks:
-            return None
-        index = self.ranks.index(rank)
+        index = self._indices.get(rank)
+        return None if index is None else self._coordinates_at(index)
+
+    def _coordinates_at(self, index: int) -> tuple[int, ...]:
+        if len(self.shape) == 1:
+            return (index,)
         return tuple(index // step % size for step, size in zip(strides(self.shape), self.shape, strict=True))
 
 
@@ -62,10 +85,17 @@ class Tiling:
 
     def box_at(self, coordinates: Sequence[int]) -> Box:
         """What the rank at that position of the grid has."""
-        box = whole(self.shape)
-        for axis, dim in self.cuts:
-            box = _chunk(box, dim, self.grid.shape[axis], coordinates[axis])
-        return box
+        at = tuple(coordinates)
+        if at not in self._boxes:
+            box = whole(self.shape)
+            for axis, dim in self.cuts:
+                box = _chunk(box, dim, self.grid.shape[axis], at[axis])
+            self._boxes[at] = box
+        return self._boxes[at]
+
+    @cached_property
+    def _boxes(self) -> dict[tuple[int, ...], Box]:
+        return {}
 
     def box_of(self, rank: int) -> Box | None:
         """What `rank` has; None if it is not of the grid."""
@@ -109,7 +139,12 @@ def _chunk(box: Box, dim: int, parts: int, index: int) -> Box:
 
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Tiling:
     """A tensor that all of these ranks have whole."""
-    return Tiling(tuple(shape), Grid((len(ranks),), tuple(ranks)))
+    return Tiling(tuple(shape), _row(tuple(ranks)))
+
+
+@lru_cache(maxsize=64)
+def _row(ranks: tuple[int, ...]) -> Grid:
+    return Grid((len(ranks),), ranks)
 
 
 def tiling_of(tensor: DTensor, name: str) -> Tiling:
@@ -138,6 +173,27 @@ def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequen
     Raises:
         ArgumentError: a placement that is neither a shard nor a replica (a partial sum has no values to save).
     """
+    known = _tilings.setdefault(mesh, {})
+    key = (tuple(placements), tuple(shape))
+    if key not in known:
+        known[key] = Tiling(tuple(shape), grid_of(mesh), tuple(_cuts(mesh, placements, shape, name)))
+    return known[key]
+
+
+# What has been computed: a model has many tensors of the same kind, saves many times, and torch computes the ranks of a
+# mesh anew each time that it is asked for them.
+_tilings: WeakKeyDictionary[DeviceMesh, dict[Any, Tiling]] = WeakKeyDictionary()
+_grids: WeakKeyDictionary[DeviceMesh, Grid] = WeakKeyDictionary()
+
+
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """A mesh as plain numbers, computed once."""
+    if mesh not in _grids:
+        _grids[mesh] = Grid(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return _grids[mesh]
+
+
+def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], name: str) -> list[tuple[int, int]]:
     cuts: list[tuple[int, int]] = []
     later: list[tuple[int, tuple[int, int]]] = []  # cuts that come after others on the same dim: (how many parts, cut)
     for axis, placement in enumerate(placements):
@@ -157,8 +213,7 @@ def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequen
             later = _release(cuts, later, mesh.shape)
     if later:
         raise ArgumentError(f"'{name}': cannot tell the order of the shards of placements {tuple(placements)}")
-    ranks = tuple(mesh.mesh.flatten().tolist())
-    return Tiling(tuple(shape), Grid(tuple(mesh.shape), ranks), tuple(cuts))
+    return cuts
 
 
 def _release(
@@ -174,6 +229,32 @@ def _release(
         else:
             rest.append((factor, cut))
     return rest[::-1]
+
+
+def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
+    """The same tensor on all meshes that have it: a mesh that is a part of a larger one (the data-parallel axes beside
+    tensor-parallel ones) has siblings at the other positions of the axes that it lacks, with the same values.
+
+    Args:
+        root: the larger mesh.
+        ranks: those that have the model; siblings outside of it (other pipeline stages) have another tensor of that
+            name, if any.
+    """
+    own = tiling.grid.ranks
+    if len(own) >= len(ranks) or not set(own) <= set(root.ranks):
+        return tiling
+    places = [root.coordinates(rank) or () for rank in own]
+    lacking = [axis for axis in range(len(root.shape)) if len({place[axis] for place in places}) == 1]
+    siblings = []
+    for others in product(*(range(root.shape[axis]) for axis in lacking)):
+        moved = dict(zip(lacking, others, strict=True))
+        mesh = [root.rank_at([moved.get(axis, at) for axis, at in enumerate(place)]) for place in places]
+        if ranks.issuperset(mesh):
+            siblings.append(mesh)
+    if len(siblings) == 1:
+        return tiling
+    grid = Grid((len(siblings), *tiling.grid.shape), tuple(rank for mesh in siblings for rank in mesh))
+    return Tiling(tiling.shape, grid, tuple((axis + 1, dim) for axis, dim in tiling.cuts))
 
 
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:

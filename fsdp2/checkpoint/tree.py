@@ -20,6 +20,8 @@ from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "decode", "encode"]
 
+MAX_DEPTH = 40  # each level may take two of JSON
+
 # Given a tensor and its path in the tree: what stands for it in the JSON, besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
 
@@ -39,6 +41,8 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
         part = quote(str(key), safe="").replace(".", "%2E")
         return encode(item, leaf, where, f"{path}/{part}" if path else part)
 
+    if path.count("/") > MAX_DEPTH:
+        raise ArgumentError(f"{where}: nested more than {MAX_DEPTH} levels deep (does it contain itself?)")
     if value is None or isinstance(value, (bool, int, str)):
         # Subclasses (enums, numpy's bool) would come back as something else.
         if type(value) in (type(None), bool, int, str):

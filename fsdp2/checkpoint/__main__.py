@@ -1,0 +1,10 @@
+"""``python -m fsdp2.checkpoint``: see `cli.py`. Layer: checkpoint."""
+
+import sys
+
+from fsdp2.checkpoint.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The command ``python -m fsdp2.checkpoint``: what it takes, and what it does. Layer: checkpoint.
+
+Exit codes: 0 all is well; 1 damaged, or different; 2 the call was wrong, or there is no checkpoint; 130 interrupted.
+With ``--json`` standard output is one JSON value; tables and progress bars are in `screen.py` and need an extra.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint import screen
+from fsdp2.checkpoint.comparing import diff
+from fsdp2.checkpoint.converting import convert
+from fsdp2.checkpoint.describing import Description, describe
+from fsdp2.checkpoint.folders import discard, is_complete, left_overs
+from fsdp2.checkpoint.inspection import Report, find_damage
+from fsdp2.checkpoint.retention import checkpoints, prune, superseded
+from fsdp2.checkpoint.rewriting import LAYOUTS
+from fsdp2.checkpoint.storage import storage_of
+from fsdp2.errors import ArgumentError, CorruptError, FSDPError
+
+__all__ = ["main"]
+
+OK, DIFFERENT, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; None for those of the process.
+
+    Returns:
+        the exit code. (A wrong call exits with 2, as `argparse` does.)
+    """
+    args = _parser().parse_args(argv)
+    try:
+        if not args.json:
+            screen.check_installed()
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # somebody has read enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except CorruptError as error:
+        return _failed(args, error, DIFFERENT)
+    except (FSDPError, OSError) as error:
+        return _failed(args, error, USAGE)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing is left half done\n")
+        return INTERRUPTED
+
+
+def _failed(args: argparse.Namespace, error: Exception, code: int) -> int:
+    if args.json:
+        _write_json({"error": str(error)})
+    # A name out of a damaged file may have anything in it that a terminal obeys.
+    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(error))
+    sys.stderr.write(f"error: {text}\n")
+    return code
+
+
+def _write_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with infinite numbers as strings, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2.checkpoint",
+        description="Look at, check, convert, compare and thin out checkpoints. A FOLDER may be a URL (s3://...).",
+        epilog="Exit codes: 0 all is well, 1 damaged or different, 2 wrong call or no checkpoint, 130 interrupted.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    add = partial(_command, commands)
+    one = add("describe", _describe, "what is in a checkpoint, or which checkpoints are in the folder of a run")
+    one.add_argument("folder", metavar="FOLDER")
+    one.add_argument("--tensors", metavar="PATTERN", nargs="?", const="*", help='list tensors ("layers.0.*")')
+
+    one = add("verify", _verify, "read everything and list all damage")
+    one.add_argument("folders", metavar="FOLDER", nargs="+", help="a checkpoint, or the folder of a run for all of its")
+    one.add_argument("--strict", action="store_true", help="files that do not belong there count as damage")
+
+    one = add("convert", _convert, "write a checkpoint anew: other ranks, layout or format")
+    one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
+    one.add_argument("target", metavar="TARGET", help="a folder that is not there yet")
+    one.add_argument("--to", choices=LAYOUTS, default="ranks", help="layout (default: ranks)")
+    one.add_argument("--world", type=int, default=1, metavar="N", help="for how many ranks (default: 1)")
+    one.add_argument("--dtype", choices=DTYPES, help="convert the model's floating point tensors")
+    one.add_argument("--max-file-size", type=_size, default=5_000_000_000, metavar="SIZE", help="default: 5GB")
+    one.add_argument("--checksum", choices=["crc32", "xxh3"], default="crc32")
+    one.add_argument("--model-only", action="store_true", help="without optimizer and extra state")
+    one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
+    one.add_argument("--no-verify", action="store_true", help="do not check the checksums of SOURCE")
+
+    one = add("diff", _diff, "what differs between two checkpoints, however they are cut")
+    one.add_argument("first", metavar="FIRST")
+    one.add_argument("second", metavar="SECOND")
+    one.add_argument("--names-only", action="store_true", help="names, shapes and dtypes, but no values")
+    one.add_argument("--model-only", action="store_true", help="neither optimizer nor extra state nor step")
+
+    one = add("prune", _prune, "delete old checkpoints of a run")
+    one.add_argument("folder", metavar="RUN")
+    one.add_argument("--keep", type=int, metavar="N", help="how many of the newest stay")
+    one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
+    one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
+    one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.add_argument("--json", action="store_true", help="JSON on standard output, no progress bar")
+    command.set_defaults(run=run)
+    return command
+
+
+def _size(text: str) -> int:
+    """Bytes of "5GB", "512MiB", "1000"."""
+    digits = text.rstrip("BKMGTi")
+    try:
+        return int(float(digits) * UNITS[text[len(digits) :]])
+    except (KeyError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 512MiB or 1000") from error
+
+
+# --- what it does -----------------------------------------------------------------------------------------------------
+
+
+def _describe(args: argparse.Namespace) -> int:
+    runs = checkpoints(args.folder)
+    storage, path = storage_of(args.folder)
+    if runs and not is_complete(storage, path):
+        return _describe_run(path, runs, left_overs(storage, path), args.json)
+    description = describe(args.folder)
+    if args.json:
+        _write_json(_as_json(description))
+    else:
+        screen.show_description(description, args.tensors)
+    return OK
+
+
+def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: bool) -> int:
+    found: list[Description] = []
+    damaged: dict[str, str] = {}
+    for folder in runs:
+        try:
+            found.append(describe(folder))
+        except CorruptError as error:
+            damaged[folder] = str(error)
+    if as_json:
+        _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": [*dead]})
+    else:
+        screen.show_run(path, found, damaged, dead)
+    return DIFFERENT if damaged else OK
+
+
+def _verify(args: argparse.Namespace) -> int:
+    reports: list[Report] = []
+    for folder in args.folders:
+        storage, path = storage_of(folder)
+        for one in [folder] if is_complete(storage, path) else checkpoints(folder) or [folder]:
+            with screen.progress(f"verify {one}", quiet=args.json) as progress:
+                reports.append(find_damage(one, progress=progress))
+            if not args.json:
+                screen.show_report(reports[-1])
+    good = all(report.ok and not (args.strict and report.strays) for report in reports)
+    if args.json:
+        _write_json({"ok": good, "reports": [{"ok": report.ok, **asdict(report)} for report in reports]})
+    return OK if good else DIFFERENT
+
+
+def _convert(args: argparse.Namespace) -> int:
+    options = {
+        "max_file_bytes": args.max_file_size,
+        "checksum": args.checksum,
+        "model_only": args.model_only,
+        "overwrite": args.overwrite,
+        "verify": not args.no_verify,
+    }
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    with screen.progress(f"convert {args.source}", quiet=args.json) as progress:
+        folder = convert(
+            args.source, args.target, to=args.to, world=args.world, dtype=dtype, progress=progress, **options
+        )
+    if args.json:
+        _write_json({"folder": folder})
+    else:
+        screen.show_line(folder)
+    return OK
+
+
+def _diff(args: argparse.Namespace) -> int:
+    with screen.progress("diff", quiet=args.json) as progress:
+        found = diff(args.first, args.second, values=not args.names_only, model_only=args.model_only, progress=progress)
+    if args.json:
+        _write_json({"equal": found.equal, **asdict(found)})
+    else:
+        screen.show_difference(found)
+    return OK if found.equal else DIFFERENT
+
+
+def _prune(args: argparse.Namespace) -> int:
+    if args.keep is None and not args.sweep:
+        raise ArgumentError("prune: say how many checkpoints stay (--keep N), or --sweep")
+    storage, path = storage_of(args.folder)
+    old = superseded(args.folder, args.keep, args.every) if args.keep is not None else []
+    dead = left_overs(storage, path) if args.sweep else []
+    if not args.dry_run:
+        if old:
+            old = prune(args.folder, args.keep, args.every)
+        for folder in dead:
+            discard(storage, folder)
+    if args.json:
+        _write_json({"deleted": not args.dry_run, "checkpoints": old, "left_overs": dead})
+    else:
+        screen.show_pruned(old, dead, args.dry_run)
+    return OK
+
+
+def _as_json(description: Description) -> dict[str, Any]:
+    return {**asdict(description), "nbytes": description.nbytes}

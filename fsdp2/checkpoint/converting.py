@@ -1,0 +1,99 @@
+"""Convert a checkpoint: another number of ranks, another layout, another format. Layer: checkpoint.
+
+One process does it, without a GPU and in bounded memory. The new folder gets its name when everything in it is durable.
+"""
+
+import uuid
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.folders import free_name, replace_folder, sweep, work_folder
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.rewriting import Conversion, Rewriting
+from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.streaming import Progress
+from fsdp2.errors import ArgumentError
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: Folder,
+    target: Folder,
+    *,
+    to: str = "ranks",
+    world: int = 1,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> str:
+    """Write a checkpoint anew in another form. One process calls this; no process group is needed.
+
+    The values are the same bits (but for `dtype`). Optimizer state, tied names, the step and the extra state come
+    along, the last with the number of ranks that it is of. The result loads on any number of ranks, as every checkpoint
+    does: `world` is about files.
+
+    Args:
+        source: any checkpoint that `load` takes.
+        target: a folder that is not there yet.
+        to: "ranks": the files of `world` ranks, each tensor cut by rows. "consolidated": whole tensors, with Hugging
+            Face's index, in files of up to ``max_file_bytes``. "dcp": for ``torch.distributed.checkpoint``.
+        dtype: convert the model's floating point tensors to this.
+        progress: is called with the bytes done and those to do.
+        **options: ``model_only=True``: without optimizer and extra state. ``max_file_bytes``, ``checksum``,
+            ``overwrite``: as for `save`. ``verify=False``: do not check the source's checksums.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ArgumentError: an option that cannot work.
+        CheckpointError: there is no checkpoint at `source`, or something is at `target`.
+        CorruptError: the source is damaged. Nothing is left of the new folder then.
+
+    Example::
+
+        fsdp2.checkpoint.convert("runs/a/step-00001000", "export", to="consolidated", model_only=True)
+    """
+    unknown = sorted(options.keys() - asdict(Conversion()).keys())
+    if unknown:
+        raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
+    chosen = Conversion(to, world, dtype, **options)
+    storage, path = storage_of(target)
+    free_name(storage, path, chosen.overwrite)
+    catalog = open_catalog(*storage_of(source))
+    nonce = uuid.uuid4().hex[:12]
+    work = work_folder(storage, path, nonce)
+    files: list[str] = []
+    try:
+        storage.make_folder(work)
+        if chosen.to == "dcp":
+            _write_dcp(catalog, storage, work, chosen.verify)
+        else:
+            files = Rewriting(catalog, storage, chosen, nonce).run(work, progress)
+        if storage.renames:
+            replace_folder(storage, work, path, chosen.overwrite)
+    except BaseException:
+        if storage.renames:
+            with suppress(OSError):
+                storage.remove(work)
+        else:
+            sweep(storage, path, ())
+        raise
+    finally:
+        catalog.close()
+    sweep(storage, path, files)
+    return path
+
+
+def _write_dcp(catalog: Catalog, storage: Storage, work: str, verify: bool) -> None:
+    if not storage.renames:
+        raise ArgumentError("convert: to='dcp' writes to a local folder; copy it from there")
+    # Loaded only when asked for, like all that knows other formats.
+    from fsdp2.checkpoint.dcp_export import write_dcp
+
+    write_dcp(catalog, work, verify)

@@ -1,0 +1,249 @@
+"""Write any checkpoint as a folder of `torch.distributed.checkpoint` (DCP), in one process. Layer: checkpoint.
+
+torch's own writer makes the files, chunk after chunk; so a tensor larger than memory is no problem. The keys are
+"model" and "optimizer"; the options of the param groups are there both nested and flattened, so that either form of the
+state dict of `torch.distributed.checkpoint.state_dict` finds them.
+
+In a training run, where the tensors are in memory, torch itself saves: our state dicts are plain dicts of DTensors.
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp2.checkpoint.box import Box, Cover, whole
+from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
+from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.foreign_state import Path
+from fsdp2.checkpoint.reading import Request, read_all
+from fsdp2.checkpoint.tree import decode
+from fsdp2.errors import CheckpointError, CorruptError
+
+__all__ = ["CHUNK_BYTES", "write_dcp"]
+
+CHUNK_BYTES = 64 << 20  # the most that is in memory at a time, twice
+
+
+def write_dcp(catalog: Catalog, folder: str, verify: bool = True) -> None:
+    """Write all tensors and values of a checkpoint to `folder`, durably; one process calls this.
+
+    The extra state has no place in it: what it is, only the program knows that saved it.
+
+    Args:
+        folder: a local folder that is not there, or is empty. The ``.metadata``, without which it is no checkpoint, is
+            written last.
+        verify: check what is read against its checksums.
+
+    Raises:
+        CheckpointError: there is a checkpoint already.
+        CorruptError: the source is damaged.
+
+    Example::
+
+        storage, path = storage_of("runs/a/step-00001000")
+        write_dcp(open_catalog(storage, path), "runs/a-dcp")
+        # then, with torch: dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id="runs/a-dcp")
+    """
+    content = _Content(catalog)
+    writer = _Writer(folder, content.aliases)
+    if writer.has_checkpoint():
+        raise CheckpointError(f"{folder}: is a checkpoint already; write to a folder that is not there")
+    writer.set_up_storage_writer(True)
+    plan = writer.prepare_local_plan(SavePlan(content.plan()))
+    plans, metadata = create_default_global_save_plan([plan])
+    metadata = replace(metadata, planner_data=content.paths)
+    results = writer.write_data(writer.prepare_global_plan(plans)[0], _Planner(content, verify)).wait()
+    writer.finish(metadata, [results])
+
+
+@dataclass
+class _Content:
+    """What will be written, by the names that DCP gives it.
+
+    Attributes:
+        tensors: name -> (section, name in the catalog, what it is).
+        values: name -> what is no tensor of the catalog; 0-dim tensors too.
+        paths: name -> its parts; what DCP calls planner data.
+        aliases: name -> the name under which its values are written.
+    """
+
+    catalog: Catalog
+    tensors: dict[str, tuple[str, str, StoredTensorInfo]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        catalog = self.catalog
+        for section, tensors in catalog.tensors.items():
+            by_state = section == "optimizer" and any("forms" in table for table in catalog.values.get(section, ()))
+            for name, info in tensors.items() if not by_state else ():
+                self.tensors[self._key(section, name)] = section, name, info
+        for section, names in catalog.aliases.items():
+            for alias, name in names.items():
+                self.aliases[self._key(section, alias)] = f"{section}.{name}"
+        number = 0
+        for section, tables in catalog.values.items():
+            for table in tables:
+                if section == "optimizer" and "forms" in table:
+                    self._add_states(table)
+                    number = self._add_groups(table["groups"], number)
+                else:
+                    for name, value in table.items():
+                        self.values[self._key(section, name)] = self._plain(value)
+        if catalog.step is not None:
+            self.values[self._key("step")] = catalog.step
+
+    def _key(self, *path: str | int) -> str:
+        """The name of a path, which is noted."""
+        name = ".".join(map(str, path))
+        self.paths.setdefault(name, path)
+        return name
+
+    def _plain(self, value: Any) -> Any:
+        return decode(value, _scalar, self.catalog.path)
+
+    def _add_states(self, table: Mapping[str, Any]) -> None:
+        stored = self.catalog.tensors["optimizer"]
+        for fqn, number in table["states"].items():
+            for path, value in _leaves(table["forms"][number]):
+                key = self._key("optimizer", "state", fqn, *path)
+                if isinstance(value, dict) and "$tensor" in value and "value" not in value:
+                    name = f"{value['$tensor']}.{fqn}"
+                    if name not in stored:
+                        raise CorruptError(f"{self.catalog.path}: names the optimizer's '{name}' and does not have it")
+                    self.tensors[key] = "optimizer", name, stored[name]
+                else:
+                    self.values[key] = self._plain(value)
+
+    def _add_groups(self, groups: list[dict[str, Any]], first: int) -> int:
+        for number, group in enumerate(groups, start=first):
+            self.values[self._key("optimizer", "param_groups", number, "params")] = list(group["params"])
+            for option, value in group["options"].items():
+                plain = self._plain(value)
+                self.values[self._key("optimizer", "param_groups", number, option)] = plain
+                for fqn in group["params"]:
+                    self.values[self._key("optimizer", f"param_groups.{fqn}.{option}")] = plain
+        return first + len(groups)
+
+    def plan(self) -> list[WriteItem]:
+        """All items, tensors in chunks."""
+        items = []
+        for name, value in self.values.items():
+            if isinstance(value, torch.Tensor):
+                items.append(_write_item(name, value.dtype, Box((), ()), ()))
+            else:
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        for name, (_, _, info) in self.tensors.items():
+            for box in _chunks(whole(info.shape), ITEMSIZES[info.dtype]):
+                items.append(_write_item(name, DTYPES[info.dtype], box, info.shape))
+        return items
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], verify: bool) -> torch.Tensor:
+        """A chunk."""
+        if name in self.values:
+            scalar: torch.Tensor = self.values[name]
+            return scalar
+        section, own, info = self.tensors[name]
+        target, box = torch.empty(shape, dtype=DTYPES[info.dtype]), Box(start, shape)
+        cover, requests = Cover(box), []
+        for piece in self.catalog.pieces(section, own, box) if box.numel else ():
+            part = piece.box.intersect(box)
+            if part is not None:
+                cover.add(part)
+                requests.append(Request(own, target, box, piece))
+        cover.check(f"{self.catalog.path}: {section} '{own}'")
+        read_all(self.catalog.storage, requests, verify)
+        return target
+
+
+def _write_item(name: str, dtype: torch.dtype, box: Box, shape: tuple[int, ...]) -> WriteItem:
+    start = torch.Size(box.start)
+    chunk = ChunkStorageMetadata(offsets=start, sizes=torch.Size(box.shape))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=torch.Size(shape))
+    return WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
+    """Halve a box along its outermost dim until its parts fit."""
+    if box.numel * itemsize <= CHUNK_BYTES:
+        yield box
+        return
+    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+    half = box.shape[dim] // 2
+    for start, size in ((0, half), (half, box.shape[dim] - half)):
+        begin = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
+        yield from _chunks(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), itemsize)
+
+
+def _leaves(form: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(path, value) of all that is no dict in a parameter's state."""
+    if isinstance(form, dict) and "$tensor" in form:
+        yield tuple(unquote(part) for part in form["$tensor"].split("/")), form
+    elif isinstance(form, dict) and not any(key.startswith("$") for key in form):
+        for key, value in form.items():
+            yield from _leaves(value, (*path, key))
+    elif isinstance(form, list) and any(isinstance(item, (dict, list)) for item in form):
+        for index, value in enumerate(form):
+            yield from _leaves(value, (*path, str(index)))
+    else:
+        yield path, form
+
+
+def _scalar(note: dict[str, Any]) -> torch.Tensor:
+    if "value" not in note or note.get("dtype") not in DTYPES:
+        raise CorruptError(f"a tensor where there can be none: {str(note)[:80]}")
+    return torch.tensor(decode(note["value"], _scalar, "a scalar"), dtype=DTYPES[note["dtype"]])
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer what it asks for, when it asks."""
+
+    def __init__(self, content: _Content, verify: bool):
+        super().__init__()
+        self._content = content
+        self._verify = verify
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The content of an item."""
+        name, data = write_item.index.fqn, write_item.tensor_data
+        if data is None:
+            buffer = io.BytesIO()
+            torch.save(self._content.values[name], buffer)
+            return buffer
+        return self._content.read(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes), self._verify)
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer, with tied weights stored once under all their names."""
+
+    def __init__(self, folder: str, aliases: Mapping[str, str]):
+        super().__init__(folder, overwrite=False)
+        self._aliases = aliases
+
+    def has_checkpoint(self) -> bool:
+        """Whether the folder is one already."""
+        return bool(self.fs.exists(self.fs.concat_path(self.path, ".metadata")))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata."""
+        other: dict[str, list[str]] = {}
+        for alias, name in self._aliases.items():
+            if name in metadata.state_dict_metadata:
+                metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+                other.setdefault(name, []).append(alias)
+        again = [
+            replace(result, index=replace(result.index, fqn=alias))
+            for result in results[0]
+            for alias in other.get(result.index.fqn, ())
+        ]
+        super().finish(metadata, [*results, again])

@@ -1,0 +1,316 @@
+"""The catalog of a folder of DeepSpeed: ZeRO-1, 2 and 3 as its ranks write them, and "universal" checkpoints.
+Layer: checkpoint.
+
+ZeRO cuts a group of parameters, laid end to end, into a part for each rank; ZeRO-3 cuts every parameter for itself and
+pads it. A rank's file has its part of the fp32 weights and of the optimizer's states as flat tensors, and
+``*_model_states.pt`` has the names and shapes by which they are understood, the buffers and the frozen parameters::
+
+    latest                                     the name of the folder below
+    global_step100/
+      mp_rank_00_model_states.pt               ZeRO-3: zero_pp_rank_<r>_mp_rank_00_model_states.pt
+      zero_pp_rank_<r>_mp_rank_00_optim_states.pt           (bf16_zero_... with bf16 and ZeRO-1)
+    global_step100_universal/
+      zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    whole tensors
+
+The weights are the fp32 ones that the optimizer updates, whatever dtype the model was in. Checked against files of
+DeepSpeed 0.19; with tensor, pipeline or expert parallelism only universal checkpoints can be read. Pickles are looked
+at, never executed.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.deepspeed_states import ModelStates, states_of
+from fsdp2.checkpoint.foreign_state import state_name
+from fsdp2.checkpoint.native import read_small
+from fsdp2.checkpoint.storage import Storage, check_file_name
+from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.unpickling import shown
+from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
+
+__all__ = ["is_deepspeed", "open_deepspeed"]
+
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+OTHER_PARALLELISM = re.compile(r"layer_.*_states\.pt|.*expert.*_states\.pt")
+LATEST = ("latest", "latest_universal")
+
+
+def is_deepspeed(storage: Storage, path: str) -> bool:
+    """Whether such a folder is there, or is named by a file ``latest``."""
+    return _folder(storage, path) is not None
+
+
+def _folder(storage: Storage, path: str) -> str | None:
+    if _matching(storage, path, MODEL_FILE):
+        return path
+    for name in LATEST:
+        file = storage.join(path, name)
+        if storage.size(file):
+            tag = read_small(storage, file, 4096).decode(errors="replace").strip()
+            inner = storage.join(path, check_file_name(tag, file))
+            if _matching(storage, inner, MODEL_FILE):
+                return inner
+    return None
+
+
+def _matching(storage: Storage, path: str, pattern: re.Pattern[str]) -> dict[int, str]:
+    """Files of the first model-parallel rank, by data-parallel rank."""
+    found = {}
+    for name in storage.names(path):
+        match = pattern.fullmatch(name)
+        if match and int(match[2]) == 0:
+            found[int(match[1] or 0)] = name
+    return dict(sorted(found.items()))
+
+
+def open_deepspeed(storage: Storage, path: str) -> PieceTable:
+    """Read the headers of all files.
+
+    Raises:
+        CorruptError: a file is missing or damaged.
+        UnsupportedError: it was saved with tensor, pipeline or expert parallelism, and is not universal.
+    """
+    folder = _folder(storage, path) or path
+    try:
+        return _opened(storage, folder)
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
+        if isinstance(error, FSDPError):
+            raise
+        raise CorruptError(f"{folder}: is not in order ({type(error).__name__}: {error})") from error
+
+
+def _opened(storage: Storage, folder: str) -> PieceTable:
+    files = _matching(storage, folder, MODEL_FILE)
+    states = [states_of(storage, storage.join(folder, name)) for name in files.values()]
+    whole = next(iter(files.values())).startswith("mp_rank_")
+    if storage.names(storage.join(folder, "zero")):
+        return _Universal(storage, folder, states, whole).catalog()
+    others = [name for name in storage.names(folder) if OTHER_PARALLELISM.fullmatch(name)]
+    if states[0].get("mp_world_size", 1) != 1 or others:
+        raise UnsupportedError(
+            f"{folder}: was saved with tensor, pipeline or expert parallelism. Convert it with DeepSpeed's "
+            "ds_to_universal.py, and load the universal checkpoint."
+        )
+    return _RankFiles(storage, folder, states, whole).catalog()
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragment:
+    """Elements ``at..at + count`` of a parameter: where they are.
+
+    Attributes:
+        rank, group: whose flat tensor, and which of them.
+        first: the first element there.
+    """
+
+    rank: int
+    group: int
+    first: int
+    count: int
+    at: int
+
+
+@dataclass
+class _RankFiles(ModelStates):
+    """ZeRO's own files. Flat tensors are by rank, then by kind ("fp32", "exp_avg", ...), then by group."""
+
+    flats: list[dict[str, list[TensorInFile]]] = field(default_factory=list)
+    scalars: dict[int, Any] = field(default_factory=dict)
+
+    def catalog(self) -> PieceTable:
+        """See `open_deepspeed`."""
+        files = _matching(self.storage, self.folder, OPTIMIZER_FILE)
+        parts = [self._inner(name) for name in files.values()]
+        if not parts or [*files] != list(range(len(parts))):
+            raise CorruptError(f"{self.folder}: has files *_optim_states.pt of ranks {[*files]}")
+        counts = parts[0].get("partition_count")
+        expected = max(counts) if isinstance(counts, list) else counts
+        if expected != len(parts):
+            raise CorruptError(f"{self.folder}: has {len(parts)} files *_optim_states.pt of {expected} ranks")
+        stage = 3 if "fp32_flat_groups" in parts[0] else 2
+        if stage == 3 and len(self.states) != len(parts):
+            raise CorruptError(f"{self.folder}: has {len(self.states)} files *_model_states.pt of {len(parts)} ranks")
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        self._collect(parts, key, "optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+        table = self.table(f"DeepSpeed ZeRO-{'3' if stage == 3 else '1/2'}")
+        groups = self.shapes()
+        fragments = self._cut_each(groups) if stage == 3 else self._cut_groups(groups, parts)
+        for name, (shape, where) in fragments.items():
+            self._add(table, name, shape, where)
+        members: dict[int, list[str]] = {}
+        for name, (_, where) in fragments.items():
+            members.setdefault(where[0].group if where else 0, []).append(name)
+        for flat, names in members.items():
+            for name in names:
+                self.add_scalar(name, self.scalars.get(flat), table)
+        inner = parts[0].get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+        self.add_options(inner.get("param_groups") if isinstance(inner, dict) else None, members)
+        return self.finish(table)
+
+    def _inner(self, name: str) -> dict[str, Any]:
+        file = self.storage.join(self.folder, name)
+        content = states_of(self.storage, file).get("optimizer_state_dict")
+        if not isinstance(content, dict):
+            raise CorruptError(f"{file}: has no optimizer_state_dict")
+        return content
+
+    def _collect(self, parts: list[dict[str, Any]], weights: str, states: str) -> None:
+        """Find the flat tensors."""
+        for rank, part in enumerate(parts):
+            flats = {"fp32": self._flat(part.get(weights), rank)}
+            inner = part.get(states)
+            by_group = inner.get("state") if isinstance(inner, dict) else {}
+            for number, group in enumerate(flats["fp32"]):
+                for kind, value in ((by_group or {}).get(number) or {}).items():
+                    if _is_flat(value) and value.shape[0] >= group.shape[0]:  # one may be padded, the other not
+                        flats.setdefault(str(kind), []).append(value)
+                    elif kind == "step":
+                        self.scalars.setdefault(number, value)
+            # A kind that only some groups have cannot be found by the group's number.
+            count = len(flats["fp32"])
+            self.flats.append({kind: values for kind, values in flats.items() if len(values) == count})
+
+    def _flat(self, tensors: Any, rank: int) -> list[TensorInFile]:
+        tensors = tensors if isinstance(tensors, list) else []
+        flat = [tensor for tensor in tensors if _is_flat(tensor)]
+        if not flat or len(flat) != len(tensors):
+            raise CorruptError(f"{self.folder}: rank {rank} has not the flat fp32 weights of ZeRO")
+        return flat
+
+    def _cut_each(self, groups: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
+        """ZeRO-3: every parameter in equal parts, the last one padded; a rank's parts of all of them end to end."""
+        world = len(self.flats)
+        result = {}
+        offset = 0
+        for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+            numel = prod(shape)
+            part = -(-numel // world)
+            where: list[_Fragment] = []
+            for rank, flats in enumerate(self.flats):
+                count = min(part, max(numel - rank * part, 0))
+                where += _within(flats["fp32"], rank, offset, count, rank * part)
+            offset += part
+            result[name] = shape, where
+        return result
+
+    def _cut_groups(
+        self, groups: list[dict[str, tuple[int, ...]]], parts: list[dict[str, Any]]
+    ) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
+        """ZeRO-1 and 2: the parameters of a group end to end, some with padding behind, cut into a part for each rank.
+
+        (``param_slice_mappings`` of the ranks' files says the same, and is wrong with ``round_robin_gradients``.)
+        """
+        result = {}
+        paddings = parts[0].get("param_alignment_paddings")
+        for group, shapes in enumerate(groups):
+            offset = 0
+            for index, (name, shape) in enumerate(shapes.items()):
+                numel, where = prod(shape), []
+                first, at = offset, 0
+                for rank, flats in enumerate(self.flats):
+                    size = flats["fp32"][group].shape[0]
+                    taken = min(numel - at, max(size - first, 0))
+                    if taken:
+                        where.append(_Fragment(rank, group, first, taken, at))
+                        at, first = at + taken, first + taken
+                    first -= size
+                result[name] = shape, where
+                offset += numel + (paddings[group][index] if paddings else 0)
+        return result
+
+    def _add(self, table: PieceTable, name: str, shape: tuple[int, ...], where: list[_Fragment]) -> None:
+        """A parameter and its states."""
+        found = sum(fragment.count for fragment in where)
+        if found != prod(shape):
+            raise CorruptError(f"{self.folder}: of '{name}' {list(shape)} the ranks have {found} elements")
+        for kind in self.flats[0]:
+            pieces: list[StoredPiece] = []
+            dtype = self.flats[0][kind][0].dtype
+            for one in where:
+                flat = self.flats[one.rank].get(kind)
+                if flat is None or one.first + one.count > flat[one.group].shape[0] or flat[one.group].dtype != dtype:
+                    raise CorruptError(f"{self.folder}: rank {one.rank} has not its part of the {kind} of '{name}'")
+                pieces += flat[one.group].elements(one.first, one.first + one.count, shape, one.at)
+            info = StoredTensorInfo(dtype, shape)
+            if kind == "fp32":
+                table.add("model", name, info, pieces)
+            else:
+                self.optimizer.add_state(name, (kind,), info)
+                table.add("optimizer", state_name((kind,), name), info, pieces)
+
+
+def _within(groups: list[TensorInFile], rank: int, first: int, count: int, at: int) -> Iterator[_Fragment]:
+    """Elements ``first..first + count`` of flat tensors that lie end to end."""
+    for group, tensor in enumerate(groups):
+        size = tensor.shape[0]
+        taken = min(count, max(size - first, 0))
+        if taken:
+            yield _Fragment(rank, group, first, taken, at)
+            at, count, first = at + taken, count - taken, first + taken
+        first -= size
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, TensorInFile) and len(value.shape) == 1 and value.contiguous
+
+
+@dataclass
+class _Universal(ModelStates):
+    """A universal checkpoint: a folder for each parameter, with whole tensors."""
+
+    def catalog(self) -> PieceTable:
+        """See `open_deepspeed`."""
+        table = self.table("DeepSpeed universal")
+        groups = self.shapes()
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        zero = self.storage.join(self.folder, "zero")
+        for name in self.storage.names(zero):
+            if name not in table.tensors["model"] and name not in table.aliases["model"]:
+                self._add(table, self.storage.join(zero, name), name, shapes.get(name))
+        file = self.storage.join(zero, "optimizer_state.pt")
+        if self.storage.size(file) is not None:
+            state = states_of(self.storage, file)
+            members = {number: list(group) for number, group in enumerate(groups)}
+            inner = state.get("optimizer_state_dict")
+            for number, values in ((inner.get("state") if isinstance(inner, dict) else None) or {}).items():
+                for name in members.get(number, []):
+                    if state_name(("step",), name) not in table.tensors["optimizer"]:
+                        self.add_scalar(name, values.get("step"), table)
+            self.add_options(state.get("param_groups"), members)
+        return self.finish(table)
+
+    def _add(self, table: PieceTable, folder: str, name: str, shape: tuple[int, ...] | None) -> None:
+        for file in self.storage.names(folder):
+            kind, dot, suffix = file.rpartition(".")
+            if dot and suffix == "pt":
+                path = self.storage.join(folder, file)
+                reader = self.storage.open_file(path)
+                try:
+                    content = read_torch_file(reader, path)
+                finally:
+                    reader.close()
+                if kind == "step":
+                    self.add_scalar(name, content, table)
+                else:
+                    self._add_tensor(table, path, kind, name, content, shape)
+
+    def _add_tensor(
+        self, table: PieceTable, path: str, kind: str, name: str, content: Any, shape: tuple[int, ...] | None
+    ) -> None:
+        tensor = content.get("param") if isinstance(content, dict) else content
+        if not isinstance(tensor, TensorInFile) or not tensor.contiguous:
+            raise CorruptError(f"{path}: should be a tensor, and is {shown(content)}")
+        # Of ZeRO-3 the tensors are flat.
+        whole = shape if shape is not None and prod(shape) == prod(tensor.shape) else tensor.shape
+        info = StoredTensorInfo(tensor.dtype, whole)
+        pieces = [*tensor.elements(0, prod(whole), whole, 0)]
+        if kind == "fp32":
+            table.add("model", name, info, pieces)
+        else:
+            self.optimizer.add_state(name, (kind,), info)
+            table.add("optimizer", state_name((kind,), name), info, pieces)

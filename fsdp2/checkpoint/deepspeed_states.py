@@ -1,0 +1,128 @@
+"""What the model files of a DeepSpeed checkpoint say: buffers, frozen and shared parameters, shapes. Layer: checkpoint.
+
+See `deepspeed.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.foreign_state import ForeignOptimizer, state_name
+from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.unpickling import plain
+from fsdp2.errors import ArgumentError, CorruptError
+
+__all__ = ["ModelStates", "states_of"]
+
+
+def states_of(storage: Storage, file: str) -> dict[str, Any]:
+    """The object in a file, which is a dict."""
+    reader = storage.open_file(file)
+    try:
+        content = read_torch_file(reader, file)
+    finally:
+        reader.close()
+    if not isinstance(content, dict):
+        raise CorruptError(f"{file}: is not a file of DeepSpeed")
+    return content
+
+
+@dataclass
+class ModelStates:
+    """What the files ``*_model_states.pt`` say, which all kinds of checkpoints have.
+
+    Attributes:
+        states: content of these files, by rank.
+        whole_module: the model's values in them are whole (ZeRO-1 and 2), if not in fp32.
+        optimizer: collects what the optimizer has.
+    """
+
+    storage: Storage
+    folder: str
+    states: list[dict[str, Any]]
+    whole_module: bool
+    optimizer: ForeignOptimizer = field(default_factory=ForeignOptimizer)
+
+    def table(self, kind: str) -> PieceTable:
+        """A catalog with buffers and frozen parameters."""
+        step = self.states[0].get("global_steps")
+        table = PieceTable(self.storage, self.folder, kind, step if type(step) is int else None)
+        table.tensors.update(model={}, optimizer={})
+        module = self.states[0].get("module") or {}
+        for name in self.states[0].get("buffer_names") or ():
+            tensor = module.get(name)
+            if isinstance(tensor, TensorInFile):
+                table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+        for name, shape in (self.states[0].get("frozen_param_shapes") or {}).items():
+            self._add_frozen(table, name, tuple(shape))
+        aliases = self.states[0].get("shared_params") or {}
+        table.aliases = {"model": {str(name): str(other) for name, other in aliases.items()}}
+        return table
+
+    def _add_frozen(self, table: PieceTable, name: str, shape: tuple[int, ...]) -> None:
+        """A frozen parameter: whole in the first file, or a part of it in each."""
+        pieces: list[StoredPiece] = []
+        at, dtype = 0, ""
+        for state in self.states:
+            tensor = (state.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(tensor, TensorInFile) or not tensor.contiguous:
+                raise CorruptError(f"{self.folder}: the frozen parameter '{name}' is not stored by all ranks")
+            count = min(prod(tensor.shape), prod(shape) - at)
+            pieces += tensor.elements(0, count, shape, at)
+            at, dtype = at + count, tensor.dtype
+        if at != prod(shape):
+            raise CorruptError(f"{self.folder}: of the frozen parameter '{name}' {list(shape)} there are {at} elements")
+        table.add("model", name, StoredTensorInfo(dtype, shape), pieces)
+
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """The parameters of each group, in their order."""
+        groups = self.states[0].get("param_shapes") or []
+        groups = [groups] if isinstance(groups, dict) else groups
+        return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
+
+    def add_options(self, param_groups: Any, members: Mapping[int, Iterable[str]]) -> None:
+        """Note the options of each parameter.
+
+        Args:
+            param_groups: of the inner optimizer, whose parameters are the flat tensors, by number.
+            members: the parameters in each flat tensor.
+        """
+        for number, group in enumerate(param_groups if isinstance(param_groups, list) else []):
+            if not isinstance(group, dict):
+                continue
+            numbers = group.get("params")
+            for flat in numbers if isinstance(numbers, list) else [number]:
+                for fqn in members.get(flat, ()):
+                    for name, value in group.items():
+                        if name == "step":
+                            self.add_scalar(fqn, value)
+                        else:
+                            with suppress(CorruptError):  # what is not plain data stays as it is where it is loaded
+                                self.optimizer.add_option(fqn, str(name), plain(value, self.folder))
+
+    def add_scalar(self, fqn: str, value: Any, table: PieceTable | None = None) -> None:
+        """Note the number of steps of a parameter: a number, or a 0-dim tensor."""
+        if isinstance(value, TensorInFile) and table is not None and not value.shape:
+            info = StoredTensorInfo(value.dtype, ())
+            self.optimizer.add_state(fqn, ("step",), info)
+            table.add("optimizer", state_name(("step",), fqn), info, value.pieces())
+        elif type(value) in (int, float):
+            self.optimizer.add_step(fqn, value)
+
+    def finish(self, table: PieceTable) -> PieceTable:
+        """The table with the optimizer's values, and parameters that nobody trains and nobody lists as frozen."""
+        module = self.states[0].get("module") if self.whole_module else None
+        for name, tensor in (module or {}).items():
+            known = name in table.tensors["model"] or name in table.aliases["model"]
+            if not known and isinstance(tensor, TensorInFile):
+                table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+        shapes = {name: info.shape for name, info in table.tensors["model"].items()}
+        try:
+            table.values = {"model": [], "optimizer": [self.optimizer.table(shapes)]}
+        except ArgumentError as error:
+            raise CorruptError(f"{self.folder}: the optimizer's options are not plain data ({error})") from error
+        return table

@@ -1,0 +1,161 @@
+"""What is in a checkpoint, of any format that is read here, without reading its values. Layer: checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fsdp2.checkpoint.box import whole
+from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.folders import find, is_complete
+from fsdp2.checkpoint.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.native import NativeCatalog, read_manifest
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.errors import CheckpointError
+
+__all__ = ["Description", "TensorEntry", "describe", "open_native", "stray_files", "tensor_nbytes"]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        section: "model" or "optimizer".
+        dtype: its name in safetensors.
+        shape: of the whole tensor.
+        nbytes: of the whole tensor.
+        parts: in how many parts it is stored.
+        aliases: other names of the same values.
+    """
+
+    section: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    parts: int
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is in a checkpoint.
+
+    Attributes:
+        folder: where it is.
+        kind: the format.
+        step: as given to `save`; None if unknown.
+        tensors: of all sections.
+        id, world, layout, checksum: see `manifest.py`; empty (0) for other formats.
+        files: bytes of each file, by name; empty for formats that do not list them.
+        optimizer: the class of the optimizer; "" if unknown.
+        extra: key -> (how many ranks gave it, how many different contents they gave).
+        strays: names in the folder that are not of the checkpoint; nobody reads them.
+    """
+
+    folder: str
+    kind: str
+    step: int | None
+    tensors: tuple[TensorEntry, ...]
+    id: str = ""
+    world: int = 0
+    layout: str = ""
+    checksum: str = ""
+    files: Mapping[str, int] = field(default_factory=dict)
+    optimizer: str = ""
+    extra: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    strays: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def describe(folder: Folder) -> Description:
+    """What is in a checkpoint: names, shapes, dtypes, files. Of a native one the manifest alone is read, so that works
+    even where files are missing; `verify` looks at those.
+
+    Args:
+        folder: of a checkpoint in any format that `load` takes, local or a URL.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        CorruptError: what describes it is damaged.
+
+    Example::
+
+        sizes = {tensor.name: tensor.nbytes for tensor in fsdp2.checkpoint.describe("runs/a/step-00001000").tensors}
+    """
+    storage, path = storage_of(folder)
+    native = open_native(storage, path)
+    if native is None:
+        catalog = open_catalog(storage, path)
+        try:
+            tensors = tuple(
+                _entry(catalog, section, name, len(list(catalog.pieces(section, name, whole(info.shape)))))
+                for section, infos in catalog.tensors.items()
+                for name, info in infos.items()
+            )
+            return Description(catalog.path, catalog.kind, catalog.step, tensors, optimizer=_kinds(catalog))
+        finally:
+            catalog.close()
+    manifest = native.manifest
+    tensors = tuple(
+        _entry(native, section, name, sum(1 for _ in record.tiling.owners(whole(record.shape))))
+        for section, records in manifest.records.items()
+        for name, record in records.items()
+    )
+    return Description(
+        native.path,
+        native.kind,
+        native.step,
+        tensors,
+        manifest.id,
+        manifest.world,
+        manifest.layout,
+        manifest.checksum,
+        {name: size for name, (size, _) in manifest.files.items()},
+        _kinds(native),
+        {key: (sum(len(share["ranks"]) for share in shares), len(shares)) for key, shares in manifest.extra.items()},
+        tuple(stray_files(storage, native.path, manifest)),
+    )
+
+
+def open_native(storage: Storage, path: str) -> NativeCatalog | None:
+    """The catalog of a checkpoint that `save` wrote, from its manifest alone; None if there is none.
+
+    Raises:
+        CorruptError: the manifest is damaged.
+    """
+    if not is_complete(storage, path):
+        try:
+            path = find(storage, path)
+        except CheckpointError:
+            return None
+    return NativeCatalog(storage, path, read_manifest(storage, path))
+
+
+def stray_files(storage: Storage, path: str, manifest: Manifest) -> list[str]:
+    """Names in the folder of a checkpoint that its manifest does not account for."""
+    return [name for name in storage.names(path) if name != MANIFEST and name not in manifest.files]
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * ITEMSIZES[dtype]
+
+
+def _entry(catalog: Catalog, section: str, name: str, parts: int) -> TensorEntry:
+    info = catalog.tensors[section][name]
+    aliases = tuple(alias for alias, stored in catalog.aliases.get(section, {}).items() if stored == name)
+    return TensorEntry(section, name, info.dtype, info.shape, tensor_nbytes(info.dtype, info.shape), parts, aliases)
+
+
+def _kinds(catalog: Catalog) -> str:
+    """The class names of optimizers."""
+    tables: Sequence[Mapping[str, Any]] = catalog.values.get("optimizer", ())
+    return ", ".join(sorted({str(table["kind"]) for table in tables if table.get("kind")}))

@@ -1,0 +1,220 @@
+"""What other libraries call things, in our words: which tensors are the model's, and the optimizer's state by FQN in
+the form that `optimizer.py` reads. Pure: names and plain data in, names and JSON out.
+
+A path is a name in its parts, as the state dict was nested: ``("optimizer", "state", "0.weight", "exp_avg")``.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import torch
+
+from fsdp2.checkpoint.catalog import StoredTensorInfo
+from fsdp2.checkpoint.dtypes import name_of
+from fsdp2.checkpoint.tree import encode
+from fsdp2.errors import ArgumentError
+
+__all__ = ["ForeignOptimizer", "Path", "encoded", "find_model", "find_optimizers", "state_name"]
+
+Path = tuple[str | int, ...]
+
+# What users call the model's part of a state dict, the likeliest first.
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
+# Of a param group, what is no option.
+NO_OPTIONS = ("params", "param_names")
+
+
+def find_model(paths: Iterable[Path]) -> tuple[Path, dict[str, Path]]:
+    """Which tensors are the model's: those under a key such as "model"; else those at the top, if any are there; else
+    all, which may have a common key.
+
+    Args:
+        paths: of tensors that are not an optimizer's.
+
+    Returns:
+        (the path that all have in common, name -> path).
+    """
+    paths = list(paths)
+    marked = [
+        (MODEL_KEYS.index(part), depth, path[: depth + 1])
+        for path in paths
+        for depth, part in enumerate(path[:-1])
+        if part in MODEL_KEYS
+    ]
+    prefix: Path = ()
+    if marked:
+        prefix = min(marked)[2]
+        chosen = [path for path in paths if path[: len(prefix)] == prefix]
+    elif any(len(path) == 1 for path in paths):
+        chosen = [path for path in paths if len(path) == 1]
+    else:
+        prefix, chosen = _common(path[:-1] for path in paths), paths
+    return prefix, {".".join(str(part) for part in path[len(prefix) :]): path for path in chosen}
+
+
+def _common(paths: Iterable[Path]) -> Path:
+    first, *rest = [*paths] or [()]
+    for depth, part in enumerate(first):
+        if any(path[depth : depth + 1] != (part,) for path in rest):
+            return first[:depth]
+    return first
+
+
+def find_optimizers(paths: Iterable[Path]) -> set[Path]:
+    """The keys below which there are ``state`` and ``param_groups``, as torch.optim has them or with flattened
+    names."""
+    roots = set()
+    for path in paths:
+        for depth, part in enumerate(path):
+            nested = (part == "param_groups") or (part == "state" and len(path) >= depth + 3)
+            if nested or str(part).startswith("param_groups."):
+                roots.add(path[:depth])
+                break
+    return roots
+
+
+def state_name(path: Path, fqn: str) -> str:
+    """The name in the catalog of a tensor of an optimizer's state (see `optimizer.py`)."""
+    return f"{_joined(path)}.{fqn}"
+
+
+def _joined(path: Path) -> str:
+    return "/".join(quote(str(part), safe="").replace(".", "%2E") for part in path)
+
+
+@dataclass
+class ForeignOptimizer:
+    """The state of an optimizer, collected item by item.
+
+    Args:
+        names: FQNs of parameters, by which flattened names are understood.
+        numbered: number of a parameter -> FQN, where states are by number.
+    """
+
+    names: frozenset[str] = frozenset()
+    numbered: Mapping[str, str] = field(default_factory=dict)
+    _states: dict[str, dict[Path, Any]] = field(default_factory=dict)
+    _options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def split(self, text: str) -> tuple[str, Path]:
+        """(FQN, path) of ``"<fqn>.<key>"``: the longest known FQN that fits, or all but the last part."""
+        parts = text.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            fqn = ".".join(parts[:cut])
+            if fqn in self.names:
+                return fqn, tuple(parts[cut:])
+        return ".".join(parts[:-1]), tuple(parts[-1:])
+
+    def place(self, path: Path) -> tuple[str, str, Path] | None:
+        """What an item below the optimizer's key is: ("state", FQN, path in the state), ("option", FQN, (name,)), or
+        ("group", number, (name,)); None for anything else."""
+        head, rest = str(path[0]), path[1:]
+        if head == "state" and len(rest) >= 2:
+            return "state", self.numbered.get(str(rest[0]), str(rest[0])), rest[1:]
+        if head == "param_groups" and len(rest) == 2:
+            return "group", str(rest[0]), rest[1:]
+        for prefix, kind in (("state.", "state"), ("param_groups.", "option")):
+            if head.startswith(prefix):
+                fqn, own = self.split(".".join([head.removeprefix(prefix), *map(str, rest)]))
+                return kind, fqn, own
+        return None
+
+    def add_state(self, fqn: str, path: Path, value: Any) -> None:
+        """Add an item of a parameter's state: a `StoredTensorInfo`, or plain data."""
+        self._states.setdefault(fqn, {})[path] = value
+
+    def add_step(self, fqn: str, count: float) -> None:
+        """Add the number of steps of a parameter, which torch's optimizers keep as a 0-dim tensor."""
+        note = {"$tensor": "step", "as": "plain", "value": float(count), "dtype": "F32"}
+        self._states.setdefault(fqn, {})["step",] = _Json(note)
+
+    def add_option(self, fqn: str, name: str, value: Any) -> None:
+        """Add an option of a parameter's group: plain data, or a 0-dim tensor."""
+        if name not in NO_OPTIONS:
+            self._options.setdefault(fqn, {})[name] = value
+
+    def add_to_group(self, number: int, name: str, value: Any) -> None:
+        """Add an item of a param group, its parameters included."""
+        self._groups.setdefault(number, {})[name] = value
+
+    def table(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """The optimizer's values (see `optimizer.py`).
+
+        Args:
+            shapes: of the parameters, as far as they are known.
+        """
+        for own in self._groups.values():
+            # Parameters may be numbers; then the group may have their names beside.
+            params = own.get("param_names") or own.get("params") or []
+            for fqn in params if isinstance(params, (list, tuple)) else []:
+                self._options.setdefault(str(fqn), {})
+                for name, value in own.items():
+                    self.add_option(str(fqn), name, value)
+        forms: list[Any] = []
+        states = {}
+        for fqn, items in self._states.items():
+            form = _form(items, shapes.get(fqn))
+            if form not in forms:
+                forms.append(form)
+            states[fqn] = forms.index(form)
+        groups: list[dict[str, Any]] = []
+        for fqn in [*self._options, *(fqn for fqn in self._states if fqn not in self._options)]:
+            options = encoded(self._options.get(fqn, {}))
+            same = next((group for group in groups if group["options"] == options), None)
+            if same is None:
+                groups.append({"params": [fqn], "options": options})
+            else:
+                same["params"].append(fqn)
+        return {"kind": "", "forms": forms, "states": states, "groups": groups}
+
+
+def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
+    """The form of a parameter's state: nested as it was, tensors as notes."""
+    tree: dict[str | int, Any] = {}
+    for path, value in sorted(items.items(), key=lambda item: str(item[0])):
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict) or "$tensor" in level:
+                raise ArgumentError(f"optimizer state at {path}: a value where others are below")
+        level[path[-1]] = value.content if isinstance(value, _Json) else _item(path, value, shape)
+    return _listed(tree)
+
+
+@dataclass(frozen=True)
+class _Json:
+    """What is in its final form already."""
+
+    content: Any
+
+
+def _item(path: Path, info: Any, shape: tuple[int, ...] | None) -> Any:
+    if not isinstance(info, StoredTensorInfo):
+        return encoded(info)
+    note = {"$tensor": _joined(path)}
+    if not info.shape and (shape != () or path == ("step",)):
+        return {**note, "as": "plain"}
+    # A tensor of another shape than its parameter has (a factor of one): replicated, whatever it was.
+    return {**note, "as": "param"} if shape is None or info.shape == shape else note
+
+
+def _listed(level: Any) -> Any:
+    """Dicts with the keys 0, 1, ... were lists."""
+    if not isinstance(level, dict):
+        return level
+    inner = {key: _listed(value) for key, value in level.items()}
+    if inner and all(type(key) is int for key in inner):
+        return [inner[key] for key in sorted(inner, key=int)]
+    return {str(key): value for key, value in inner.items()}
+
+
+def encoded(value: Any) -> Any:
+    """Plain data and 0-dim tensors as JSON."""
+
+    def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
+
+    return encode(value, scalar, "a value of another library's checkpoint")

@@ -1,0 +1,249 @@
+"""Whether a checkpoint is whole: every byte of it is read, and all that is wrong is listed. Layer: checkpoint.
+
+Damage is looked for where a load would stumble over it, with the same code, so that what is fine here loads: the
+manifest, the files that it lists, their headers, that all parts of each tensor are there, the checksum of every block.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from fsdp2.checkpoint.box import Box, Cover, whole
+from fsdp2.checkpoint.catalog import Catalog, StoredPiece
+from fsdp2.checkpoint.describing import open_native, stray_files, tensor_nbytes
+from fsdp2.checkpoint.files import sums_file_name
+from fsdp2.checkpoint.manifest import MANIFEST
+from fsdp2.checkpoint.native import NativeCatalog, file_of, read_header, read_small
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.reading import OpenFiles, PieceBytes
+from fsdp2.checkpoint.scanning import Damage, append_damage, check_lot, lots_of
+from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.streaming import Meter, Progress
+from fsdp2.checkpoint.workers import run_all
+from fsdp2.errors import CheckpointError, CorruptError
+
+__all__ = ["Damage", "Report", "find_damage", "verify"]
+
+MAX_SHOWN = 50
+THREADS = 4
+
+
+@dataclass
+class Report:
+    """What `find_damage` found.
+
+    Attributes:
+        kind: the format.
+        damage: all that is wrong.
+        strays: names in the folder that are not of the checkpoint. Nobody reads them; that is no damage.
+        num_files, num_tensors: how many were looked at.
+        checked_bytes: of values that have their checksums.
+        unchecked_bytes: of values for which there are none (other formats): they can be read, nothing more is known.
+    """
+
+    folder: str
+    kind: str
+    damage: list[Damage] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
+    num_files: int = 0
+    num_tensors: int = 0
+    checked_bytes: int = 0
+    unchecked_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damage
+
+
+def verify(folder: Folder, *, progress: Progress | None = None) -> Report:
+    """Read all of a checkpoint and see that it is whole; `find_damage` returns what is wrong instead of raising.
+
+    Args:
+        folder: of a checkpoint in any format that `load` takes. Formats without checksums are read as far as that goes.
+        progress: is called with the bytes done and those to do.
+
+    Raises:
+        CorruptError: it is damaged; the message lists files, tensors and bytes.
+        CheckpointError: there is no checkpoint.
+
+    Example::
+
+        good = fsdp2.checkpoint.latest("runs/a", valid=fsdp2.checkpoint.verify)
+    """
+    report = find_damage(folder, progress=progress)
+    if report.damage:
+        lines = [str(damage) for damage in report.damage[:MAX_SHOWN]]
+        if len(report.damage) > MAX_SHOWN:
+            lines.append(f"... and {len(report.damage) - MAX_SHOWN} more")
+        raise CorruptError(f"{report.folder} is damaged:\n  " + "\n  ".join(lines))
+    return report
+
+
+def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
+    """Read all of a checkpoint, in bounded memory with several threads, and list all that is wrong with it; see
+    `verify`.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    storage, path = storage_of(folder)
+    report = Report(path, "fsdp2")
+    try:
+        native = open_native(storage, path)
+        catalog = open_catalog(storage, path) if native is None else native
+    except CorruptError as error:
+        return Report(path, "damaged", [_damage_of(storage, path, error)])
+    report.folder, report.kind = catalog.path, catalog.kind
+    try:
+        _Verification(catalog, report).run(progress)
+    finally:
+        catalog.close()
+    return report
+
+
+class _Verification:
+    """One look at a checkpoint.
+
+    Attributes:
+        lost: (file, what is wrong with it) -> the tensors that are lost by it.
+    """
+
+    def __init__(self, catalog: Catalog, report: Report):
+        self._catalog = catalog
+        self._report = report
+        self._native = catalog if isinstance(catalog, NativeCatalog) else None
+        self._lost: dict[tuple[str, str], list[str]] = {}
+        self._bad_files: dict[str, str] = {}
+
+    def run(self, progress: Progress | None) -> None:
+        """Fill the report."""
+        if self._native is not None:
+            self._check_files(self._native)
+        sizes = [
+            tensor_nbytes(info.dtype, info.shape) for infos in self._catalog.tensors.values() for info in infos.values()
+        ]
+        self._report.num_tensors = len(sizes)
+        meter = Meter(sum(sizes), progress)
+        files = OpenFiles(self._catalog.storage)
+        blocks: list[Damage] = []
+        try:
+            lots = lots_of(self._sources())
+            for found in run_all(partial(check_lot, files, meter), lots, THREADS, "fsdp2-verify"):
+                for damage in found:
+                    append_damage(blocks, damage)
+        finally:
+            files.close()
+        meter.finish()
+        whole_files = [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()]
+        self._report.damage += whole_files + blocks
+
+    def _check_files(self, native: NativeCatalog) -> None:
+        """What can be seen before any value is read."""
+        storage, manifest = native.storage, native.manifest
+        self._report.num_files = len(manifest.files)
+        self._report.strays = stray_files(storage, native.path, manifest)
+        sizes = storage.sizes(native.path)
+        for file, (size, crc) in manifest.files.items():
+            path = storage.join(native.path, file)
+            try:
+                if file not in sizes:
+                    raise CorruptError(f"{path}: is missing (or a link); the manifest lists {size} bytes")
+                if file.endswith(".json"):
+                    content = read_small(storage, path, size)
+                    if len(content) != size or f"{zlib.crc32(content):08x}" != crc:
+                        raise CorruptError(f"{path}: has not the checksum {crc} that the manifest lists")
+                else:
+                    read_header(storage, path, (size, crc))
+            except (CheckpointError, OSError) as error:
+                self._bad_files[file] = _damage_of(storage, native.path, error).problem
+                self._lost[file, self._bad_files[file]] = []
+
+    def _sources(self) -> Iterator[PieceBytes]:
+        """All parts of all tensors that can be read; what cannot is noted."""
+        for section, infos in self._catalog.tensors.items():
+            for name, info in infos.items():
+                label = f"{section} '{name}'"
+                box = whole(info.shape)
+                cover = Cover(box)
+                for piece in self._pieces(section, name, box, label):
+                    cover.add(piece.box)
+                    yield self._counted(PieceBytes(label, piece, bool(piece.sums)))
+                if self._native is None:
+                    with self._noting(label):
+                        cover.check(label)
+        yield from self._extra_sources()
+
+    def _pieces(self, section: str, name: str, box: Box, label: str) -> Iterator[StoredPiece]:
+        """The parts of a tensor, each looked up alone, so that one bad file does not hide the next."""
+        found: list[StoredPiece] = []
+        if self._native is None:
+            with self._noting(label):
+                found += self._catalog.pieces(section, name, box)
+            yield from found
+            return
+        manifest = self._native.manifest
+        for rank, part in manifest.records[section][name].tiling.owners(box):
+            if manifest.layout == "consolidated":
+                needed = [manifest.homes.get(section, {}).get(name, ""), sums_file_name(rank, manifest.world)]
+            else:
+                needed = [file_of(manifest, section, rank)]
+            bad = next((file for file in needed if file in self._bad_files), None)
+            if bad is not None:
+                self._lose(bad, self._bad_files[bad], label)
+                continue
+            with self._noting(label):
+                yield from list(self._catalog.pieces(section, name, part))
+
+    def _extra_sources(self) -> Iterator[PieceBytes]:
+        if self._native is None:
+            return
+        native, storage = self._native, self._native.storage
+        shares = [(key, share) for key, shares in native.manifest.extra.items() for share in shares]
+        for file in dict.fromkeys(str(share["file"]) for _, share in shares):
+            keys = [f"extra '{key}'" for key, share in shares if share["file"] == file]
+            if file in self._bad_files:
+                for key in dict.fromkeys(keys):
+                    self._lose(file, self._bad_files[file], key)
+                continue
+            for name in read_header(storage, storage.join(native.path, file), native.manifest.files[file]).tensors:
+                label = f"extra '{name}'"
+                with self._noting(label):
+                    piece = native.extra_piece(file, name)
+                    yield self._counted(PieceBytes(label, piece, bool(piece.sums)))
+
+    @contextmanager
+    def _noting(self, label: str) -> Iterator[None]:
+        """An error in the block is noted."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            damage = _damage_of(self._catalog.storage, self._catalog.path, error)
+            self._lose(damage.file, damage.problem, label)
+
+    def _lose(self, file: str, problem: str, label: str) -> None:
+        names = self._lost.setdefault((file, problem), [])
+        if label not in names[-1:]:
+            names.append(label)
+
+    def _counted(self, source: PieceBytes) -> PieceBytes:
+        if source.verify:
+            self._report.checked_bytes += source.nbytes
+        else:
+            self._report.unchecked_bytes += source.nbytes
+        return source
+
+
+def _damage_of(storage: Storage, path: str, error: Exception) -> Damage:
+    """Damage from an error, whose message begins with the path of the file."""
+    text = str(error)
+    for name in sorted([*storage.names(path), MANIFEST], key=len, reverse=True):
+        if text.startswith(prefix := f"{storage.join(path, name)}: "):
+            return Damage(name, text.removeprefix(prefix))
+    prefix = storage.join(path, "")
+    if text.startswith(prefix) and ": " in text:
+        file, problem = text.removeprefix(prefix).split(": ", 1)
+        return Damage(file, problem)
+    return Damage("", text.removeprefix(f"{path}: "))

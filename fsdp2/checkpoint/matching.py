@@ -1,0 +1,254 @@
+"""What is asked for beside what is stored: names, shapes, dtypes, all compared before anything changes. Layer:
+checkpoint."""
+
+import warnings
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
+from fsdp2.checkpoint.sources import Source, Sources, source_of
+from fsdp2.checkpoint.sources import stored as from_stored
+from fsdp2.checkpoint.state import Entry, State, World, entry_of, model_state, ranks_of, within
+from fsdp2.checkpoint.tree import decode
+from fsdp2.errors import ArgumentError, CorruptError, MismatchError
+from fsdp2.init.allocation import allocate, tensors_of
+
+__all__ = ["Matching", "Need"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """A tensor of this rank to be filled, which fits what is stored.
+
+    Attributes:
+        source: the values of the whole tensor.
+        entry: this rank's part.
+    """
+
+    section: str
+    source: Source
+    entry: Entry
+
+
+@dataclass
+class Matching:
+    """What is asked for beside what is stored: first `ask` for everything, then `check`, then fill `needs`, then
+    `finish`. Until then nothing has changed.
+
+    Args:
+        cast: another dtype is no mismatch.
+        sources: see `load`.
+
+    Attributes:
+        needs: what is to be filled.
+        twins: weights that are one here and are stored twice: both must be the same.
+        without_memory: keys of parameters and buffers of the model that are on the meta device.
+        missing, unexpected, mismatches: in words; see `Loaded`.
+    """
+
+    catalog: Catalog
+    world: World
+    cast: bool = False
+    sources: Sources | None = None
+    needs: list[Need] = field(default_factory=list)
+    twins: list[tuple[Need, Need]] = field(default_factory=list)
+    without_memory: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    _finish: list[Callable[[], None]] = field(default_factory=list)
+
+    def match(
+        self,
+        model: nn.Module | Mapping[str, Any] | None,
+        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        strict: bool,
+    ) -> None:
+        """Note what a model and an optimizer need. What of the model is on the meta device gets memory, if all fits.
+
+        Raises:
+            MismatchError: it does not; nothing has changed.
+        """
+        self._ask_all(model, optimizer)
+        self._check(strict)
+        if self.without_memory:
+            assert isinstance(model, nn.Module)
+            fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _move(optimizer, {each.was: each.tensor for each in fresh})
+            _warn_of_meta(model)
+            for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
+                found.clear()
+            self._ask_all(model, optimizer)
+
+    def _ask_all(
+        self,
+        model: nn.Module | Mapping[str, Any] | None,
+        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+    ) -> None:
+        if model is not None:
+            self._ask("model", model)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._ask_optimizer(model if isinstance(model, nn.Module) else None, optimizer)
+        elif optimizer is not None:
+            self._ask("optimizer", optimizer)
+
+    def finish(self) -> None:
+        """All needs have been filled: hand over what is no tensor, and what was allocated."""
+        for step in self._finish:
+            step()
+
+    def _ask(self, section: str, target: nn.Module | Mapping[str, Any]) -> None:
+        """Note what a model or a dict needs."""
+        state = model_state(target, self.world)
+        stored = self.catalog.tensors.get(section, {})
+        other_names = self.catalog.aliases.get(section, {})
+        tied: dict[str, list[str]] = {}
+        for alias, name in state.aliases.items():
+            tied.setdefault(name, []).append(alias)
+        found = set()
+        for name, entry in state.entries.items():
+            source = source_of(name, self.sources) if section == "model" else None
+            if source is None:
+                candidates = [other_names.get(one, one) for one in (name, *tied.get(name, []))]
+                source = from_stored(next((one for one in candidates if one in stored), name))
+            absent = sorted(source.names() - stored.keys())
+            if absent:
+                made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
+                self.missing.append(f"{section} '{name}'{made_of}")
+                continue
+            found |= source.names()
+            twins = {other_names.get(one, one) for one in tied.get(name, [])} & stored.keys() - source.names()
+            if entry.local.is_meta:
+                if not isinstance(target, nn.Module):
+                    raise ArgumentError(
+                        f"load: '{name}' is on the meta device, where nothing can be filled; allocate it"
+                    )
+                self.without_memory.append(state.keys[name])
+            self._need(section, source, entry)
+            self.twins += [
+                (Need(section, source, entry), Need(section, from_stored(twin), entry)) for twin in sorted(twins)
+            ]
+        known = {*found, *state.entries, *state.aliases}
+        values = tuple(f"{name}/" for table in self.catalog.values.get(section, []) for name in table)
+        self.unexpected += [
+            f"{section} '{name}'"
+            for name in (*stored, *other_names)
+            if name not in known and not name.startswith(values)
+        ]
+        self._ask_values(section, state, target)
+        if isinstance(target, nn.Module):
+            self._finish.append(lambda: _filled(target))
+
+    def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> None:
+        """What is no tensor: `_extra_state` of modules, numbers of a plain dict."""
+        stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
+        self.missing += [f"{section} '{name}'" for name in state.values if name not in stored]
+        self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
+        found = {
+            state.keys[name]: decode(value, self._making(section, name), self.catalog.path)
+            for name, value in stored.items()
+            if name in state.values
+        }
+        if found and isinstance(target, nn.Module):
+            self._finish.append(lambda: _load_values(target, found))
+        elif found and isinstance(target, MutableMapping):
+            self._finish.append(lambda: target.update(found))
+
+    def _making(self, section: str, value: str) -> Callable[[dict[str, Any]], torch.Tensor]:
+        """What makes a tensor within a value that is no tensor."""
+
+        def make(note: dict[str, Any]) -> torch.Tensor:
+            name = within(value, str(note["$tensor"]))
+            info = self.catalog.tensors.get(section, {}).get(name)
+            if info is None:
+                raise CorruptError(f"{self.catalog.path}: '{name}' is needed and not there")
+            empty = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+            entry = entry_of(name, empty, self.world, tuple(range(self.world.size)))
+            self.needs.append(Need(section, from_stored(name), entry))
+            return empty
+
+        return make
+
+    def _ask_optimizer(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+        section = "optimizer"
+        stored = self.catalog.tensors.get(section, {})
+        target = OptimizerTarget(
+            optimizer,
+            named_params(model, optimizer),
+            self.world,
+            ranks_of(model.parameters() if model else (), self.world),
+        )
+        target.prepare(self.catalog.values.get(section, []), stored)
+        self.missing += [f"optimizer state of '{fqn}'" for fqn in target.missing]
+        self.unexpected += [f"optimizer state of '{fqn}'" for fqn in target.unexpected]
+        for name, entry in target.entries.items():
+            self._need(section, from_stored(name), entry)
+        self._finish.append(target.finish)
+
+    def _need(self, section: str, source: Source, entry: Entry) -> None:
+        """Ask for this rank's part of a tensor, if it is what is stored."""
+        tensors = self.catalog.tensors[section]
+        try:
+            info = source.info(tensors)
+        except MismatchError as error:
+            self.mismatches.append(f"{section} '{entry.name}': {error}")
+            return
+        shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
+        if info.shape != shape:
+            self.mismatches.append(
+                f"{section} '{entry.name}': stored with shape {list(info.shape)}, here {list(shape)}"
+            )
+        elif info.dtype != dtype and not self.cast:
+            self.mismatches.append(
+                f"{section} '{entry.name}': stored as {info.dtype}, here {dtype} (cast=True converts)"
+            )
+        else:
+            self.needs.append(Need(section, source, entry))
+
+    def _check(self, strict: bool) -> None:
+        """Raise a `MismatchError` with all that does not fit (names only if `strict`)."""
+        problems = [*self.mismatches]
+        if strict:
+            problems += [f"missing in the checkpoint: {what}" for what in self.missing]
+            problems += [f"unexpected in the checkpoint: {what}" for what in self.unexpected]
+        if problems:
+            shown = "\n  ".join(problems[:50])
+            more = f"\n  ... and {len(problems) - 50} more" if len(problems) > 50 else ""
+            advice = "" if self.mismatches else "\nstrict=False loads what there is."
+            raise MismatchError(f"{self.catalog.path} does not fit:\n  {shown}{more}{advice}")
+
+
+def _move(optimizer: torch.optim.Optimizer, successors: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Let an optimizer of parameters on the meta device hold those that took their places."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [successors.get(param, param) for param in group["params"]]
+    for param in [param for param in optimizer.state if param in successors]:
+        optimizer.state[successors[param]] = optimizer.state.pop(param)
+
+
+def _warn_of_meta(model: nn.Module) -> None:
+    left = [name for name, tensor in tensors_of(model) if tensor.is_meta]
+    if left:
+        warnings.warn(
+            f"still on the meta device, since they are not in the checkpoint: {', '.join(left[:5])}"
+            f"{', ...' if len(left) > 5 else ''} ({len(left)} in all). Buffers that are not persistent must be "
+            f"made anew "
+            "by their modules.",
+            stacklevel=4,
+        )
+
+
+def _filled(model: nn.Module) -> None:
+    """After a module's tensors were filled behind autograd's back."""
+    torch.autograd.graph.increment_version([param for param in model.parameters() if not param.is_meta])
+
+
+def _load_values(model: nn.Module, values: dict[str, Any]) -> None:
+    model.load_state_dict(values, strict=False)

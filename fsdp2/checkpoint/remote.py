@@ -1,0 +1,317 @@
+"""Checkpoints in object stores and on other machines, through fsspec: an extra. Layer: checkpoint.
+
+What is different there from a local file system: files are written from the first byte to the last, and there is no
+rename of a folder. So files go to their final folder at once; they are no checkpoint before the manifest, which comes
+last. Two kinds of places are told apart:
+
+* object stores (`OBJECT_STORES`): a file appears when it is complete, by one request. Folders are but parts of names.
+* others (``file``, ``sftp``, ``hdfs``, ``smb``, ...): folders must be made; a file is there, and short, while it is
+  written. Small files that must be whole are written under another name and moved.
+"""
+
+import posixpath
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib import import_module
+from typing import Any
+
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, FSDPError, UnsupportedError
+
+__all__ = ["RemoteReader", "RemoteStorage", "RemoteWriter"]
+
+# Protocols whose files appear whole or not at all, and which know no folders. To "make a folder" there may well make a
+# bucket, which no save should do because of a misspelt name.
+OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
+
+REQUEST_BYTES = 16 << 20  # of one read: large enough for throughput, small enough to be held beside its destination
+
+# Under these names file systems say when a file was last changed; some know only when it was made.
+TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+
+
+class RemoteStorage:
+    """See `Storage`. Paths in it are URLs.
+
+    Credentials, endpoints and the like come from fsspec's own configuration: environment variables such as
+    ``FSSPEC_S3_ENDPOINT_URL``, files in ``~/.config/fsspec``, and what the cloud's own client reads.
+
+    Args:
+        url: of any folder in it.
+
+    Attributes:
+        root: `url`, without slashes at its end.
+
+    Raises:
+        ArgumentError: that is no URL which can be used here.
+        UnsupportedError: fsspec, or its package for this protocol, is not installed.
+
+    Example::
+
+        storage = RemoteStorage("s3://bucket/run")
+        storage.names(storage.root)
+    """
+
+    sequential = True
+    renames = False
+
+    def __init__(self, url: str):
+        try:
+            self._fsspec: Any = import_module("fsspec")
+        except ImportError as error:
+            raise UnsupportedError(f"{url}: URLs need the package fsspec: pip install 'fsdp2[remote]'") from error
+        # fsspec takes "a::b" for a chain of file systems, and what it deletes for a pattern.
+        if "::" in url or any(mark in url for mark in "*?["):
+            raise ArgumentError(f"{url}: expected a plain URL, without '::', '*', '?' and '['")
+        scheme, rest = self._parts(url)
+        self.root = f"{scheme}://{rest}"
+        with _errors(url):
+            try:
+                self._fs, _ = self._fsspec.core.url_to_fs(self.root)
+            except ImportError as error:
+                raise UnsupportedError(f"{url}: fsspec cannot use it: {error}") from error
+            except ValueError as error:
+                raise ArgumentError(f"{url}: fsspec cannot use it: {error}") from error
+        self._whole_files = scheme in OBJECT_STORES
+
+    def join(self, folder: str, name: str) -> str:
+        """See `Storage`."""
+        scheme, rest = self._parts(folder)
+        return f"{scheme}://{posixpath.join(rest, name)}"
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `Storage`."""
+        scheme, rest = self._parts(path)
+        folder, name = posixpath.split(rest)
+        return f"{scheme}://{folder}", name
+
+    def make_folder(self, folder: str) -> None:
+        """See `Storage`."""
+        if not self._whole_files:
+            with _errors(folder):
+                self._fs.makedirs(self._bare(folder), exist_ok=True)
+
+    def names(self, folder: str) -> list[str]:
+        """See `Storage`."""
+        found = (_name_of(entry) for entry in self._list(folder))
+        return sorted({posixpath.basename(name) for name in found})
+
+    def size(self, path: str) -> int | None:
+        """See `Storage`."""
+        entry = self._look(path)
+        return int(entry["size"]) if entry is not None and _kind_of(entry) == "file" else None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See `Storage`. One request for all of them."""
+        files = [entry for entry in self._list(folder) if _kind_of(entry) == "file"]
+        return {posixpath.basename(_name_of(entry)): int(entry["size"]) for entry in files}
+
+    def kind(self, path: str) -> str | None:
+        """See `Storage`."""
+        entry = self._look(path)
+        return _kind_of(entry) if entry is not None else None
+
+    def age(self, folder: str) -> float:
+        """See `Storage`. Zero where the file system does not tell: what is there may be in use."""
+        entries = self._list(folder)
+        own = self._look(folder)
+        if own is None:
+            raise FileNotFoundError(f"{folder}: there is no such folder")
+        times = [changed for entry in (own, *entries) if (changed := _changed(entry)) is not None]
+        return time.time() - max(times) if times else 0.0
+
+    def write_file(self, path: str, size: int) -> "RemoteWriter":
+        """See `Storage`."""
+        with _errors(path):
+            handle = self._fs.open(self._bare(path), "wb")
+        return RemoteWriter(path, size, handle)
+
+    def join_file(self, path: str, size: int) -> "RemoteWriter":
+        """See `Storage`; not here."""
+        raise UnsupportedError(f"{path}: several ranks cannot write to one file here")
+
+    def write_all(self, path: str, content: bytes) -> None:
+        """See `Storage`."""
+        if self._whole_files:
+            with _errors(path):
+                self._fs.pipe_file(self._bare(path), content)
+            return
+        part = path + ".part"
+        writer = self.write_file(part, len(content))
+        try:
+            writer.write(0, [memoryview(content)])
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        with _errors(path):
+            self._fs.mv(self._bare(part), self._bare(path))
+
+    def open_file(self, path: str) -> "RemoteReader":
+        """See `Storage`."""
+        try:
+            entry = self._look(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error})") from error
+        if entry is None:
+            raise CheckpointError(f"{path}: cannot be opened (there is no such file)")
+        if _kind_of(entry) != "file":
+            raise CorruptError(f"{path}: is not a regular file")
+        return RemoteReader(self._fs, path, self._bare(path), int(entry["size"]))
+
+    def rename_folder(self, folder: str, to: str) -> None:
+        """See `Storage`; not here."""
+        raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
+
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
+        with suppress(FileNotFoundError, NotADirectoryError), _errors(path):
+            self._fs.invalidate_cache()
+            self._fs.rm(self._bare(path), recursive=True)
+
+    def _list(self, folder: str) -> list[Mapping[str, Any]]:
+        """What is in a folder now, as fsspec describes it."""
+        bare = self._bare(folder)
+        with _errors(folder):
+            # Other processes write here too: a listing that was kept from before is of no use.
+            self._fs.invalidate_cache()
+            try:
+                entries = self._fs.ls(bare, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        # A file lists itself; and some object stores have an empty object that stands for the folder.
+        return [entry for entry in entries if _name_of(entry) != bare.rstrip("/")]
+
+    def _look(self, path: str) -> Mapping[str, Any] | None:
+        """A file or folder as fsspec describes it; None if it is not there."""
+        with _errors(path):
+            self._fs.invalidate_cache()
+            try:
+                entry: Mapping[str, Any] = self._fs.info(self._bare(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return entry
+
+    def _bare(self, path: str) -> str:
+        """A path as the file system itself knows it."""
+        return str(self._fsspec.core.strip_protocol(path))
+
+    @staticmethod
+    def _parts(url: str) -> tuple[str, str]:
+        """("s3", "bucket/run") of "s3://bucket/run/"."""
+        scheme, separator, rest = url.partition("://")
+        if not separator or not scheme:
+            raise ArgumentError(f"{url}: expected a URL such as s3://bucket/run")
+        return scheme, rest.rstrip("/") or rest[:1]
+
+
+class RemoteWriter:
+    """See `Writer`: sequential."""
+
+    def __init__(self, path: str, size: int, handle: Any):
+        self._path = path
+        self._size = size
+        self._handle = handle
+        self._written = 0
+
+    def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """See `Writer`."""
+        assert offset == self._written, "written out of order"
+        with _errors(self._path):
+            for part in parts:
+                rest = part
+                while rest.nbytes:
+                    # A raw file may take less than it was given; some others return nothing.
+                    count = self._handle.write(rest)
+                    rest = rest[rest.nbytes if count is None else count :]
+                self._written += part.nbytes
+
+    def finish(self) -> None:
+        """See `Writer`. In an object store the file is there from now on."""
+        assert self._written == self._size, "written in part"
+        with _errors(self._path):
+            self._handle.close()
+
+    def abandon(self) -> None:
+        """See `Writer`. Nothing of it appears in an object store."""
+        buffered = import_module("fsspec.spec").AbstractBufferedFile
+        with suppress(Exception):
+            if isinstance(self._handle, buffered):
+                # To close it would upload what is there as if that was the file.
+                self._handle.closed = True
+                self._handle.discard()
+            else:
+                self._handle.close()
+
+
+class RemoteReader:
+    """See `Reader`. Every read is a request of its own, for exactly its bytes: threads share nothing, and nothing is
+    kept or read ahead."""
+
+    def __init__(self, fs: Any, path: str, bare: str, size: int):
+        self._fs = fs
+        self._path = path
+        self._bare = bare
+        self.size = size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Reader`."""
+        end = offset + buffer.nbytes
+        if end > self.size:
+            raise self._too_short(self.size, end)
+        for start in range(offset, end, REQUEST_BYTES):
+            stop = min(start + REQUEST_BYTES, end)
+            with _errors(self._path):
+                data = self._fs.cat_file(self._bare, start=start, end=stop)
+            if len(data) != stop - start:
+                raise self._too_short(start + len(data), end)
+            buffer[start - offset : stop - offset] = data
+
+    def close(self) -> None:
+        """See `Reader`; nothing is open."""
+
+    def _too_short(self, at: int, end: int) -> CorruptError:
+        return CorruptError(f"{self._path}: ends at byte {at}, {end - at} bytes too early")
+
+
+@contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """Make whatever a file system raises an `OSError` that names the path: callers know no others."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or path in str(error):
+            raise
+        builtin = type(error).__module__ == "builtins"
+        named = f"{path}: {error.strerror or error}"
+        raise (OSError(error.errno, named) if error.errno else (type(error) if builtin else OSError)(named)) from error
+    except (FSDPError, MemoryError, AssertionError):
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    return str(entry["name"]).rstrip("/")
+
+
+def _kind_of(entry: Mapping[str, Any]) -> str:
+    """See `Storage.kind`."""
+    if entry.get("islink"):
+        return "symbolic link"
+    return {"file": "file", "directory": "folder"}.get(entry["type"], "special file")
+
+
+def _changed(entry: Mapping[str, Any]) -> float | None:
+    """When something was last changed, in seconds since 1970; None if unknown."""
+    for key in TIMES:
+        value = entry.get(key)
+        if isinstance(value, str):
+            with suppress(ValueError):
+                value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None

@@ -1,0 +1,256 @@
+"""Write the content of any checkpoint as a new native one. Layer: checkpoint.
+
+The files are planned as `save` plans those of its ranks, and written by the same code, except that the bytes come out
+of the old checkpoint a chunk at a time: no tensor is ever in memory as a whole if it is larger than a few chunks.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.box import Box, Cover, whole
+from fsdp2.checkpoint.catalog import Catalog, StoredPiece
+from fsdp2.checkpoint.checksum import checksum_named
+from fsdp2.checkpoint.committing import huggingface_index
+from fsdp2.checkpoint.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.files import (
+    Piece,
+    PlannedFile,
+    Written,
+    consolidated_files,
+    consolidated_homes,
+    encode_sums,
+    rank_file,
+    sums_file_name,
+)
+from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, Manifest, table_of
+from fsdp2.checkpoint.native import NativeCatalog, read_header
+from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.streaming import Meter, Pieces, Progress, StoredValues
+from fsdp2.checkpoint.tiling import Grid, Tiling, replicated
+from fsdp2.checkpoint.writing import write_files
+from fsdp2.errors import ArgumentError
+
+__all__ = ["LAYOUTS", "Conversion", "Rewriting"]
+
+LAYOUTS = ("ranks", "consolidated", "dcp")
+
+# (dtype, shape) of a tensor in the new checkpoint.
+Row = tuple[str, tuple[int, ...]]
+
+# Consolidated: section -> file -> (name, dtype, shape) of its tensors.
+Homes = Mapping[str, Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]]
+
+# Converting to another of these loses precision and nothing else; of other dtypes (integers, 8-bit floats, which have
+# scales elsewhere) the values would mean something else.
+FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert to; see `convert`."""
+
+    to: str = "ranks"
+    world: int = 1
+    dtype: torch.dtype | None = None
+    max_file_bytes: int = 5_000_000_000
+    checksum: str = "crc32"
+    model_only: bool = False
+    overwrite: bool = False
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.to not in LAYOUTS:
+            raise ArgumentError(f"convert: to is one of {', '.join(LAYOUTS)}; got {self.to!r}")
+        if self.world < 1 or self.max_file_bytes < 1:
+            raise ArgumentError(f"convert: world and max_file_bytes are positive, got {self}")
+        if self.world > 1 and self.to != "ranks":
+            raise ArgumentError(f"convert: world={self.world} has no effect on to={self.to!r}, which has no ranks")
+        if self.dtype is not None and name_of(self.dtype) not in FLOATS:
+            raise ArgumentError(f"convert: dtype is a floating point type of 16 bits or more; got {self.dtype}")
+        if self.to == "dcp" and (self.dtype is not None or self.model_only):
+            raise ArgumentError(
+                "convert: to='dcp' takes everything as it is; convert to 'ranks' with the options first"
+            )
+        checksum_named(self.checksum)
+
+
+@dataclass
+class Rewriting:
+    """One conversion to a native checkpoint.
+
+    Attributes:
+        id: of the new checkpoint.
+    """
+
+    catalog: Catalog
+    storage: Storage
+    options: Conversion
+    id: str
+    _tensors: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    def run(self, work: str, progress: Progress | None) -> list[str]:
+        """Write everything to the folder `work`, the manifest last; the names of the files."""
+        sections = ("model",) if self.options.model_only else ("model", "optimizer")
+        for section in sections:
+            infos = self.catalog.tensors.get(section, {})
+            if infos or self.catalog.values.get(section):
+                rows = {name: (self._dtype(section, info.dtype), info.shape) for name, info in infos.items()}
+                self._tensors[section] = rows
+        self._check_cover()
+        values = StoredValues(self.catalog.storage, self.options.verify)
+        try:
+            extra, extra_files = self._extra(values)
+            homes = self._homes()
+            files = [*self._files(values, homes), *extra_files]
+            meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
+            written = write_files(self.storage, work, files, checksum_named(self.options.checksum), meter.add)
+            meter.finish()
+        finally:
+            values.close()
+        if homes:
+            written.append(self._write_json(work, sums_file_name(0, 1), encode_sums(self._about(0, 1), written)))
+        for section, placed in homes.items():
+            if len(placed) > 1:
+                index = huggingface_index(placed)
+                written.append(self._write_json(work, f"{section}.safetensors.index.json", index))
+        content = Manifest.encode(self._body(written, homes, extra))
+        self.storage.write_all(self.storage.join(work, MANIFEST), content)
+        return [file.name for file in written]
+
+    @property
+    def _world(self) -> int:
+        return self.options.world
+
+    def _dtype(self, section: str, dtype: str) -> str:
+        """The new dtype of a tensor."""
+        if self.options.dtype is None or section != "model" or dtype not in FLOATS:
+            return dtype
+        return str(name_of(self.options.dtype))
+
+    def _check_cover(self) -> None:
+        """See that all parts are there, before anything is written."""
+        for section, rows in self._tensors.items():
+            for name, (_, shape) in rows.items():
+                cover = Cover(whole(shape))
+                for piece in self.catalog.pieces(section, name, whole(shape)):
+                    cover.add(piece.box)
+                cover.check(f"{self.catalog.path}: {section} '{name}'")
+
+    def _tiling(self, shape: tuple[int, ...]) -> Tiling:
+        """By rows over all ranks."""
+        ranks = tuple(range(self._world))
+        return Tiling(shape, Grid((self._world,), ranks), ((0, 0),)) if shape else replicated(shape, ranks)
+
+    def _homes(self) -> Homes:
+        if self.options.to != "consolidated":
+            return {}
+        return {
+            section: consolidated_homes(section, rows, self.options.max_file_bytes)
+            for section, rows in self._tensors.items()
+        }
+
+    def _files(self, values: StoredValues, homes: Homes) -> list[PlannedFile]:
+        planned: list[PlannedFile] = []
+        for section, rows in self._tensors.items():
+            for rank in range(self._world):
+                pieces = [
+                    self._piece(values, section, name, box, rank_dtype)
+                    for name, (rank_dtype, shape) in rows.items()
+                    if (box := self._box(shape, rank)) is not None
+                ]
+                if homes:
+                    shared = consolidated_files(homes[section], pieces, rank, self._world)
+                    planned += [replace(file, shared=False) for file in shared]  # nobody else writes to them
+                elif pieces:
+                    planned.append(rank_file(section, pieces, self._about(rank, self._world), self.options.checksum))
+        return planned
+
+    def _box(self, shape: tuple[int, ...], rank: int) -> Box | None:
+        """What a rank writes of a tensor; None for nothing."""
+        tiling = self._tiling(shape)
+        box = tiling.box_of(rank)
+        owned = box is not None and tiling.owns(rank) and (box.numel or not prod(shape))
+        return box if owned else None
+
+    def _piece(self, values: StoredValues, section: str, name: str, box: Box, dtype: str) -> Piece:
+        _, shape = self._tensors[section][name]
+        pieces = partial(self.catalog.pieces, section, name)
+        source = partial(values.blocks, f"{section} '{name}'", pieces, box, dtype)
+        return Piece(name, dtype, box, torch.empty(box.shape, dtype=DTYPES[dtype], device="meta"), shape, source)
+
+    def _about(self, rank: int, world: int) -> dict[str, Any]:
+        return {"id": self.id, "rank": rank, "world": world}
+
+    def _extra(self, values: StoredValues) -> tuple[dict[str, Any], list[PlannedFile]]:
+        """The extra state and its files, as they were."""
+        if not isinstance(self.catalog, NativeCatalog) or self.options.model_only:
+            return {}, []
+        catalog, manifest = self.catalog, self.catalog.manifest
+        names = list(dict.fromkeys(str(share["file"]) for shares in manifest.extra.values() for share in shares))
+        files = {}
+        for number, file in enumerate(names):
+            path = catalog.storage.join(catalog.path, file)
+            pieces = []
+            for name in read_header(catalog.storage, path, manifest.files[file]).tensors:
+                piece = catalog.extra_piece(file, name)
+                source = partial(values.blocks, f"extra '{name}'", _just(piece), piece.box, piece.dtype)
+                empty = torch.empty(piece.box.shape, dtype=DTYPES[piece.dtype], device="meta")
+                pieces.append(Piece(name, piece.dtype, piece.box, empty, piece.box.shape, source))
+            about = self._about(number, manifest.extra_world)
+            files[file] = rank_file("extra", pieces, about, self.options.checksum)
+        extra = {
+            key: [{**share, "file": files[share["file"]].name} for share in shares]
+            for key, shares in manifest.extra.items()
+        }
+        return extra, list(files.values())
+
+    def _write_json(self, work: str, name: str, content: bytes) -> Written:
+        self.storage.write_all(self.storage.join(work, name), content)
+        return Written(name, len(content), f"{zlib.crc32(content):08x}", {})
+
+    def _body(
+        self,
+        written: Sequence[Written],
+        homes: Homes,
+        extra: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The body of the manifest."""
+        tilings = {
+            section: {name: (dtype, self._tiling(shape)) for name, (dtype, shape) in rows.items()}
+            for section, rows in self._tensors.items()
+        }
+        aliases = {section: dict(self.catalog.aliases.get(section, {})) for section in self._tensors}
+        kept = {section: list(self.catalog.values.get(section, ())) for section in self._tensors}
+        ranks = list(range(self._world))
+        # What is no tensor stays as it was: a table for each kind of rank that there was. The first has all tensors.
+        tables = [{**table_of(tilings, aliases, {}), "ranks": ranks}]
+        for number in range(max(map(len, kept.values()), default=0)):
+            values = {section: rows[number] for section, rows in kept.items() if number < len(rows)}
+            tables.append({**table_of({}, {}, values), "ranks": ranks})
+        world = self.catalog.manifest.extra_world if isinstance(self.catalog, NativeCatalog) else self._world
+        return {
+            "format": FORMAT,
+            "id": self.id,
+            "step": self.catalog.step,
+            "world": self._world,
+            "checksum": self.options.checksum,
+            "layout": self.options.to,
+            "files": {file.name: [file.size, file.header_crc] for file in written},
+            "tables": tables,
+            "homes": {
+                section: {name: file for file, rows in placed.items() for name, _, _ in rows}
+                for section, placed in homes.items()
+            },
+            "extra": dict(extra),
+            "extra_world": world,
+        }
+
+
+def _just(piece: StoredPiece) -> Pieces:
+    return lambda box: [piece]

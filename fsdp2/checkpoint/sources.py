@@ -1,0 +1,202 @@
+"""Where a tensor's values come from, when a checkpoint has them under another name or in another layout. Layer:
+checkpoint.
+
+A source is an expression over stored tensors. It is never computed as a whole: asked for a box of the result, it says
+which boxes of which stored tensors go where, so a rank still reads only what its shard needs, straight to its place.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from fsdp2.checkpoint.box import Box
+from fsdp2.checkpoint.catalog import StoredTensorInfo
+from fsdp2.errors import ArgumentError, MismatchError
+
+__all__ = ["Source", "Sources", "concatenated", "source_of", "stored"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of a stored tensor, and where it goes.
+
+    Attributes:
+        target: a view of the destination, of the shape of `box`.
+        box: which part of the stored tensor.
+    """
+
+    name: str
+    target: torch.Tensor
+    box: Box
+
+
+class Source(ABC):
+    """Values of a tensor, in terms of what is stored. Made by `stored` and `concatenated`; the operations below make
+    new sources, as they would new tensors."""
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """The stored tensors that it is made of."""
+
+    @abstractmethod
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        """Its dtype and shape.
+
+        Args:
+            tensors: all that are stored; the names of the source are among them.
+
+        Raises:
+            MismatchError: the stored shapes do not fit the expression.
+        """
+
+    @abstractmethod
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        """What to read where, for a part of the result.
+
+        Args:
+            target: what is to be filled, of the shape of `box`.
+            box: which part of the result.
+        """
+
+    @property
+    def T(self) -> "Source":
+        """Two dims, exchanged: for checkpoints whose linear layers keep ``(in, out)``."""
+        return _Transposed(self)
+
+    def narrow(self, dim: int, start: int, length: int) -> "Source":
+        """A part of it along a dim: for checkpoints that fuse what the model keeps apart."""
+        return _Narrowed(self, dim, start, length)
+
+
+def stored(name: str) -> Source:
+    """The tensor that is stored under a name.
+
+    Example::
+
+        sources = {"up.weight": stored("h.0.mlp.c_fc.weight").T}
+        fsdp2.checkpoint.load(folder, model=model, sources=sources)
+    """
+    return _Stored(name)
+
+
+def concatenated(*parts: Source | str, dim: int = 0) -> Source:
+    """Several, one after the other along a dim: for models that fuse what the checkpoint keeps apart.
+
+    Example::
+
+        sources = {"qkv.weight": concatenated("q_proj.weight", "k_proj.weight", "v_proj.weight")}
+    """
+    if not parts:
+        raise ArgumentError("concatenated: expected at least one source")
+    return _Concatenated(tuple(stored(part) if isinstance(part, str) else part for part in parts), dim)
+
+
+# For names of the model: another name, an expression, or (None) the same name.
+Sources = Mapping[str, Source | str] | Callable[[str], Source | str | None]
+
+
+def source_of(name: str, sources: Sources | None) -> Source | None:
+    """The source of a tensor of the model; None if it is stored under its own name, or nothing is said of it."""
+    found = None if sources is None else sources(name) if callable(sources) else sources.get(name)
+    return stored(found) if isinstance(found, str) else found
+
+
+@dataclass(frozen=True)
+class _Stored(Source):
+    name: str
+
+    def names(self) -> set[str]:
+        return {self.name}
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        return tensors[self.name]
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        if box.numel:
+            yield Wanted(self.name, target, box)
+
+
+@dataclass(frozen=True)
+class _Transposed(Source):
+    inner: Source
+
+    def names(self) -> set[str]:
+        return self.inner.names()
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        info = self.inner.info(tensors)
+        if len(info.shape) != 2:
+            raise MismatchError(f"{_shown(self.inner)}.T: expected 2 dims, stored are {list(info.shape)}")
+        return StoredTensorInfo(info.dtype, info.shape[::-1])
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        yield from self.inner.wanted(target.t(), Box(box.start[::-1], box.shape[::-1]), tensors)
+
+
+@dataclass(frozen=True)
+class _Narrowed(Source):
+    inner: Source
+    dim: int
+    start: int
+    length: int
+
+    def names(self) -> set[str]:
+        return self.inner.names()
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        info = self.inner.info(tensors)
+        fits = 0 <= self.dim < len(info.shape) and 0 <= self.start <= self.start + self.length <= info.shape[self.dim]
+        if not fits:
+            raise MismatchError(
+                f"{_shown(self.inner)}.narrow({self.dim}, {self.start}, {self.length}): stored are {list(info.shape)}"
+            )
+        return StoredTensorInfo(info.dtype, (*info.shape[: self.dim], self.length, *info.shape[self.dim + 1 :]))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        yield from self.inner.wanted(target, _moved(box, self.dim, self.start), tensors)
+
+
+@dataclass(frozen=True)
+class _Concatenated(Source):
+    parts: tuple[Source, ...]
+    dim: int
+
+    def names(self) -> set[str]:
+        return {name for part in self.parts for name in part.names()}
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        infos = [part.info(tensors) for part in self.parts]
+        rests = {(info.dtype, len(info.shape), *_without(info.shape, self.dim)) for info in infos}
+        if len(rests) != 1 or not 0 <= self.dim < len(infos[0].shape):
+            shown = ", ".join(
+                f"{_shown(part)} {info.dtype} {list(info.shape)}" for part, info in zip(self.parts, infos, strict=True)
+            )
+            raise MismatchError(f"concatenated along dim {self.dim}: these do not fit together: {shown}")
+        total = sum(info.shape[self.dim] for info in infos)
+        shape = infos[0].shape
+        return StoredTensorInfo(infos[0].dtype, (*shape[: self.dim], total, *shape[self.dim + 1 :]))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        sizes = [part.info(tensors).shape[self.dim] for part in self.parts]
+        low, high = box.start[self.dim], box.end[self.dim]
+        for part, size, end in zip(self.parts, sizes, accumulate(sizes), strict=True):
+            first, last = max(low, end - size), min(high, end)
+            if first < last:
+                shape = (*box.shape[: self.dim], last - first, *box.shape[self.dim + 1 :])
+                start = (*box.start[: self.dim], first - (end - size), *box.start[self.dim + 1 :])
+                yield from part.wanted(target.narrow(self.dim, first - low, last - first), Box(start, shape), tensors)
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return Box((*box.start[:dim], box.start[dim] + by, *box.start[dim + 1 :]), box.shape)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _shown(source: Source) -> str:
+    return ", ".join(repr(name) for name in sorted(source.names()))

@@ -1,0 +1,114 @@
+"""Any part of a stored tensor, in bounded memory, from any thread. Layer: checkpoint.
+
+What verify, diff and convert have in common: they go through checkpoints that are larger than the memory of the
+machine, in chunks, with several threads, and say how far they are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
+
+import torch
+
+from fsdp2.checkpoint.box import Box, Cover, boxes_of_flat_range
+from fsdp2.checkpoint.catalog import StoredPiece
+from fsdp2.checkpoint.checksum import BLOCK
+from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.reading import Filler, Request
+from fsdp2.checkpoint.storage import Storage
+
+__all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
+
+CHUNK_BYTES = 4 * BLOCK  # what a thread has in memory of a tensor
+
+# Is called with the bytes done and those to do in all, one call at a time.
+Progress = Callable[[int, int], None]
+
+# The pieces of a tensor that meet a box: `Catalog.pieces` for one name.
+Pieces = Callable[[Box], Iterable[StoredPiece]]
+
+
+class Meter:
+    """Adds up what threads have done, for a progress bar.
+
+    Args:
+        total: bytes to do in all.
+        progress: who wants to know; None for nobody.
+    """
+
+    def __init__(self, total: int, progress: Progress | None):
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = Lock()
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        if self._progress is None:
+            return
+        with self._lock:
+            self._done += nbytes
+            self._progress(min(self._done, self._total), self._total)
+
+    def finish(self) -> None:
+        """All is done."""
+        self.add(self._total)
+
+
+class StoredValues:
+    """Reads values of stored tensors, in any number of threads. Close it in the end.
+
+    Args:
+        verify: check the blocks that are read.
+    """
+
+    def __init__(self, storage: Storage, verify: bool = True):
+        self._filler = Filler(storage, verify)
+
+    def read(self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int) -> bytearray:
+        """Elements ``first..last`` of a part of a tensor, row by row, as bytes.
+
+        Args:
+            name: for messages.
+            pieces: where the tensor is.
+            box: the part of the tensor.
+            dtype: what to convert the values to: the name of a dtype in safetensors.
+
+        Raises:
+            CorruptError: they are damaged, or not all there.
+        """
+        data = bytearray((last - first) * ITEMSIZES[dtype])
+        if not data:
+            return data
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype])
+        filled = 0
+        for part in boxes_of_flat_range(box.shape, first, last):
+            place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
+            self._fill(name, pieces, place, flat[filled : filled + part.numel].view(part.shape))
+            filled += part.numel
+        return data
+
+    def blocks(
+        self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int
+    ) -> Iterator[tuple[memoryview, bool]]:
+        """Bytes ``first..last`` of a part of a tensor in blocks, as `blocks_of` gives those of one in memory."""
+        itemsize = ITEMSIZES[dtype]
+        for start in range(first, last, CHUNK_BYTES):
+            end = min(start + CHUNK_BYTES, last)
+            data = memoryview(self.read(name, pieces, box, dtype, start // itemsize, end // itemsize))
+            for at in range(0, data.nbytes, BLOCK):
+                yield data[at : at + BLOCK], at + BLOCK < data.nbytes  # whoever collects them writes after each chunk
+
+    def close(self) -> None:
+        """Close the files."""
+        self._filler.close()
+
+    def _fill(self, name: str, pieces: Pieces, box: Box, target: torch.Tensor) -> None:
+        cover = Cover(box)
+        requests = []
+        for piece in pieces(box):
+            part = piece.box.intersect(box)
+            if part is not None:
+                cover.add(part)
+                requests.append(Request(name, target, box, piece))
+        cover.check(f"'{name}'")
+        self._filler.fill(requests)

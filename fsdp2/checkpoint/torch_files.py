@@ -1,0 +1,280 @@
+"""Where the tensors of a `torch.save` file lie, so that they are read like those of any other file. Layer: checkpoint.
+
+Such a file is a zip archive, stored and not compressed: ``data.pkl``, a pickle of the object, in which each tensor
+refers to the memory in ``data/<key>``. DCP's files are such archives one after the other. The pickle is only looked at,
+never executed (`unpickling.py`). (https://docs.pytorch.org/docs/stable/notes/serialization.html)
+"""
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range
+from fsdp2.checkpoint.catalog import StoredPiece
+from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.storage import Reader
+from fsdp2.checkpoint.unpickling import Made, Named, unpickle
+from fsdp2.errors import CorruptError, UnsupportedError
+from fsdp2.layout import strides
+
+__all__ = ["TensorInFile", "read_torch_file"]
+
+EDGE = 4096  # bytes at either end of an archive, where nearly all but its tensors is
+MAX_READ = 1 << 28  # of what is no tensor: the pickle, the directory of the archive
+MAX_PIECES = 1 << 18
+MAX_DIMS = 64
+
+_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
+# The classes by which torch says the dtype of a tensor's memory; newer dtypes are given beside `UntypedStorage`.
+_STORAGES = {
+    "torch.DoubleStorage": "F64",
+    "torch.FloatStorage": "F32",
+    "torch.HalfStorage": "F16",
+    "torch.BFloat16Storage": "BF16",
+    "torch.LongStorage": "I64",
+    "torch.IntStorage": "I32",
+    "torch.ShortStorage": "I16",
+    "torch.CharStorage": "I8",
+    "torch.ByteStorage": "U8",
+    "torch.BoolStorage": "BOOL",
+    "torch.ComplexFloatStorage": "C64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInFile:
+    """A tensor in a file.
+
+    Attributes:
+        path: of the file.
+        dtype: its name in safetensors.
+        steps: elements from one index to the next, in each dim (its strides).
+        offset: of its first element, in bytes of the file.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    offset: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements follow each other row by row."""
+        expected = strides(self.shape)
+        return not prod(self.shape) or all(
+            size == 1 or step == other for size, step, other in zip(self.shape, self.steps, expected, strict=True)
+        )
+
+    def pieces(self, start: tuple[int, ...] | None = None) -> list[StoredPiece]:
+        """All of it, as pieces whose elements follow each other.
+
+        Args:
+            start: where it begins in a tensor of which it is a part.
+
+        Raises:
+            UnsupportedError: they lie so apart that there would be too many pieces.
+        """
+        base = start or (0,) * len(self.shape)
+        if self.contiguous:
+            return [self._piece(Box((0,) * len(self.shape), self.shape), base)]
+        # A transposed tensor: the elements along one dim follow each other, and each such line is a piece.
+        along = next((dim for dim, step in enumerate(self.steps) if step == 1 and self.shape[dim] > 1), None)
+        lines = tuple(1 if dim == along else size for dim, size in enumerate(self.shape))
+        if prod(lines) > MAX_PIECES:
+            raise UnsupportedError(
+                f"{self.path}: a tensor of shape {list(self.shape)} is stored with strides {list(self.steps)}, in too "
+                "many parts to be read from the file; load it with torch, make it contiguous, and save it again"
+            )
+        line = tuple(size if dim == along else 1 for dim, size in enumerate(self.shape))
+        return [self._piece(Box(box.start, line), base) for box in _each(lines)]
+
+    def elements(self, first: int, last: int, shape: tuple[int, ...], at: int) -> Iterator[StoredPiece]:
+        """Elements ``first..last`` of this (contiguous) tensor, as pieces of one of `shape` from its element `at`."""
+        itemsize = ITEMSIZES[self.dtype]
+        offset = self.offset + first * itemsize
+        for box in boxes_of_flat_range(shape, at, at + last - first):
+            yield StoredPiece(self.path, offset, box, box, self.dtype)
+            offset += box.numel * itemsize
+
+    def _piece(self, box: Box, base: tuple[int, ...]) -> StoredPiece:
+        index = sum(at * step for at, step in zip(box.start, self.steps, strict=True))
+        moved = Box(tuple(a + b for a, b in zip(box.start, base, strict=True)), box.shape)
+        return StoredPiece(self.path, self.offset + index * ITEMSIZES[self.dtype], moved, moved, self.dtype)
+
+
+def _each(shape: tuple[int, ...]) -> Iterator[Box]:
+    for number in range(prod(shape)):
+        yield next(boxes_of_flat_range(shape, number, number + 1))
+
+
+def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | None = None) -> Any:
+    """The object in a file, plain data and `TensorInFile`; `Made` for anything else.
+
+    Args:
+        path: of the file that `reader` has open.
+        start, length: the range of an archive within the file; all of it without.
+
+    Raises:
+        CorruptError: it is damaged.
+    """
+    length = reader.size - start if length is None else length
+    if start < 0 or length < 22 or start + length > reader.size:
+        raise CorruptError(
+            f"{path}: bytes {start}..{start + length} should be a file of torch.save; it has {reader.size}"
+        )
+    where = f"{path}, bytes {start}..{start + length}"
+    try:
+        return _Archive(_Window(reader, path, start, length), where).content()
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        ValueError,
+        KeyError,
+        EOFError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        raise CorruptError(
+            f"{where}: not a file of torch.save (since 1.6), or damaged ({type(error).__name__}: {error})"
+        ) from error
+
+
+class _Window:
+    """A part of a file as the file object that `zipfile` wants. The two ends are read at once: two requests where there
+    would be ten."""
+
+    def __init__(self, reader: Reader, path: str, start: int, length: int):
+        self.start = start
+        self.length = length
+        self._reader = reader
+        self._path = path
+        self._at = 0
+        self._head = self._fetch(0, min(EDGE, length))
+        self._tail = self._fetch(max(length - EDGE, 0), min(EDGE, length))
+
+    def seekable(self) -> bool:
+        """`zipfile` asks."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set where the next read begins."""
+        self._at = offset + (0, self._at, self.length)[whence]
+        if self._at < 0:
+            raise ValueError("a position before the beginning")
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """The next bytes."""
+        left = max(self.length - self._at, 0)
+        count = left if count < 0 else min(count, left)
+        low = self.length - len(self._tail)
+        if self._at + count <= len(self._head):
+            content = self._head[self._at : self._at + count]
+        elif self._at >= low:
+            content = self._tail[self._at - low : self._at - low + count]
+        else:
+            content = self._fetch(self._at, count)
+        self._at += count
+        return content
+
+    def _fetch(self, offset: int, count: int) -> bytes:
+        if count > MAX_READ:
+            raise CorruptError(f"{self._path}: claims {count} bytes beside its tensors, more than there can be")
+        content = bytearray(count)
+        self._reader.read_into(self.start + offset, memoryview(content))
+        return bytes(content)
+
+
+class _Archive:
+    """A zip archive of torch.save."""
+
+    def __init__(self, window: _Window, where: str):
+        self._window = window
+        self._where = where
+        with zipfile.ZipFile(window) as archive:
+            self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+
+    def content(self) -> Any:
+        """The object."""
+        if "byteorder" in self._entries and self._read("byteorder") != b"little":
+            raise CorruptError(f"{self._where}: was written on a machine with another byte order")
+        rebuild = {
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor,
+            "torch._utils._rebuild_parameter": lambda args: args[0],
+            "torch._utils._rebuild_parameter_with_state": lambda args: args[0],
+            "torch._tensor._rebuild_from_type_v2": self._typed,
+        }
+        return unpickle(self._read("data.pkl"), self._where, None, self._memory, rebuild)
+
+    def _range(self, name: str) -> tuple[int, int]:
+        """(offset in the archive, bytes) of an entry's data."""
+        entry = self._entries[name]
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+            raise ValueError(f"'{name[:80]}' is compressed")
+        self._window.seek(entry.header_offset)
+        head = self._window.read(30)
+        if head[:4] != b"PK\3\4":
+            raise ValueError(f"'{name[:80]}' is not where the directory says")
+        offset = (
+            entry.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        )
+        if offset + entry.file_size > self._window.length:
+            raise ValueError(f"'{name[:80]}' goes beyond the end")
+        return offset, entry.file_size
+
+    def _read(self, name: str) -> bytes:
+        offset, size = self._range(name)
+        self._window.seek(offset)
+        content = self._window.read(size)
+        crc = self._entries[name].CRC
+        if crc and zlib.crc32(content) != crc:  # torch can be told to leave it at 0
+            raise ValueError(f"'{name}' has checksum {zlib.crc32(content):08x}, expected {crc:08x}")
+        return content
+
+    def _memory(self, key: Any) -> tuple[Named, int, int]:
+        """(class, offset in the file, bytes) of the memory that a pickle refers to."""
+        if type(key) is not tuple or len(key) != 5 or key[0] != "storage":
+            raise ValueError("a reference to something that is no memory")
+        if not isinstance(key[1], Named) or type(key[2]) is not str:
+            raise ValueError("a reference to memory of no class or name")
+        offset, size = self._range(f"data/{key[2]}")
+        return key[1], self._window.start + offset, size
+
+    def _typed(self, args: tuple[Any, ...]) -> Any:
+        """A tensor or parameter with attributes of its own, which are dropped; subclasses stay notes."""
+        function, kind, own, _ = args
+        if kind.kind in ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"):
+            if function.kind in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+                return self._tensor(own)
+            if function.kind == "torch._utils._rebuild_parameter":
+                return own[0]
+        return Made("torch.Tensor", args)
+
+    def _tensor(self, args: tuple[Any, ...]) -> Any:
+        """A tensor, from the arguments of `_rebuild_tensor_v2` and `_v3`."""
+        (kind, offset, size), first, shape, steps, _, _, *rest = args
+        name = _STORAGES.get(kind.kind)
+        if kind.kind in ("torch.storage.UntypedStorage", "torch.UntypedStorage") and rest:
+            name = _NAMES.get(rest.pop(0).kind)
+        # What says that the values are to be conjugated or negated comes last.
+        if name is None or any(rest):
+            return Made("torch.Tensor", args)
+        numbers = (first, *shape, *steps)
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or len(shape) > MAX_DIMS:
+            raise ValueError("a tensor of an impossible shape")
+        shape, steps = tuple(shape), tuple(steps)
+        last = first + sum((count - 1) * step for count, step in zip(shape, steps, strict=True)) + 1
+        itemsize = ITEMSIZES[name]
+        if prod(shape) and last * itemsize > size:
+            raise ValueError(f"a tensor of shape {list(shape)} in memory of {size} bytes")
+        return TensorInFile(self._window._path, name, shape, steps, offset + first * itemsize)

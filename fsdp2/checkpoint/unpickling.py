@@ -1,0 +1,386 @@
+"""What a pickle says, without doing what it says. Pure: bytes in, plain data out.
+
+A pickle is a program, and Python's reader runs it: a checkpoint that does so hands its reader's machine to its author.
+This one knows plain data (numbers, strings, lists, dicts, ...). Where a pickle asks for a class or a function, there is
+a `Made` instead, a note of what was asked for and with which arguments: nothing is imported, nothing is called. Who
+reads the result takes the few notes that it understands. Versions 2 to 5 of pickle, as `torch.save` and DCP write them.
+"""
+
+import struct
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from fsdp2.errors import CorruptError
+
+__all__ = ["Made", "Maker", "Named", "plain", "shown", "unpickle"]
+
+# Given arguments, what they make.
+Maker = Callable[[tuple[Any, ...]], Any]
+
+MAX_DEPTH = 64
+MAX_CONTAINERS = 200_000
+MAX_LEAVES = 20_000_000
+
+
+class Named:
+    """A class or function that a pickle names, or a value of a module, such as ``torch.float32``.
+
+    Attributes:
+        kind: module and name.
+    """
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+class Made:
+    """An object that a pickle would have made.
+
+    Attributes:
+        kind: module and name of its class, or of the function that would have made it.
+        args: what that would have been given.
+        state: what it would have been filled with.
+    """
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: str, args: tuple[Any, ...]):
+        self.kind = kind
+        self.args = args
+        self.state: Any = None
+
+    def __repr__(self) -> str:
+        return f"<an object of {self.kind}>"
+
+    def field(self, name: str) -> Any:
+        """An attribute that it would have had; None if it would have none of that name."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def unpickle(
+    content: bytes,
+    where: str,
+    allowed: Container[str] | None = None,
+    persistent: Callable[[Any], Any] | None = None,
+    makers: Mapping[str, Maker] | None = None,
+) -> Any:
+    """What is in a pickle.
+
+    Args:
+        where: the file, for messages.
+        allowed: the classes and functions that it may name; None for any (they are notes only).
+        persistent: is called with what the pickle refers to as stored elsewhere, and returns what stands for it.
+        makers: by class or function, what makes something else than a note of its arguments.
+
+    Raises:
+        CorruptError: it is damaged, or names something that is not allowed.
+    """
+    machine = _Machine(content, where, allowed, persistent, {**_PLAIN, **(makers or {})})
+    try:
+        return machine.run()
+    except CorruptError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, struct.error, UnicodeError, AttributeError) as error:
+        raise CorruptError(f"{where}: is not a pickle, or is damaged ({type(error).__name__}: {error})") from error
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` if it is plain data through and through, its dicts and lists copied.
+
+    Raises:
+        CorruptError: it is something else, or nested too deeply, or too large.
+    """
+    containers = leaves = 0
+
+    def copy(item: Any, depth: int) -> Any:
+        nonlocal containers, leaves
+        kind = type(item)
+        if kind in _LEAVES:
+            return item
+        if kind not in (list, tuple, dict):
+            raise CorruptError(f"{where}: expected numbers, strings, lists, tuples and dicts, got {shown(item)}")
+        containers, leaves = containers + 1, leaves + len(item)
+        if depth > MAX_DEPTH or containers > MAX_CONTAINERS or leaves > MAX_LEAVES:
+            raise CorruptError(f"{where}: plain data nested too deeply, or too much of them")
+        if kind is dict:
+            return {key: copy(one, depth + 1) for key, one in item.items()}
+        return kind([copy(one, depth + 1) for one in item])
+
+    return copy(value, 0)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, in short. (`repr` of what a pickle has nested in itself may take for ever.)"""
+    if type(value) in _LEAVES or isinstance(value, (Made, Named)):
+        text = repr(value)
+        return text if len(text) <= 200 else text[:197] + "..."
+    return f"a {type(value).__name__}"
+
+
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_MARK = object()
+
+
+def _is_key(value: Any) -> bool:
+    """Whether that may be a key of a dict: hashing must take no time (nested tuples can be made to take for ever)."""
+    if type(value) is tuple:
+        return len(value) <= 16 and all(type(item) in (bool, int, str) for item in value)
+    return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, (Made, Named))
+
+
+def _pairs(args: tuple[Any, ...]) -> dict[Any, Any]:
+    """``OrderedDict()``, or ``OrderedDict([[key, value], ...])`` in old files."""
+    pairs = args[0] if args else []
+    if type(pairs) not in (list, tuple) or not all(len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
+        raise ValueError("an OrderedDict of no pairs")
+    return {key: value for key, value in pairs}  # noqa: C416 (dict() would take any iterable)
+
+
+def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    sizes = tuple(args[0])
+    if not all(type(size) is int and 0 <= size < 1 << 63 for size in sizes):
+        raise ValueError("a torch.Size of no sizes")
+    return sizes
+
+
+# Classes whose objects are plain data here, and the function by which old pickles spell bytes.
+_PLAIN: dict[str, Maker] = {
+    "collections.OrderedDict": _pairs,
+    "collections.defaultdict": lambda args: {},
+    "builtins.dict": lambda args: {},
+    "builtins.list": lambda args: [],
+    "builtins.set": lambda args: list(args[0]) if args and type(args[0]) is list else [],
+    "torch.Size": _size,
+    "_codecs.encode": lambda args: args[0].encode("latin1"),
+}
+
+
+class _Machine:
+    """The stack machine that a pickle is a program for."""
+
+    def __init__(
+        self,
+        content: bytes,
+        where: str,
+        allowed: Container[str] | None,
+        persistent: Callable[[Any], Any] | None,
+        makers: Mapping[str, Maker],
+    ):
+        self.content = content
+        self.at = 0
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self._where = where
+        self._allowed = allowed
+        self._persistent = persistent
+        self._makers = makers
+
+    def run(self) -> Any:
+        """Work through all operations."""
+        operations, content = _OPERATIONS, self.content
+        while True:
+            code = content[self.at]
+            self.at += 1
+            if code == 0x2E:  # STOP
+                return self.stack.pop()
+            operation = operations.get(code)
+            if operation is None:
+                raise CorruptError(
+                    f"{self._where}: has operation {code:#x} at byte {self.at - 1}, which is not expected"
+                )
+            operation(self)
+
+    def take(self, count: int) -> bytes:
+        """The next bytes of the program."""
+        end = self.at + count
+        if end > len(self.content):
+            raise ValueError("it ends too early")
+        part = self.content[self.at : end]
+        self.at = end
+        return part
+
+    def number(self, count: int) -> int:
+        """An unsigned number of that many bytes."""
+        return int.from_bytes(self.take(count), "little")
+
+    def line(self) -> str:
+        """Text up to the next end of line."""
+        end = self.content.index(b"\n", self.at)
+        text = self.content[self.at : end].decode()
+        self.at = end + 1
+        return text
+
+    def popped(self) -> list[Any]:
+        """All down to the last mark, which goes too."""
+        stack = self.stack
+        index = len(stack) - 1
+        while stack[index] is not _MARK:
+            index -= 1
+            if index < 0:
+                raise ValueError("there is no mark")
+        items = stack[index + 1 :]
+        del stack[index:]
+        return items
+
+    def named(self, module: Any, name: Any) -> Named:
+        """What a pickle names."""
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a name that is no text")
+        kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
+        if self._allowed is not None and kind not in self._allowed:
+            raise CorruptError(
+                f"{self._where}: asks for {kind[:200]}, which has no place in such a file. Nothing has been executed."
+            )
+        return Named(kind)
+
+    def make(self, maker: Any, args: Any) -> Any:
+        """Note a call, or an object of a class."""
+        if not isinstance(maker, Named) or type(args) is not tuple:
+            raise ValueError("a call of what was not named")
+        simple = self._makers.get(maker.kind)
+        return Made(maker.kind, args) if simple is None else simple(args)
+
+    def build(self) -> None:
+        """Fill the object on top; attributes of a dict's subclass are dropped."""
+        state = self.stack.pop()
+        item = self.stack[-1]
+        if isinstance(item, Made):
+            item.state = state
+        elif type(item) is not dict:
+            raise ValueError("a state for what has none")
+
+    def refer(self) -> None:
+        """What is stored elsewhere."""
+        key = self.stack.pop()
+        if self._persistent is None:
+            raise ValueError("a reference to something outside")
+        self.stack.append(self._persistent(key))
+
+    def append(self, items: list[Any]) -> None:
+        """Add to the list on top."""
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise ValueError("items for what is no list")
+        target.extend(items)
+
+    def set_items(self, items: list[Any]) -> None:
+        """Add to the dict on top."""
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise ValueError("entries for what is no dict")
+        for index in range(0, len(items), 2):
+            if not _is_key(items[index]):
+                raise ValueError("a key that is neither a number nor a text")
+            target[items[index]] = items[index + 1]
+
+    def top(self, count: int) -> list[Any]:
+        """The last items, which go."""
+        if len(self.stack) < count:
+            raise ValueError("too few items")
+        items = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        if any(item is _MARK for item in items):
+            raise ValueError("a mark among items")
+        return items
+
+
+def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value(machine))
+
+
+def _text(width: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: machine.take(machine.number(width)).decode("utf-8", "surrogatepass"))
+
+
+def _bytes(width: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: machine.take(machine.number(width)))
+
+
+def _tuple(count: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: tuple(machine.top(count)))
+
+
+def _long(width: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: int.from_bytes(machine.take(machine.number(width)), "little", signed=True))
+
+
+def _get(width: int) -> Callable[[_Machine], None]:
+    return _push(lambda machine: machine.memo[machine.number(width)])
+
+
+def _put(width: int) -> Callable[[_Machine], None]:
+    def put(machine: _Machine) -> None:
+        machine.memo[machine.number(width)] = machine.stack[-1]
+
+    return put
+
+
+def _memoize(machine: _Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+def _proto(machine: _Machine) -> None:
+    if not 2 <= machine.number(1) <= 5:
+        raise ValueError("an unknown version of pickle")
+
+
+def _make_with_keywords(machine: _Machine) -> Any:
+    maker, args, _ = machine.top(3)
+    return machine.make(maker, args)
+
+
+# By the code of the operation; their names are those of the module `pickletools`.
+_OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
+    0x80: _proto,
+    0x95: lambda machine: machine.take(8),  # FRAME: a hint for readers of streams
+    ord("("): _push(lambda machine: _MARK),
+    ord("0"): lambda machine: machine.stack.pop(),
+    ord("1"): lambda machine: machine.popped(),
+    ord("N"): _push(lambda machine: None),
+    0x88: _push(lambda machine: True),
+    0x89: _push(lambda machine: False),
+    ord("K"): _push(lambda machine: machine.number(1)),
+    ord("M"): _push(lambda machine: machine.number(2)),
+    ord("J"): _push(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
+    0x8A: _long(1),
+    0x8B: _long(4),
+    ord("G"): _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+    ord("X"): _text(4),
+    0x8C: _text(1),
+    0x8D: _text(8),
+    ord("B"): _bytes(4),
+    ord("C"): _bytes(1),
+    0x8E: _bytes(8),
+    0x96: _bytes(8),
+    ord(")"): _push(lambda machine: ()),
+    ord("t"): _push(lambda machine: tuple(machine.popped())),
+    0x85: _tuple(1),
+    0x86: _tuple(2),
+    0x87: _tuple(3),
+    ord("]"): _push(lambda machine: []),
+    ord("a"): lambda machine: machine.append(machine.top(1)),
+    ord("e"): lambda machine: machine.append(machine.popped()),
+    0x8F: _push(lambda machine: []),  # a set: as a list, for which hashing is nobody's concern
+    0x90: lambda machine: machine.append(machine.popped()),
+    0x91: _push(lambda machine: machine.popped()),
+    ord("}"): _push(lambda machine: {}),
+    ord("s"): lambda machine: machine.set_items(machine.top(2)),
+    ord("u"): lambda machine: machine.set_items(machine.popped()),
+    ord("h"): _get(1),
+    ord("j"): _get(4),
+    ord("q"): _put(1),
+    ord("r"): _put(4),
+    0x94: _memoize,
+    ord("c"): _push(lambda machine: machine.named(machine.line(), machine.line())),
+    0x93: _push(lambda machine: machine.named(*machine.top(2))),
+    ord("R"): _push(lambda machine: machine.make(*machine.top(2))),
+    0x81: _push(lambda machine: machine.make(*machine.top(2))),
+    0x92: _push(_make_with_keywords),
+    ord("b"): lambda machine: machine.build(),
+    ord("Q"): lambda machine: machine.refer(),
+}

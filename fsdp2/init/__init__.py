@@ -1,0 +1,7 @@
+"""Initialisation of sharded models: values that do not depend on the number of ranks. Layer: above the API."""
+
+from fsdp2.init.deferred import Recording, deferred
+from fsdp2.init.materialize import materialize
+from fsdp2.init.seeded import Mode, seeded
+
+__all__ = ["Mode", "Recording", "deferred", "materialize", "seeded"]

@@ -1,0 +1,91 @@
+"""Memory for a model, or a part of it, that is on the meta device. Layer: init."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_tensor, parameter_slots, version
+from fsdp2.runtime.root import units_below
+
+__all__ = ["Fresh", "allocate", "tensors_of"]
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """A tensor that has got memory.
+
+    Attributes:
+        was: what was on the meta device before.
+        writes: how often it had been written to then.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    was: torch.Tensor
+    writes: int
+
+    def is_unwritten(self) -> bool:
+        """Whether nobody has written to it since."""
+        return _writes(self.tensor) == self.writes
+
+
+def allocate(
+    model: nn.Module, device: torch.device | None = None, wanted: Callable[[str], bool] = lambda name: True
+) -> list[Fresh]:
+    """Memory, without values, for parameters and buffers that are on the meta device. Tied ones stay tied. Modules hold
+    new parameter objects afterwards.
+
+    Args:
+        device: of buffers and of parameters that no unit manages; None: of their mesh, of the units, or the CPU.
+        wanted: is asked for each FQN; others stay on the meta device.
+
+    Returns:
+        what has got memory, under its first name.
+    """
+    units = units_below(model)
+    home = device or (units[0].device if units else torch.device("cpu"))
+    of_unit = {param.sharded: unit.device for unit in units for param in unit.params}
+    chosen = {tensor for name, tensor in tensors_of(model, every_name=True) if tensor.is_meta and wanted(name)}
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        slots = parameter_slots(module)
+        for name, param in slots.items():
+            if param in chosen:
+                assert param is not None
+                if param not in made:
+                    made[param] = _parameter_like(param, of_unit.get(param) or _device_of(param, home))
+                new = made[param]
+                assert isinstance(new, nn.Parameter)
+                slots[name] = new
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer in chosen:
+                made.setdefault(buffer, torch.empty_like(buffer, device=_device_of(buffer, home)))
+                setattr(module, name, made[buffer])
+    for unit in units:
+        unit.refresh_groups()
+    was = {new: old for old, new in made.items()}
+    return [Fresh(name, tensor, was[tensor], _writes(tensor)) for name, tensor in tensors_of(model) if tensor in was]
+
+
+def tensors_of(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by FQN; tied ones once, or under every name."""
+    yield from model.named_parameters(remove_duplicate=not every_name)
+    yield from model.named_buffers(remove_duplicate=not every_name)
+
+
+def _device_of(tensor: torch.Tensor, home: torch.device) -> torch.device:
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else home
+
+
+def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """How often it was written to: as a DTensor, or below that (autograd counts them apart)."""
+    return version(tensor) + (version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0)

@@ -1,0 +1,188 @@
+"""Random values from where an element stands in its tensor: each rank makes its own, and no others. Layer: init.
+
+The value of an element is a function of the operation's key (64 bits, the same on all ranks) and of the element's
+number in the whole tensor (row by row, whatever its strides): a counter-based generator, here the output function of
+SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014; its mixer is Stafford's 13th).
+What makes a value of 64 random bits uses `arithmetic` only, so that the bits are the same on every device, too. One
+value takes one word, and rejects none.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp2.errors import UnsupportedError
+from fsdp2.init.arithmetic import exp, log, normal_quantile, sin_cos_half_pi
+from fsdp2.init.owned import Owned, boxes, spans
+
+__all__ = ["DISTRIBUTIONS", "fill_by_counter", "words"]
+
+SPAN_NUMEL = 1 << 16  # values made at a time: the few float64 tensors that it takes stay in the cache
+
+# Of SplitMix64, as signed numbers: products wrap around in the same way.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+MIX_2 = 0x94D049BB133111EB - 2**64
+
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def words(numbers: torch.Tensor, key: int) -> torch.Tensor:
+    """64 random bits for each of the int64 `numbers`, which are overwritten."""
+    z = numbers.mul_(GOLDEN).add_(key)
+    z.bitwise_xor_(_shifted(z, 30)).mul_(MIX_1)
+    z.bitwise_xor_(_shifted(z, 27)).mul_(MIX_2)
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right; zeros come in, where torch's shift of a signed number brings in its sign."""
+    return z.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _fraction(z: torch.Tensor, digits: int = 53) -> torch.Tensor:
+    """From 0 (included) to 1 (excluded), a multiple of ``2 ** -digits``."""
+    return _shifted(z, 64 - digits).to(torch.float64).mul_(2.0**-digits)
+
+
+def _inner_fraction(z: torch.Tensor) -> torch.Tensor:
+    """Between 0 and 1, both excluded, and symmetric."""
+    return _shifted(z, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a distribution may need to know: the dtype to fill, and the elements of a tensor argument."""
+
+    dtype: torch.dtype
+    operand: torch.Tensor | None
+
+
+def _normal(z: torch.Tensor, request: _Request, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    return normal_quantile(_inner_fraction(z)).mul_(std).add_(mean)
+
+
+def _log_normal(z: torch.Tensor, request: _Request, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+    return exp(_normal(z, request, mean, std))
+
+
+def _uniform(z: torch.Tensor, request: _Request, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    values = _fraction(z, DIGITS[request.dtype]).mul_(high - low).add_(low)
+    # Rounding to a narrow dtype must not reach `high`, which is excluded.
+    limits = torch.tensor([low, high], dtype=request.dtype, device="cpu")
+    below = max(torch.nextafter(limits[1], limits[0]).item(), limits[0].item())
+    return values.clamp_(max=below) if low < high else values
+
+
+def _exponential(z: torch.Tensor, request: _Request, rate: float = 1.0) -> torch.Tensor:
+    return log(_inner_fraction(z)).neg_().div_(rate)
+
+
+def _cauchy(z: torch.Tensor, request: _Request, median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
+    sine, cosine = sin_cos_half_pi(_inner_fraction(z).mul_(2.0).sub_(1.0))
+    return (sine / cosine).mul_(sigma).add_(median)
+
+
+def _geometric(z: torch.Tensor, request: _Request, p: float) -> torch.Tensor:
+    of_failure = log(torch.tensor([1.0 - p], dtype=torch.float64, device="cpu")).item()
+    return log(_inner_fraction(z)).div_(of_failure).ceil_().clamp_(min=1.0)
+
+
+def _bernoulli(z: torch.Tensor, request: _Request, p: float = 0.5) -> torch.Tensor:
+    if request.operand is not None:
+        return _fraction(z) < request.operand.to(torch.float64)
+    return _fraction(z) < p
+
+
+def _random(z: torch.Tensor, request: _Request, *bounds: int | None) -> torch.Tensor:
+    """``random_()``, ``random_(to)`` or ``random_(from, to)``; the last may be None, for all that the dtype has."""
+    low = bounds[0] or 0 if len(bounds) == 2 else 0
+    high = bounds[-1] if bounds else None
+    if high is None:
+        high = _last_integer(request.dtype) + 1
+    width = high - low
+    if width >= 2**64:
+        return z
+    if width > 2**63:
+        raise UnsupportedError(
+            f"random_ from {low} to {high} in mode 'counter': expected at most 2 ** 63 different values, or all of "
+            "int64; use mode 'sequential'"
+        )
+    return (_shifted(z, 1) if width == 2**63 else _shifted(z, 1).remainder_(width)).add_(low)
+
+
+def _last_integer(dtype: torch.dtype) -> int:
+    """Up to which a dtype has all integers, as `Tensor.random_` counts them."""
+    if dtype == torch.bool:
+        return 1
+    return int(2 ** DIGITS[dtype]) if dtype.is_floating_point else int(torch.iinfo(dtype).max)
+
+
+# By the name of the in-place operation; each makes values (float64, int64 or bool) of words and the call's scalars.
+DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "normal_": _normal,
+    "uniform_": _uniform,
+    "bernoulli_": _bernoulli,
+    "random_": _random,
+    "exponential_": _exponential,
+    "cauchy_": _cauchy,
+    "log_normal_": _log_normal,
+    "geometric_": _geometric,
+}
+
+
+def fill_by_counter(
+    local: torch.Tensor,
+    owned: Owned,
+    name: str,
+    scalars: Sequence[Any],
+    key: int,
+    operand: torch.Tensor | None = None,
+) -> None:
+    """Fill `local`, this rank's elements `owned`, with values of the distribution `name`. No communication.
+
+    Args:
+        name: of an operation in `DISTRIBUTIONS`.
+        scalars: its arguments, by position; those left out have torch's defaults.
+        key: any integer, of which 64 bits count; the same on all ranks, another for each call.
+        operand: of the shape of `local`: this rank's elements of a tensor argument.
+    """
+    if local.is_complex():  # a real and an imaginary part, of half the variance each
+        if name == "normal_":
+            mean = scalars[0] if scalars else 0.0
+            std = scalars[1] if len(scalars) > 1 else 1.0
+            scalars = (mean, std * 0.5**0.5)
+        owned = Owned((*owned.shape, 2), (*owned.intervals, ((0, 2),)))
+        local = torch.view_as_real(local)
+    key = (key + 2**63) % 2**64 - 2**63
+    numbers = _numbers(owned, local.device)
+    for start, stop in spans(local.numel(), SPAN_NUMEL, 1):
+        for box in boxes(local.shape, start, stop):
+            at = tuple(slice(low, high) for low, high in box)
+            shape = [high - low for low, high in box]
+            flat = torch.zeros(shape, dtype=torch.int64, device=local.device)
+            for dim, (low, high) in enumerate(box):
+                flat += numbers[dim][low:high].view([-1 if other == dim else 1 for other in range(len(box))])
+            request = _Request(local.dtype, None if operand is None else operand[at].flatten())
+            values = DISTRIBUTIONS[name](words(flat.view(prod(shape)), key), request, *scalars)
+            local[at].copy_(_rounded(values, local.dtype).view(shape))
+
+
+def _numbers(owned: Owned, device: torch.device) -> list[torch.Tensor]:
+    """For each dim, what each of this rank's entries adds to the number of an element in the whole tensor."""
+    result = []
+    for dim, intervals in enumerate(owned.intervals):
+        pieces = [torch.arange(low, high, device=device) for low, high in intervals]
+        entries = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
+        result.append(entries * prod(owned.shape[dim + 1 :]))
+    return result
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`; to the 16-bit ones by way of float32, on every device."""
+    if values.is_floating_point() and dtype in (torch.float16, torch.bfloat16):
+        return values.to(torch.float32).to(dtype)
+    return values.to(dtype)

@@ -1,0 +1,188 @@
+"""`materialize`: from a sharded model on the meta device to one that can train, in one call. Layer: init.
+
+::
+
+    allocate        every parameter and buffer on the meta device gets memory; the rest stays as it is
+    initialise      a recording, a function of the user's, `init_weights`, or each module's `reset_parameters`
+    look            whatever has got memory and then no values is named: garbage never trains
+    synchronise     replicas take the values of the first of them, buffers those of the first rank
+    compare         by checksums, that replicas agree
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_tensor
+from fsdp2.errors import ArgumentError, FSDPError
+from fsdp2.init.allocation import Fresh, allocate, tensors_of
+from fsdp2.init.deferred import Recording
+from fsdp2.init.seeded import Mode, seeded
+from fsdp2.runtime.root import units_below
+from fsdp2.runtime.unit import Unit
+
+__all__ = ["materialize"]
+
+# Methods that (re)make a module's own values. torch's attention and Transformer have the second name only.
+RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
+
+
+def materialize(
+    model: nn.Module,
+    init: Callable[[nn.Module], object] | Recording | None = None,
+    *,
+    seed: int | None = None,
+    mode: Mode = "sequential",
+    device: torch.device | str | None = None,
+) -> None:
+    """Give a model that was sharded on the meta device memory and values. Every rank calls it, after the last
+    `fully_shard` and before the optimizer is made: modules hold new parameter objects afterwards.
+
+    Values do not depend on the number of ranks (see `seeded`). Where there are replicas, those of the first one go to
+    the others by broadcasts over the replicate axis, one for each parameter, and all are compared by checksum; buffers
+    are broadcast to all ranks. What is not on the meta device keeps its values.
+
+    Args:
+        model: the root module.
+        init: how to make the values: a recording (see `deferred`), whose values are those of the model built without
+            any of this; or a function that is called with `model` (``lambda model: model.apply(init_fn)``). None: the
+            model's own ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each
+            module, children first. A module's `reset_buffers()` is called too, if it has one.
+        seed: see `seeded`; None goes on from the default generators, which must be in the same state on all ranks.
+        mode: see `seeded`.
+        device: of buffers, and of parameters that are not sharded. None: that of the units.
+
+    Raises:
+        ArgumentError: parameters or buffers got memory but no values; all are named. Buffers that are not persistent
+            are the usual ones: give their module a method ``reset_buffers()``, or use `deferred`.
+        FSDPError: replicas differ after the broadcast.
+
+    Example::
+
+        with torch.device("meta"):
+            model = Model(config)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        fsdp2.init.materialize(model, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    units = units_below(model)
+    home = torch.device(device) if device is not None else units[0].device if units else torch.device("cpu")
+    if isinstance(init, Recording):
+        init.replay(model, device=device)
+    else:
+        fresh = allocate(model, home)
+        with seeded(seed, mode=mode), torch.no_grad():
+            _initialise(model, init)
+        _check_all_written(model, fresh)
+        for unit in units:
+            unit.refresh_groups()
+    with torch.no_grad():
+        _synchronise(model, units)
+
+
+def _initialise(model: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
+    own: Any = getattr(model, "init_weights", None)
+    if init is not None:
+        init(model)
+    elif callable(own):
+        own()
+    else:
+        for module in _children_first(model):
+            for name in RESETS[:2]:
+                reset: Any = getattr(module, name, None)
+                if callable(reset):
+                    reset()
+                    break
+    for module in model.modules():
+        reset = getattr(module, RESETS[2], None)
+        if callable(reset):
+            reset()
+
+
+def _children_first(module: nn.Module) -> Iterable[nn.Module]:
+    """All modules in the order in which constructors end, so that what a module does to its children comes last."""
+    seen: dict[nn.Module, None] = {}
+
+    def visit(each: nn.Module) -> None:
+        for child in each.children():
+            if child not in seen:
+                visit(child)
+        seen[each] = None
+
+    visit(module)
+    return seen
+
+
+def _check_all_written(model: nn.Module, fresh: list[Fresh]) -> None:
+    now = dict(tensors_of(model))
+    persistent = set(model.state_dict())
+    garbage = [
+        each.name for each in fresh if now.get(each.name) is each.tensor and each.is_unwritten() and each.tensor.numel()
+    ]
+    if garbage:
+        shown = [name if name in persistent else f"{name} (not persistent)" for name in garbage]
+        raise ArgumentError(
+            f"materialize: these have memory now, and nobody gave them values: {', '.join(shown)}. Pass a "
+            f"function that does "
+            "(init=), give their modules a method reset_parameters() or reset_buffers(), or build the model within "
+            "fsdp2.init.deferred() and pass the recording."
+        )
+
+
+def _synchronise(model: nn.Module, units: list[Unit]) -> None:
+    """One broadcast a parameter over its replicate axis, then one comparison a unit."""
+    for unit in units:
+        groups: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+        for param in unit.params:
+            group = param.roles.replicate_group
+            if group is not None and param.roles.replicate_size > 1 and param.outer is None:
+                groups.setdefault(group, []).append((param.fqn, local_tensor(param.sharded)))
+        for group, params in groups.items():
+            for _, local in params:
+                _broadcast(local, group)
+            _compare(params, group)
+    roles = next((param.roles for unit in units for param in unit.params), None)
+    for group in (roles.shard_group, roles.replicate_group) if roles is not None else ():
+        if group is None:
+            continue
+        for _, buffer in model.named_buffers():
+            if not isinstance(buffer, DTensor):
+                _broadcast(buffer, group)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dense = tensor.contiguous()
+    dist.broadcast(dense, group=group, group_src=0)
+    if dense is not tensor:
+        tensor.copy_(dense)
+
+
+def _compare(params: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Raise on all ranks of a group unless they have the same values."""
+    own = torch.stack([_checksum(local) for _, local in params])
+    all_of_them = own.new_empty(group.size(), len(params))
+    dist.all_gather(list(all_of_them.unbind()), own, group=group)
+    differing = (all_of_them != own).any(0).tolist()
+    if any(differing):
+        names = [name for (name, _), differs in zip(params, differing, strict=True) if differs]
+        raise FSDPError(f"materialize: replicas differ after they were synchronised: {', '.join(names)}")
+
+
+def _checksum(local: torch.Tensor) -> torch.Tensor:
+    """A sum of the bytes, each weighted by its place, modulo 2**64."""
+    data = local.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for start in range(0, data.numel(), CHUNK):
+        part = data[start : start + CHUNK]
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=local.device)
+        total += (part * (places * 2 + 1)).sum()
+    return total
+
+
+CHUNK = 1 << 20

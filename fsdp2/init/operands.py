@@ -1,0 +1,98 @@
+"""Plain tensors beside DTensors: within `seeded` they are taken for the whole, which every rank has alike. Layer: init.
+
+Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole. Only
+`write_on_whole` and `number_of` communicate.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp2._torch import local_tensor
+from fsdp2.init.owned import Owned, owned_of
+
+__all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "write_on_whole"]
+
+
+def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:
+    """Copy what a rank owns of `whole` into `local`."""
+    for there, here in owned.within(tuple((0, size) for size in owned.shape)):
+        local[here].copy_(whole[there])
+
+
+def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a tensor argument of an operation on `like`: it may be smaller than that, which expands
+    it. Collective if it is a DTensor that lies otherwise than `like`."""
+    if not isinstance(like, DTensor):
+        return (operand.full_tensor() if isinstance(operand, DTensor) else operand).expand(like.shape)
+    if isinstance(operand, DTensor):
+        expanded = operand.expand(like.shape)
+        assert isinstance(expanded, DTensor)
+        return local_tensor(expanded.redistribute(like.device_mesh, like.placements))
+    return _part_of(operand.expand(like.shape), like)
+
+
+def as_dtensors(args: Sequence[Any], like: DTensor) -> list[Any]:
+    """The arguments of an operation, the plain tensors among them as DTensors on the mesh of `like`: laid out as `like`
+    where they have its shape, otherwise replicated. Those without dims stay as they are: DTensor takes them."""
+    return [
+        as_dtensors(arg, like)
+        if isinstance(arg, list | tuple)
+        else _as_dtensor(arg, like)
+        if isinstance(arg, torch.Tensor) and not isinstance(arg, DTensor) and arg.ndim
+        else arg
+        for arg in args
+    ]
+
+
+def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
+    """Run an in-place operation that DTensor cannot on the whole of `out`, and keep this rank's part. Collective: the
+    whole is gathered, of the tensors in `args` as well.
+
+    Args:
+        args: without the tensor that is written, which comes first.
+    """
+    whole = out.full_tensor()
+    func(whole, *[_whole(arg) for arg in args])
+    local = local_tensor(out)
+    copy_owned(local, owned_of(out, local.shape), whole)
+
+
+def number_of(tensor: DTensor) -> Any:
+    """``tensor.item()``, where torch 2.13 gives each rank the number of its own part (so that the ranks of
+    `nn.init.trunc_normal_` would end their loops at different times). Collective."""
+    if any(placement.is_partial() for placement in tensor.placements) and tensor.dtype == torch.bool:
+        terms = DTensor.from_local(
+            local_tensor(tensor).to(torch.int32), tensor.device_mesh, tensor.placements, run_check=False
+        )
+        return bool(terms.full_tensor().item())
+    return tensor.full_tensor().item()
+
+
+def _whole(arg: Any) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_whole(one) for one in arg]
+    return arg.full_tensor() if isinstance(arg, DTensor) else arg
+
+
+def _as_dtensor(plain: torch.Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
+    if plain.shape != like.shape or any(placement.is_partial() for placement in like.placements):
+        return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = _part_of(plain, like)
+    return DTensor.from_local(
+        part, mesh, like.placements, run_check=False, shape=plain.shape, stride=tuple(plain.stride())
+    )
+
+
+def _part_of(plain: torch.Tensor, like: DTensor) -> torch.Tensor:
+    owned = owned_of(like, local_tensor(like).shape)
+    if owned.is_whole:
+        return plain
+    part = plain.new_empty(owned.local_shape)
+    if prod(owned.local_shape):
+        copy_owned(part, owned, plain)
+    return part

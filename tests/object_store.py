@@ -1,0 +1,156 @@
+"""An object store as S3 is one, on a local folder, for tests: `Bucket`, under the protocol "s3".
+
+Keys are flat; an object appears when its upload has ended; listings are kept until told otherwise; nothing is renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote, unquote
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+__all__ = ["Bucket", "Disk", "bucket"]
+
+
+def bucket(folder: Path) -> str:
+    """The URL of a store in a folder."""
+    return f"s3://{quote(str(folder), safe='')}"
+
+
+class Bucket(AbstractFileSystem):
+    """An object store on a local folder. The bucket's name is that folder, quoted; a key is the name of a file, quoted.
+
+    Attributes:
+        puts: keys in the order in which they appeared, in this process.
+        before_put: is called with the key of an upload that is about to end.
+        lose: bytes that every read is short of.
+    """
+
+    protocol = "s3"
+    puts: ClassVar[list[str]] = []
+    before_put: ClassVar[list[Callable[[str], None]]] = []
+    lose: ClassVar[int] = 0
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.kept: dict[str, list[dict[str, Any]]] = {}
+
+    def place(self, path: str) -> Path:
+        """Where an object is."""
+        bucket, _, key = self._strip_protocol(path).partition("/")
+        if "forbidden" in key:
+            raise RuntimeError("403")  # as some clients do, which know no OSError
+        return Path(unquote(bucket)) / quote(key, safe="")
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        path = self._strip_protocol(path)
+        if path not in self.kept:
+            bucket, _, key = path.partition("/")
+            prefix = key + "/" if key else ""
+            found = {}
+            for file in Path(unquote(bucket)).iterdir():
+                name = unquote(file.name)
+                if name.startswith(prefix) and not file.name.startswith("."):
+                    child, _, deeper = name[len(prefix) :].partition("/")
+                    kind = {"type": "directory", "size": 0} if deeper else self.info_of(file)
+                    found[child] = {"name": f"{bucket}/{prefix}{child}", **kind}
+            if not found and self.place(path).exists():
+                found[path] = {"name": path, **self.info_of(self.place(path))}
+            if not found:
+                raise FileNotFoundError(path)
+            self.kept[path] = list(found.values())
+        return self.kept[path] if detail else [entry["name"] for entry in self.kept[path]]
+
+    def info_of(self, file: Path) -> dict[str, Any]:
+        status = file.stat()
+        return {"type": "file", "size": status.st_size, "LastModified": datetime.fromtimestamp(status.st_mtime, UTC)}
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        listing = self.kept.get(self._parent(path))
+        if listing is not None:
+            found = [entry for entry in listing if entry["name"] == path]
+            if not found:
+                raise FileNotFoundError(path)
+            return found[0]
+        if self.place(path).exists():
+            return {"name": path, **self.info_of(self.place(path))}
+        self.ls(path)
+        return {"name": path, "type": "directory", "size": 0}
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.kept.clear()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        content = self.place(path).read_bytes()
+        if start is not None and start >= len(content):
+            raise ValueError("416 InvalidRange")
+        return content[start:end][: -self.lose or None]
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        with tempfile.NamedTemporaryFile(dir=self.place(path).parent, prefix=".upload-", delete=False) as upload:
+            upload.write(value)
+        self.put(upload.name, path)
+
+    def put(self, upload: str, path: str) -> None:
+        """An upload has ended: the object appears."""
+        key = self._strip_protocol(path).partition("/")[2]
+        for call in self.before_put:
+            call(key)
+        os.replace(upload, self.place(path))
+        self.puts.append(key)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        found = self.find(path)
+        if not found:
+            raise FileNotFoundError(path)
+        for name in found:
+            self.place(name).unlink()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self.place(path)
+        return Upload(self, path, mode, block_size=1 << 16)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise AssertionError("an object store has no folders; this could have made a bucket")
+
+    mkdir = mv = cp_file = makedirs
+
+
+class Upload(AbstractBufferedFile):
+    """An upload in several parts."""
+
+    def _initiate_upload(self) -> None:
+        self.parts = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            dir=self.fs.place(self.path).parent, prefix=".upload-", delete=False
+        )
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts.write(self.buffer.getvalue())
+        if final:
+            self.parts.close()
+            self.fs.put(self.parts.name, self.path)
+        return True
+
+    def discard(self) -> None:
+        if self.offset is not None:
+            self.parts.close()
+            Path(self.parts.name).unlink()
+
+
+class Disk(LocalFileSystem):
+    """A file system with folders, as sftp or hdfs have them. (``file://`` itself does not go through fsspec.)"""
+
+    protocol = "disk"
+
+
+fsspec.register_implementation("s3", Bucket, clobber=True)
+fsspec.register_implementation("disk", Disk, clobber=True)
