@@ -1,6 +1,6 @@
 # make train    train a small language model on two ranks          make test     all checks and tests: what CI runs
 # make lint     ruff and mypy alone                                make bench    the step-time benchmark
-# make docs     the API reference, from the docstrings
+# make docs     the API reference, from the docstrings        make fuzz     ten minutes of hostile checkpoints
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint bench docs clean
+.PHONY: train test lint bench docs fuzz clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -43,6 +43,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    --no-build-isolation --editable '.[dev,examples]'
 	@touch $@
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz_checkpoint --seconds 600 $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_api.py > docs/api.md

@@ -15,11 +15,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import ZeroPolicy, fully_shard
 from tests.parity_models import local, shard_like
+
+__all__ = [
+    "BF16",
+    "DIM",
+    "HIDDEN",
+    "LAYOUTS",
+    "VOCAB",
+    "Awkward",
+    "Block",
+    "Layout",
+    "assert_bits",
+    "assert_part",
+    "bits",
+    "column",
+    "fill",
+    "mesh_of",
+    "put",
+    "random_bits",
+    "shard",
+    "spoil",
+    "state_of",
+    "tensor_parallel",
+    "tensors_of",
+    "tp_fsdp",
+    "value_of",
+    "with_state",
+]
 
 BF16 = torch.bfloat16
 DIM, HIDDEN, VOCAB = 5, 6, 7
@@ -220,32 +247,3 @@ def with_state(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) 
     for name, value in state_of(model, optimizer):
         fill(name, value)
     return optimizer
-
-
-__all__ = [
-    "BF16",
-    "DIM",
-    "HIDDEN",
-    "LAYOUTS",
-    "VOCAB",
-    "Awkward",
-    "Block",
-    "Layout",
-    "assert_bits",
-    "assert_part",
-    "bits",
-    "column",
-    "distribute_tensor",
-    "fill",
-    "mesh_of",
-    "put",
-    "random_bits",
-    "shard",
-    "spoil",
-    "state_of",
-    "tensor_parallel",
-    "tensors_of",
-    "tp_fsdp",
-    "value_of",
-    "with_state",
-]

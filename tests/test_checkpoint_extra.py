@@ -60,7 +60,7 @@ VALUES: dict[str, Any] = {
     "tuple keys": {(1, "a"): 0, (): 1},
     "dollars": {"$tensor": 1, "$float": "nan", "$": [{"$dict": {}}], "$$x": None},
     "order": {"z": 1, "a": 2, "m": 3},
-    "deep": nested(40),
+    "deep": nested(18),
     "empty": [{}, [], (), ""],
     "tensor": torch.arange(6, dtype=torch.int16).reshape(2, 3),
     "tensors": {"a": [torch.tensor(2.5), (torch.zeros(0, 3, dtype=torch.bool),)], "b": torch.eye(3).t()[1:]},

@@ -206,6 +206,16 @@ def raw() -> list[bytes]:
     return [bytes(value.contiguous().view(-1).view(torch.uint8).tolist()) for value in STATE.values()]
 
 
+def test_other_strides_are_noticed(tmp_path: Path) -> None:
+    """A bit of a tensor's strides is flipped: other values of the right shape, but for the checksum that zip has."""
+    folder = saved(tmp_path)
+    content = (folder / "__0_0.distcp").read_bytes()
+    assert content.count(b"K\x04K\x01\x86") == 1
+    (folder / "__0_0.distcp").write_bytes(content.replace(b"K\x04K\x01\x86", b"K\x00K\x01\x86"))
+    with pytest.raises(CorruptError, match=r"'data\.pkl' has checksum"):
+        loaded(folder)
+
+
 @pytest.mark.parametrize(
     "program",
     [

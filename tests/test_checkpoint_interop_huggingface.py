@@ -178,8 +178,8 @@ def test_links_outside_of_a_cache(tmp_path: Path) -> None:
 
 
 def test_ours_is_never_taken_for_one(tmp_path: Path) -> None:
-    """A consolidated checkpoint has the files of Hugging Face. With its manifest damaged it would load as such a folder,
-    and nothing would be checked any more."""
+    """A consolidated checkpoint has the files of Hugging Face. With its manifest damaged it would load as such a
+    folder, and nothing would be checked any more."""
     checkpoint.save(tmp_path / "own", model=STATE, consolidated=True).wait()
     manifest = tmp_path / "own" / "checkpoint.json"
     manifest.write_text(manifest.read_text().replace("F32", "F16"))

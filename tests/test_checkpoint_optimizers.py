@@ -112,7 +112,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return {name: whole(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
 
 
-def assert_same(where: str, got: Any, expected: Any, tensors: type = Tensor) -> None:
+def assert_same(where: str, got: Any, expected: Any) -> None:
     """The same types and values; of a DTensor, this rank's part."""
     if isinstance(expected, Tensor):
         assert isinstance(got, Tensor), where
@@ -219,7 +219,7 @@ def test_lower_precision_parameters_with_state_in_fp32(rank: int, world_size: in
 # --- param groups -----------------------------------------------------------------------------------------------------
 
 
-def two_groups(model: nn.Module, *, swapped: bool = False, **options: Any) -> torch.optim.Optimizer:
+def two_groups(model: nn.Module, *, swapped: bool = False) -> torch.optim.Optimizer:
     matrices = [param for param in model.parameters() if param.ndim == 2]
     vectors = [param for param in model.parameters() if param.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1, "lr": 0.02}, {"params": vectors, "weight_decay": 0.0}]
@@ -238,10 +238,6 @@ def options_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def one_each(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [param]} for param in reversed(list(model.parameters()))], lr=7.0)
-
-
-def one_for_all(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=7.0)
 
 
 @on_ranks(2)

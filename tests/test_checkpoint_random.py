@@ -195,7 +195,7 @@ def load_cases(rank: int, world_size: int, root: str, seeds: list[int]) -> None:
 
 
 def seeds_to_run() -> range:
-    first, _, last = os.environ.get("FSDP2_CHECKPOINT_SEEDS", "100").rpartition(":")
+    first, _, last = os.environ.get("FSDP2_CHECKPOINT_SEEDS", "40").rpartition(":")
     return range(int(first or 0), int(last))
 
 
@@ -207,7 +207,7 @@ def test_random_trees_load_bit_equal(tmp_path: Path) -> None:
     for world_size in WORLDS:
         seeds = [case.seed for case in cases if case.load_on == world_size]
         run_on_ranks(load_cases, world_size, root=str(tmp_path), seeds=seeds, timeout_s=300)
-    if len(cases) >= 50:
+    if cases:
         check_files(tmp_path, cases)
 
 

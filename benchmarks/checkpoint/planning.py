@@ -57,7 +57,7 @@ def plan(tensors: dict[str, torch.Tensor], rank: int, world: int) -> tuple[dict[
     rows = {"model": {name: (entries[name].dtype, tiling) for name, tiling in tilings.items()}}
     table = table_of(rows, {"model": {}}, {"model": {}})
     pieces = list(owned_pieces(entries, tilings, rank))
-    return table, rank_file("model", pieces, {"id": "0" * 12, "rank": rank, "world": world}, "crc32")
+    return table, rank_file("model", pieces, {"id": "0" * 12, "rank": rank, "world": world})
 
 
 def manifest_of(table: dict[str, Any], world: int) -> bytes:

@@ -1,7 +1,12 @@
 """Sharded checkpoints: saved without communication, loaded into any sharding, never half there."""
 
 from fsdp2.checkpoint.background import SaveHandle
+from fsdp2.checkpoint.checksum import use_isal
+from fsdp2.checkpoint.comparing import Difference, diff
+from fsdp2.checkpoint.converting import convert
+from fsdp2.checkpoint.describing import Description, describe
 from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
+from fsdp2.checkpoint.inspection import Report, find_damage, verify
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.retention import checkpoints, latest, prune
 from fsdp2.checkpoint.saving import save
@@ -9,18 +14,27 @@ from fsdp2.checkpoint.scattering import load_from_rank
 from fsdp2.checkpoint.sources import Source, concatenated, stored
 
 __all__ = [
+    "Description",
+    "Difference",
     "Loaded",
     "RandomState",
+    "Report",
     "Reshardable",
     "SaveHandle",
     "Source",
     "Stateful",
     "checkpoints",
     "concatenated",
+    "convert",
+    "describe",
+    "diff",
+    "find_damage",
     "latest",
     "load",
     "load_from_rank",
     "prune",
     "save",
     "stored",
+    "use_isal",
+    "verify",
 ]

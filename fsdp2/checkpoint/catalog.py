@@ -39,7 +39,6 @@ class StoredPiece:
         box: the part of it that is meant here (all of it, but for consolidated files).
         dtype: its name in safetensors.
         sums: checksums of the blocks of the row-major bytes of `box`, joined; "" if there are none.
-        algorithm: of the checksums.
     """
 
     path: str
@@ -48,7 +47,6 @@ class StoredPiece:
     box: Box
     dtype: str
     sums: str = ""
-    algorithm: str = "crc32"
 
 
 class Catalog(Protocol):

@@ -9,24 +9,23 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import UnsupportedError
 
-__all__ = ["ALGORITHMS", "BLOCK", "Checksum", "checksum_named", "num_blocks", "use_isal"]
+__all__ = ["ALGORITHM", "BLOCK", "WIDTH", "checksum", "num_blocks", "use_isal"]
 
 BLOCK = 1 << 20
 
 Buffer = bytes | bytearray | memoryview
-Checksum = Callable[[Buffer], str]
 
-# Name in a file -> hex digits a block.
-ALGORITHMS = {"crc32": 8, "xxh3": 16}
-
+# Its name in a manifest, and its hex digits a block.
+ALGORITHM = "crc32"
+WIDTH = 8
 
 # What computes CRC-32 in this process: see `use_isal`.
 _crc32: Callable[[Buffer], int] = zlib.crc32
 
 
-def crc32(data: Buffer) -> str:
+def checksum(data: Buffer) -> str:
     """CRC-32 as the standard library has it (1.5-2 GB/s a core; the GIL is released), or ISA-L."""
     return f"{_crc32(data):08x}"
 
@@ -49,32 +48,6 @@ def use_isal() -> None:
     except ImportError as error:
         raise UnsupportedError("use_isal: the package isal is missing: pip install 'fsdp2[isal]'") from error
     _crc32 = isal_zlib.crc32
-
-
-def checksum_named(name: str) -> Checksum:
-    """The function that computes a checksum as lower-case hex digits of fixed width.
-
-    Args:
-        name: "crc32", or "xxh3", which is several times as fast and needs ``pip install xxhash``.
-
-    Raises:
-        ArgumentError: another name.
-        UnsupportedError: the library for it is not installed.
-    """
-    if name == "crc32":
-        return crc32
-    if name != "xxh3":
-        raise ArgumentError(f"checksum: expected one of {', '.join(ALGORITHMS)}, got {name!r}")
-    try:
-        xxhash: Any = import_module("xxhash")
-    except ImportError as error:
-        raise UnsupportedError(
-            "the checksums are of kind 'xxh3', for which the package xxhash is missing: pip install "
-            "'fsdp2[xxhash]' (or, "
-            "to read without checking, verify=False)"
-        ) from error
-    digest: Checksum = xxhash.xxh3_64_hexdigest
-    return digest
 
 
 def num_blocks(nbytes: int) -> int:

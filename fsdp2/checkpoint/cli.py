@@ -125,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--world", type=int, default=1, metavar="N", help="for how many ranks (default: 1)")
     one.add_argument("--dtype", choices=DTYPES, help="convert the model's floating point tensors")
     one.add_argument("--max-file-size", type=_size, default=5_000_000_000, metavar="SIZE", help="default: 5GB")
-    one.add_argument("--checksum", choices=["crc32", "xxh3"], default="crc32")
     one.add_argument("--model-only", action="store_true", help="without optimizer and extra state")
     one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
     one.add_argument("--no-verify", action="store_true", help="do not check the checksums of SOURCE")
@@ -215,7 +214,6 @@ def _verify(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     options = {
         "max_file_bytes": args.max_file_size,
-        "checksum": args.checksum,
         "model_only": args.model_only,
         "overwrite": args.overwrite,
         "verify": not args.no_verify,

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.agreement import Agreement
+from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import is_complete, replace_folder, sweep
@@ -53,7 +54,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         "step": options["step"],
         "world": options["world"],
         "layout": "consolidated" if homes else "ranks",
-        "checksum": options["checksum"],
+        "checksum": ALGORITHM,
         "files": files,
         "tables": stored,
         "homes": {

@@ -44,7 +44,7 @@ def convert(
             Face's index, in files of up to ``max_file_bytes``. "dcp": for ``torch.distributed.checkpoint``.
         dtype: convert the model's floating point tensors to this.
         progress: is called with the bytes done and those to do.
-        **options: ``model_only=True``: without optimizer and extra state. ``max_file_bytes``, ``checksum``,
+        **options: ``model_only=True``: without optimizer and extra state. ``max_file_bytes``,
             ``overwrite``: as for `save`. ``verify=False``: do not check the source's checksums.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.box import Box, whole
-from fsdp2.checkpoint.checksum import ALGORITHMS, BLOCK, num_blocks
+from fsdp2.checkpoint.checksum import BLOCK, WIDTH, num_blocks
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, encode_header
 from fsdp2.checkpoint.memory import blocks_of, part_of
@@ -136,12 +136,11 @@ def named_after(file: str, save_id: str) -> str:
     return f"{file.removesuffix('.safetensors')}-{save_id}.safetensors"
 
 
-def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], checksum: str) -> PlannedFile:
+def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -> PlannedFile:
     """The file with all that one rank writes of a section.
 
     Args:
         about: id, rank and world, which the file repeats so that it cannot be taken for one of another save.
-        checksum: the algorithm of the blocks' checksums.
     """
     # Large items first: every tensor is aligned. Small tensors then lie together, which makes them one read.
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
@@ -152,8 +151,7 @@ def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any], c
         metadata = {"format": "pt", "fsdp2": json.dumps(own, separators=(",", ":"))}
         return encode_header([(piece.name, piece.dtype, piece.box.shape) for piece in ordered], metadata)
 
-    width = ALGORITHMS[checksum]
-    end = len(header({piece.name: ["0" * width] * num_blocks(piece.nbytes) for piece in ordered}))
+    end = len(header({piece.name: ["0" * WIDTH] * num_blocks(piece.nbytes) for piece in ordered}))
     header_bytes = _checked(end, section)
     placed = []
     for piece in ordered:

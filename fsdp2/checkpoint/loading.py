@@ -17,12 +17,13 @@ from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.box import Box, Cover
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.matching import Matching, Need
+from fsdp2.checkpoint.native import NativeCatalog
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
-from fsdp2.errors import MismatchError
+from fsdp2.errors import CheckpointError, MismatchError
 
 __all__ = ["Loaded", "load", "requests_for"]
 
@@ -110,7 +111,9 @@ def load(
     except BaseException as error:
         agreement.abandon(error)
         raise
-    if agreement.report(""):
+    if agreement.report(catalog.manifest.id if isinstance(catalog, NativeCatalog) else ""):
+        if len(set(agreement.records())) > 1:
+            agreement.fail(CheckpointError(f"the ranks have loaded different checkpoints, all called {path}"))
         agreement.finish()
     agreement.wait()
     return Loaded(catalog.path, catalog.step, values, matching.missing, matching.unexpected)

@@ -7,7 +7,7 @@ format         "fsdp2/1"; a reader refuses formats that it does not know
 id             of this save; every file has it, so files of two saves cannot be mixed
 step, world    as given to `save`; the number of ranks
 layout         "ranks" (files of each rank) or "consolidated" (tensors whole, as Hugging Face has them)
-checksum       algorithm of the blocks' checksums
+checksum       "crc32", of the blocks
 files          name -> [bytes, CRC-32 of its header (of all of it, for JSON)]
 tables         what ranks have, once for all that have the same: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.checksum import ALGORITHMS
+from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.header import parse_json
 from fsdp2.checkpoint.storage import check_file_name
@@ -132,7 +132,7 @@ class Manifest:
             section: {name: _listed(home, files, file) for name, home in names.items()}
             for section, names in body["homes"].items()
         }
-        if body["layout"] not in ("ranks", "consolidated") or body["checksum"] not in ALGORITHMS:
+        if body["layout"] not in ("ranks", "consolidated") or body["checksum"] != ALGORITHM:
             raise CorruptError(f"{file}: layout {body['layout']!r} or checksum {body['checksum']!r} is not known")
         world, extra_world = _world(body["world"]), _world(body.get("extra_world", body["world"]))
         for key, shares in body["extra"].items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp2.checkpoint.box import Box, whole
 from fsdp2.checkpoint.catalog import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.checksum import ALGORITHMS, num_blocks
+from fsdp2.checkpoint.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
@@ -196,8 +196,8 @@ class NativeCatalog:
 
     def _piece_of(self, held: _RankFile, name: str, box: Box) -> StoredPiece:
         stored = held.header.tensors[name]
-        sums = _checked_sums(held.sums.get(name), stored.nbytes, self.manifest.checksum, held.path, name)
-        return StoredPiece(held.path, stored.offset, box, box, stored.dtype, sums, self.manifest.checksum)
+        sums = _checked_sums(held.sums.get(name), stored.nbytes, held.path, name)
+        return StoredPiece(held.path, stored.offset, box, box, stored.dtype, sums)
 
     def _shared_piece(self, section: str, name: str, rank: int, box: Box, dtype: str) -> StoredPiece:
         file = self.manifest.homes[section].get(name)
@@ -214,8 +214,8 @@ class NativeCatalog:
             self._sums[rank] = self._read_sums(rank)
         sums = self._sums[rank].get(file, {}).get(name)
         nbytes = box.numel * ITEMSIZES[dtype]
-        checked = _checked_sums(sums, nbytes, self.manifest.checksum, path, name)
-        return StoredPiece(path, stored.offset, whole(stored.shape), box, dtype, checked, self.manifest.checksum)
+        checked = _checked_sums(sums, nbytes, path, name)
+        return StoredPiece(path, stored.offset, whole(stored.shape), box, dtype, checked)
 
     def _rank_file(self, file: str, rank: int | None) -> _RankFile:
         if file in self._files:
@@ -261,9 +261,8 @@ class NativeCatalog:
             )
 
 
-def _checked_sums(sums: object, nbytes: int, algorithm: str, path: str, name: str) -> str:
-    width = ALGORITHMS[algorithm]
-    if not isinstance(sums, str) or len(sums) != width * num_blocks(nbytes):
+def _checked_sums(sums: object, nbytes: int, path: str, name: str) -> str:
+    if not isinstance(sums, str) or len(sums) != WIDTH * num_blocks(nbytes):
         raise CorruptError(f"{path}: the checksums of '{name}' are not there, or not as many as it has blocks")
     return sums
 

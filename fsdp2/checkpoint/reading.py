@@ -16,7 +16,7 @@ import torch
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.catalog import StoredPiece
-from fsdp2.checkpoint.checksum import ALGORITHMS, BLOCK, checksum_named
+from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of
 from fsdp2.checkpoint.storage import Reader, Storage
@@ -197,11 +197,10 @@ class PieceBytes:
     def bad_blocks(self, start: int, data: memoryview) -> Iterator[tuple[int, int, str, str]]:
         """(first byte, end, checksum, what it should be) of each damaged block among whole ones that begin at
         `start`."""
-        width, checksum = ALGORITHMS[self.piece.algorithm], checksum_named(self.piece.algorithm)
         for at in range(0, data.nbytes, BLOCK):
             block = data[at : at + BLOCK]
             number = (start + at) // BLOCK
-            expected = self.piece.sums[number * width : (number + 1) * width]
+            expected = self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
             found = checksum(block)
             if found != expected:
                 yield start + at, start + at + block.nbytes, found, expected

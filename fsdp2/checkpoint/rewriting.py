@@ -15,7 +15,7 @@ import torch
 
 from fsdp2.checkpoint.box import Box, Cover, whole
 from fsdp2.checkpoint.catalog import Catalog, StoredPiece
-from fsdp2.checkpoint.checksum import checksum_named
+from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.committing import huggingface_index
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.files import (
@@ -59,7 +59,6 @@ class Conversion:
     world: int = 1
     dtype: torch.dtype | None = None
     max_file_bytes: int = 5_000_000_000
-    checksum: str = "crc32"
     model_only: bool = False
     overwrite: bool = False
     verify: bool = True
@@ -77,7 +76,6 @@ class Conversion:
             raise ArgumentError(
                 "convert: to='dcp' takes everything as it is; convert to 'ranks' with the options first"
             )
-        checksum_named(self.checksum)
 
 
 @dataclass
@@ -109,7 +107,7 @@ class Rewriting:
             homes = self._homes()
             files = [*self._files(values, homes), *extra_files]
             meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
-            written = write_files(self.storage, work, files, checksum_named(self.options.checksum), meter.add)
+            written = write_files(self.storage, work, files, meter.add)
             meter.finish()
         finally:
             values.close()
@@ -168,7 +166,7 @@ class Rewriting:
                     shared = consolidated_files(homes[section], pieces, rank, self._world)
                     planned += [replace(file, shared=False) for file in shared]  # nobody else writes to them
                 elif pieces:
-                    planned.append(rank_file(section, pieces, self._about(rank, self._world), self.options.checksum))
+                    planned.append(rank_file(section, pieces, self._about(rank, self._world)))
         return planned
 
     def _box(self, shape: tuple[int, ...], rank: int) -> Box | None:
@@ -203,7 +201,7 @@ class Rewriting:
                 empty = torch.empty(piece.box.shape, dtype=DTYPES[piece.dtype], device="meta")
                 pieces.append(Piece(name, piece.dtype, piece.box, empty, piece.box.shape, source))
             about = self._about(number, manifest.extra_world)
-            files[file] = rank_file("extra", pieces, about, self.options.checksum)
+            files[file] = rank_file("extra", pieces, about)
         extra = {
             key: [{**share, "file": files[share["file"]].name} for share in shares]
             for key, shares in manifest.extra.items()
@@ -239,7 +237,7 @@ class Rewriting:
             "id": self.id,
             "step": self.catalog.step,
             "world": self._world,
-            "checksum": self.options.checksum,
+            "checksum": ALGORITHM,
             "layout": self.options.to,
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "tables": tables,

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
-from fsdp2.checkpoint.checksum import checksum_named
 from fsdp2.checkpoint.committing import commit, id_of
 from fsdp2.checkpoint.extra import ExtraShare, extra_shares
 from fsdp2.checkpoint.files import (
@@ -62,12 +61,10 @@ class SaveOptions:
 
     consolidated: bool = False
     max_file_bytes: int = 5_000_000_000
-    checksum: str = "crc32"
     overwrite: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        checksum_named(self.checksum)
         if self.max_file_bytes <= 0 or self.timeout_s <= 0:
             raise ArgumentError(f"save: max_file_bytes and timeout_s are positive, got {self}")
 
@@ -101,7 +98,7 @@ def save(
         process_group: the ranks that save together; None for all.
         **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
             index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
-            ``checksum``: "crc32", or "xxh3" (faster, needs xxhash). ``overwrite=True``: replace a checkpoint of that
+            ``overwrite=True``: replace a checkpoint of that
             name once the new one is complete. ``timeout_s``: how long to wait for the other ranks.
 
     Returns:
@@ -123,9 +120,9 @@ def save(
     storage, path = storage_of(folder)
     if step is not None:
         path = storage.join(path, step_name(step))
-    in_flight.settle()
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
     try:
+        in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
         free_name(storage, path, chosen.overwrite)
         job = _Job(storage, path, step, world, agreement, chosen)
         run = job.prepare(model, optimizer, extra or {}, staged=async_op)
@@ -270,7 +267,7 @@ class _Job:
         self, work: str, planned: list[PlannedFile], about: Mapping[str, Any], consolidated: bool
     ) -> list[Written]:
         """Write and sync this rank's part."""
-        written = write_files(self.storage, work, planned, checksum_named(self.options.checksum))
+        written = write_files(self.storage, work, planned)
         if consolidated:
             name = sums_file_name(self.world.rank, self.world.size)
             content = encode_sums(about, written)
@@ -290,10 +287,10 @@ class _Job:
             if homes:
                 planned += consolidated_files(homes[section], own, self.world.rank, self.world.size)
             elif own:
-                planned.append(rank_file(section, own, about, self.options.checksum))
+                planned.append(rank_file(section, own, about))
         tensors = [piece for share in shares if share.mine for piece in share.pieces]
         if any(share.mine for share in shares):
-            planned.append(rank_file("extra", tensors, about, self.options.checksum))
+            planned.append(rank_file("extra", tensors, about))
         return planned
 
     def _record(self, table: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes) -> str:

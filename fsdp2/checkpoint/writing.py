@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
-from fsdp2.checkpoint.checksum import BLOCK, Checksum
+from fsdp2.checkpoint.checksum import BLOCK, checksum
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Piece, PlannedFile, Sums, Written
 from fsdp2.checkpoint.storage import Storage, Writer
@@ -24,7 +24,6 @@ def write_files(
     storage: Storage,
     folder: str,
     files: Sequence[PlannedFile],
-    checksum: Checksum,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Written]:
     """Write this rank's part of all files, several threads at once; return when they are durable.
@@ -36,18 +35,16 @@ def write_files(
         OSError: the disk is full, or not writable. What was written of the file at hand is closed, not removed.
     """
     if storage.sequential:
-        return [_write_in_order(storage, folder, file, checksum, progress) for file in files]
-    return [_write(storage, folder, file, checksum, progress) for file in files]
+        return [_write_in_order(storage, folder, file, progress) for file in files]
+    return [_write(storage, folder, file, progress) for file in files]
 
 
-def _write(
-    storage: Storage, folder: str, file: PlannedFile, checksum: Checksum, progress: Callable[[int], None]
-) -> Written:
+def _write(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:
     path = storage.join(folder, file.name)
     writer = storage.join_file(path, file.size) if file.shared else storage.write_file(path, file.size)
 
     def write(lot: list[Part]) -> Sums:
-        return _write_batch(writer, lot, checksum, progress)
+        return _write_batch(writer, lot, progress)
 
     try:
         sums: Sums = {}
@@ -91,7 +88,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
         yield lot
 
 
-def _write_batch(writer: Writer, lot: Sequence[Part], checksum: Checksum, progress: Callable[[int], None]) -> Sums:
+def _write_batch(writer: Writer, lot: Sequence[Part], progress: Callable[[int], None]) -> Sums:
     """Check and write a lot. Views of plain memory that follow each other in the file become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
@@ -134,9 +131,7 @@ def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview
             filled += size
 
 
-def _write_in_order(
-    storage: Storage, folder: str, file: PlannedFile, checksum: Checksum, progress: Callable[[int], None]
-) -> Written:
+def _write_in_order(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:
     sums: Sums = {piece.name: [] for _, _, piece in file.pieces}
     for _, _, piece in file.pieces:
         sums[piece.name].extend(checksum(view) for view, _ in piece.blocks(0, piece.nbytes))
