@@ -17,11 +17,11 @@ import safetensors.torch
 import torch
 
 import fsdp2.checkpoint as fc
-from fsdp2.checkpoint.cli import main
-from fsdp2.checkpoint.comparing import diff
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.describing import describe
-from fsdp2.checkpoint.inspection import Damage, find_damage, verify
+from fsdp2.checkpoint.tools.cli import main
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import describe
+from fsdp2.checkpoint.tools.inspection import Damage, find_damage, verify
 from fsdp2.errors import CheckpointError, CorruptError
 from tests.checkpoint_cases import value_of
 from tests.source_tree import ROOT
@@ -443,7 +443,7 @@ def test_without_rich_the_error_says_what_to_install(original: Path) -> None:
     code = """
 import sys
 sys.modules["rich"] = None
-from fsdp2.checkpoint.cli import main
+from fsdp2.checkpoint.tools.cli import main
 print(main(sys.argv[1:]), main([*sys.argv[1:], "--json"]))
 """
     done = command("describe", original / "three", code=code)

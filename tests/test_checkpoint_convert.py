@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
-from fsdp2.checkpoint.comparing import diff
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.describing import describe
 from fsdp2.checkpoint.dtypes import DTYPES
-from fsdp2.checkpoint.inspection import verify
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import describe
+from fsdp2.checkpoint.tools.inspection import verify
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
 from tests.checkpoint_cases import (
     LAYOUTS,
@@ -385,7 +385,7 @@ def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 KILLED = """
 import os, signal, sys
-from fsdp2.checkpoint.converting import convert
+from fsdp2.checkpoint.tools.converting import convert
 convert(sys.argv[1], sys.argv[2], world=2, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """
 
@@ -403,9 +403,9 @@ def test_killed_conversion_is_nothing_and_is_cleaned_up(old: Path, tmp_path: Pat
 
 BOUNDED = """
 import sys
-from fsdp2.checkpoint.comparing import diff
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.inspection import verify
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.inspection import verify
 import torch; torch.zeros(1).double().isnan()
 def status(key):  # not ru_maxrss, which begins at the peak of the parent
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
@@ -432,8 +432,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 FEW_FILES = """
 import resource, sys, torch
 import fsdp2.checkpoint as fc
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.inspection import verify
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.inspection import verify
 resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
 convert(sys.argv[1], sys.argv[2], world=125)
 verify(sys.argv[2])

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import CorruptError, UnsupportedError
 from tests.ranks import run_on_ranks

@@ -18,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.dcp import open_dcp
+from fsdp2.checkpoint.formats.dcp import open_dcp
+from fsdp2.checkpoint.formats.torch_files import read_torch_file
+from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
 from fsdp2.checkpoint.storage import LocalStorage, storage_of
-from fsdp2.checkpoint.torch_files import read_torch_file
-from fsdp2.checkpoint.unpickling import Made, plain, unpickle
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 
 

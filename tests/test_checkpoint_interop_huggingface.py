@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import CheckpointError, CorruptError, MismatchError
 from tests.ranks import on_ranks

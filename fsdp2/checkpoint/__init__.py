@@ -2,16 +2,16 @@
 
 from fsdp2.checkpoint.background import SaveHandle
 from fsdp2.checkpoint.checksum import use_isal
-from fsdp2.checkpoint.comparing import Difference, diff
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.describing import Description, describe
 from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
-from fsdp2.checkpoint.inspection import Report, find_damage, verify
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.retention import checkpoints, latest, prune
 from fsdp2.checkpoint.saving import save
 from fsdp2.checkpoint.scattering import load_from_rank
 from fsdp2.checkpoint.sources import Source, concatenated, stored
+from fsdp2.checkpoint.tools.comparing import Difference, diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import Description, describe
+from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
 
 __all__ = [
     "Description",

@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp2.checkpoint.cli import main
+from fsdp2.checkpoint.tools.cli import main
 
 __all__: list[str] = []
 

@@ -16,9 +16,9 @@ from torch import nn
 from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.box import Box, Cover
 from fsdp2.checkpoint.catalog import Catalog
+from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.native import NativeCatalog
-from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.storage import storage_of

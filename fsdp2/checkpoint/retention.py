@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from fsdp2.checkpoint.folders import discard, find, old_of, step_of
-from fsdp2.checkpoint.native import NativeCatalog
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.storage import Folder, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 

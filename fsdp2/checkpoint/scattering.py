@@ -16,9 +16,9 @@ from torch import nn
 from fsdp2.checkpoint.agreement import world_of
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import Catalog, PieceTable, StoredTensorInfo
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.loading import Loaded, requests_for
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.reading import read_all
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.state import World

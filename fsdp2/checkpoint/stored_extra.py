@@ -9,7 +9,7 @@ from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import DTYPES
 from fsdp2.checkpoint.extra import Reshardable, Stateful
-from fsdp2.checkpoint.native import NativeCatalog
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.state import World
 from fsdp2.checkpoint.tree import decode

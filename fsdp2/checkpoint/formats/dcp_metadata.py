@@ -13,9 +13,9 @@ import torch
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES
-from fsdp2.checkpoint.foreign_state import Path
+from fsdp2.checkpoint.formats.foreign_state import Path
+from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
 from fsdp2.checkpoint.storage import check_file_name
-from fsdp2.checkpoint.unpickling import Made, Named, shown, unpickle
 from fsdp2.errors import CorruptError, UnsupportedError
 
 __all__ = ["Item", "Range", "read_metadata"]

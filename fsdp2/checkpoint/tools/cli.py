@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint import screen
-from fsdp2.checkpoint.comparing import diff
-from fsdp2.checkpoint.converting import convert
-from fsdp2.checkpoint.describing import Description, describe
 from fsdp2.checkpoint.folders import discard, is_complete, left_overs
-from fsdp2.checkpoint.inspection import Report, find_damage
 from fsdp2.checkpoint.retention import checkpoints, prune, superseded
-from fsdp2.checkpoint.rewriting import LAYOUTS
 from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.tools import screen
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import Description, describe
+from fsdp2.checkpoint.tools.inspection import Report, find_damage
+from fsdp2.checkpoint.tools.rewriting import LAYOUTS
 from fsdp2.errors import ArgumentError, CorruptError, FSDPError
 
 __all__ = ["main"]

@@ -9,9 +9,9 @@ from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.folders import find, is_complete
+from fsdp2.checkpoint.formats.native import NativeCatalog, read_manifest
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.manifest import MANIFEST, Manifest
-from fsdp2.checkpoint.native import NativeCatalog, read_manifest
-from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.errors import CheckpointError
 

@@ -9,7 +9,7 @@ from fsdp2.checkpoint.box import flat_range, whole
 from fsdp2.checkpoint.checksum import BLOCK
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.reading import OpenFiles, PieceBytes
-from fsdp2.checkpoint.streaming import CHUNK_BYTES, Meter
+from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter
 from fsdp2.errors import CheckpointError
 
 __all__ = ["Damage", "Lot", "append_damage", "check_lot", "lots_of"]

@@ -12,10 +12,10 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.comparing import Difference
-from fsdp2.checkpoint.describing import Description, TensorEntry
-from fsdp2.checkpoint.inspection import Report
-from fsdp2.checkpoint.streaming import Progress
+from fsdp2.checkpoint.tools.comparing import Difference
+from fsdp2.checkpoint.tools.describing import Description, TensorEntry
+from fsdp2.checkpoint.tools.inspection import Report
+from fsdp2.checkpoint.tools.streaming import Progress
 from fsdp2.errors import UnsupportedError
 
 __all__ = [

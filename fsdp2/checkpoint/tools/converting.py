@@ -12,10 +12,10 @@ import torch
 
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.folders import free_name, replace_folder, sweep, work_folder
-from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.rewriting import Conversion, Rewriting
+from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
-from fsdp2.checkpoint.streaming import Progress
+from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
+from fsdp2.checkpoint.tools.streaming import Progress
 from fsdp2.errors import ArgumentError
 
 __all__ = ["convert"]
@@ -94,6 +94,6 @@ def _write_dcp(catalog: Catalog, storage: Storage, work: str, verify: bool) -> N
     if not storage.renames:
         raise ArgumentError("convert: to='dcp' writes to a local folder; copy it from there")
     # Loaded only when asked for, like all that knows other formats.
-    from fsdp2.checkpoint.dcp_export import write_dcp
+    from fsdp2.checkpoint.formats.dcp_export import write_dcp
 
     write_dcp(catalog, work, verify)

@@ -10,10 +10,10 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.foreign_state import ForeignOptimizer, state_name
+from fsdp2.checkpoint.formats.foreign_state import ForeignOptimizer, state_name
+from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.formats.unpickling import plain
 from fsdp2.checkpoint.storage import Storage
-from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.unpickling import plain
 from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["ModelStates", "states_of"]

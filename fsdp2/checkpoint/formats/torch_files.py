@@ -16,8 +16,8 @@ from typing import Any
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.formats.unpickling import Made, Named, unpickle
 from fsdp2.checkpoint.storage import Reader
-from fsdp2.checkpoint.unpickling import Made, Named, unpickle
 from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
 

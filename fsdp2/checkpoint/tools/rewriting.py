@@ -28,11 +28,11 @@ from fsdp2.checkpoint.files import (
     rank_file,
     sums_file_name,
 )
+from fsdp2.checkpoint.formats.native import NativeCatalog, read_header
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, Manifest, table_of
-from fsdp2.checkpoint.native import NativeCatalog, read_header
 from fsdp2.checkpoint.storage import Storage
-from fsdp2.checkpoint.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.checkpoint.tiling import Grid, Tiling, replicated
+from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.checkpoint.writing import write_files
 from fsdp2.errors import ArgumentError
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.dcp import is_dcp, open_dcp
-from fsdp2.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from fsdp2.checkpoint.folders import find
-from fsdp2.checkpoint.huggingface import is_huggingface, open_huggingface
+from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
+from fsdp2.checkpoint.formats.deepspeed import is_deepspeed, open_deepspeed
+from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.native import NativeCatalog
 from fsdp2.checkpoint.storage import Storage
 
 __all__ = ["open_catalog"]

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp2.checkpoint.box import Box, Cover, whole
 from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.foreign_state import Path
+from fsdp2.checkpoint.formats.foreign_state import Path
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.tree import decode
 from fsdp2.errors import CheckpointError, CorruptError

@@ -19,9 +19,9 @@ import torch
 
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.dcp_metadata import Item, Range, read_metadata
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.foreign_state import (
+from fsdp2.checkpoint.formats.dcp_metadata import Item, Range, read_metadata
+from fsdp2.checkpoint.formats.foreign_state import (
     ForeignOptimizer,
     Path,
     encoded,
@@ -29,11 +29,11 @@ from fsdp2.checkpoint.foreign_state import (
     find_optimizers,
     state_name,
 )
+from fsdp2.checkpoint.formats.native import read_small
+from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.formats.unpickling import plain, shown
 from fsdp2.checkpoint.memory import bytes_of
-from fsdp2.checkpoint.native import read_small
 from fsdp2.checkpoint.storage import Reader, Storage
-from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.unpickling import plain, shown
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
 __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]

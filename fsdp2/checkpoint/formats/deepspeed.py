@@ -24,12 +24,12 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.deepspeed_states import ModelStates, states_of
-from fsdp2.checkpoint.foreign_state import state_name
-from fsdp2.checkpoint.native import read_small
+from fsdp2.checkpoint.formats.deepspeed_states import ModelStates, states_of
+from fsdp2.checkpoint.formats.foreign_state import state_name
+from fsdp2.checkpoint.formats.native import read_small
+from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.formats.unpickling import shown
 from fsdp2.checkpoint.storage import Storage, check_file_name
-from fsdp2.checkpoint.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.unpickling import shown
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 
 __all__ = ["is_deepspeed", "open_deepspeed"]

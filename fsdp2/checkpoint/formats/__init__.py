@@ -1,0 +1,1 @@
+"""Readers of folders, one a format; `opening` finds out which. Layer: checkpoint."""
