@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 import fsdp2
-from fsdp2 import events
+from fsdp2 import checkpoint, events, init
 
 HEAD = """# API reference
 
@@ -31,6 +31,8 @@ def page() -> str:
             HEAD,
             table("`fsdp2`", [(name, getattr(fsdp2, name)) for name in fsdp2.__all__]),
             table("Methods of a sharded module (`FSDPModule`)", methods),
+            table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
+            table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
         ]
     )
