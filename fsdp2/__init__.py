@@ -1,7 +1,17 @@
 """fsdp2: per-parameter sharded data parallelism for PyTorch."""
 
 from fsdp2.api import fully_shard
-from fsdp2.errors import ArgumentError, CollectiveError, FSDPError, MisuseError, OrderError, UnsupportedError
+from fsdp2.errors import (
+    ArgumentError,
+    CheckpointError,
+    CollectiveError,
+    CorruptError,
+    FSDPError,
+    MismatchError,
+    MisuseError,
+    OrderError,
+    UnsupportedError,
+)
 from fsdp2.full_params import full_params
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
@@ -25,12 +35,15 @@ from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, 
 __all__ = [
     "ArgumentError",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "CollectiveError",
+    "CorruptError",
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
     "LocalOptimizer",
+    "MismatchError",
     "MisuseError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -2,8 +2,8 @@
 
 A rank says what it has done and goes on. Whoever is the last to say so knows what all have done, and finishes the work
 for all; nobody has to wait for that but to learn the outcome. An error of one rank is everybody's outcome. Works from
-any thread (the store's client is a clone), needs no process group of its own, and nothing of it is left over in the
-store.
+any thread (the store's client is a clone), needs no process group of its own, and leaves nothing in the store but a few
+words an attempt.
 """
 
 import uuid
@@ -22,6 +22,9 @@ from fsdp2.errors import CheckpointError
 __all__ = ["Agreement", "world_of"]
 
 DONE = "done"
+
+# What was decided: the work counts; a rank failed; a rank waited for others in vain.
+GO, FAILED, WAITED = "go", "failed", "waited"
 
 # How often this process has begun an agreement of a name: the same on all ranks, which begin them in the same order.
 _begun: Counter[str] = Counter()
@@ -76,15 +79,20 @@ class Agreement:
         return client
 
     def _begin(self, name: str) -> str:
-        """The prefix of the keys: with the number of the next attempt that has not been abandoned. A rank that missed
-        one (it failed before) so meets the others in the next."""
+        """The prefix of the keys: with the number of the next attempt in which nobody has waited in vain. So a rank
+        that missed one meets the others in the next; a rank that is only late learns from `check` why the attempt
+        failed."""
         while True:
             _begun[name] += 1
             prefix = f"fsdp2/checkpoint/{name}/{_begun[name]}"
-            with self._explained():
-                decided = self._store.check([f"{prefix}/decision"])
-                if not decided or self._store.get(f"{prefix}/decision") != b"stop":
-                    return prefix
+            if self._decision(prefix) != WAITED:
+                return prefix
+
+    def _decision(self, prefix: str) -> str | None:
+        """What has been decided about an attempt; None if nothing has."""
+        with self._explained():
+            key = f"{prefix}/decision"
+            return self._store.get(key).decode() if self._store.check([key]) else None
 
     def nonce(self) -> str:
         """A random word, the same on all ranks."""
@@ -129,16 +137,13 @@ class Agreement:
             raise
         except RuntimeError as error:
             raise CheckpointError(
-                f"{self._purpose}: the store that connects the ranks does not answer; the process that has it "
-                f"(rank 0, or "
-                f"torchrun) may have died ({error})"
+                f"{self._purpose}: the store that connects the ranks does not answer; the process that has it (rank "
+                f"0, or torchrun) may have died ({error})"
             ) from error
 
     def check(self) -> None:
         """See that nobody has abandoned the work by now; see `decide`."""
-        with self._explained():
-            begun = self._store.check([f"{self._prefix}/decision"])
-        if begun:
+        if self._decision(self._prefix) is not None:
             self.decide()
 
     def decide(self) -> None:
@@ -147,16 +152,20 @@ class Agreement:
         Raises:
             CheckpointError: somebody has, in the meantime (it had waited for too long).
         """
-        if self.claim("decision", "go") != "go":
-            raise CheckpointError(f"{self._purpose}: was abandoned: {self.claim('outcome', 'for an unknown reason')}")
+        if self.claim("decision", GO) != GO:
+            self.wait()  # raises: that is why
+            raise CheckpointError(f"{self._purpose}: was abandoned")
 
     def finish(self) -> None:
         """The work is done, and counts."""
         self.claim("outcome", DONE)
 
-    def abandon(self, error: BaseException) -> bool:
+    def abandon(self, error: BaseException, waited: bool = False) -> bool:
         """This rank has failed, or gives up; the first such error is everybody's outcome. Never raises: the store may
         be gone together with the rank that failed.
+
+        Args:
+            waited: it gives up because others have not come.
 
         Returns:
             whether it is certain that the work will not be made to count any more.
@@ -164,7 +173,7 @@ class Agreement:
         if self._failed:
             return True
         with suppress(CheckpointError):
-            if self.claim("decision", "stop") == "stop":
+            if self.claim("decision", WAITED if waited else FAILED) != GO:
                 self.fail(error)
                 return True
         return False
@@ -186,7 +195,7 @@ class Agreement:
             self._store.wait([key], self._timeout)
         except RuntimeError as error:
             late = CheckpointError(f"{self._purpose}: {self._absent()}")
-            if self.abandon(late):
+            if self.abandon(late, waited=True):
                 raise late from error
             with self._explained():  # somebody is making it count just now
                 self._store.wait([key], self._timeout)

@@ -91,9 +91,14 @@ class InFlight:
         Raises:
             CheckpointError: it failed, and nobody has been told.
         """
-        handle, self._handle = self._handle, None
-        if handle is not None and (not handle.done() or handle.unreported is not None):
-            handle.wait()
+        handle = self._handle
+        try:
+            if handle is not None and (not handle.done() or handle.unreported is not None):
+                handle.wait()
+        finally:
+            # Waiting may be interrupted (Ctrl-C); then the save goes on, and its memory is still in use.
+            if handle is None or handle.done():
+                self._handle = None
 
     def at_exit(self) -> None:
         """The threads have been joined. A failure that nobody has been told of must not look like success."""

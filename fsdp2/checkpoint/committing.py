@@ -47,6 +47,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     for rank, record in enumerate(records):
         tables[record["table"]].append(rank)
     stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
+    _check_values(stored)
+    _check_copies(records)
     _check_tables(stored, [record["content"] for record in records])
     body = {
         "format": FORMAT,
@@ -73,7 +75,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         agreement.fail(error)
         raise
     agreement.finish()
-    agreement.forget(*(f"table/{digest}" for digest in tables))
+    claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
+    agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
     sweep(storage, path, files)
 
 
@@ -88,9 +91,8 @@ def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
                 )
         if record["homes"] != records[0]["homes"]:
             raise CheckpointError(
-                f"save: ranks 0 and {rank} have different tensors, which consolidated=True cannot store in "
-                f"common files. Save "
-                "without it, then convert: python -m fsdp2.checkpoint convert"
+                f"save: ranks 0 and {rank} have different tensors, which consolidated=True cannot store in common "
+                "files. Save without it, then convert: python -m fsdp2.checkpoint convert"
             )
     return first
 
@@ -161,18 +163,54 @@ def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) 
                 if first != row and not first.is_copy(row, contents):
                     raise CheckpointError(
                         f"{section} '{name}': ranks {first.mesh['ranks'][:4]} and {row.mesh['ranks'][:4]} saved "
-                        f"different "
-                        f"tensors under this name: {first} and {row}"
+                        f"different tensors under this name: {first} and {row}"
                     )
                 ranks.update(table["ranks"])
     for (section, name), (row, ranks) in described.items():
         absent = sorted(set(row.mesh["ranks"]) - ranks)
         if absent:
             raise CheckpointError(
-                f"{section} '{name}': is on ranks {row.mesh['ranks'][:8]}, of which {absent[:8]} did not save "
-                f"it. Every "
-                "rank must save the same parts of the model."
+                f"{section} '{name}': is on ranks {row.mesh['ranks'][:8]}, of which {absent[:8]} did not save it. "
+                "Every rank must save the same parts of the model."
             )
+
+
+def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
+    """Tensors on a part of a larger mesh are taken to be the same on its other parts, and stored once: so they must
+    be."""
+    known: dict[str, tuple[str, int]] = {}
+    for rank, record in enumerate(records):
+        which, values = record["copies"]
+        first, other = known.setdefault(which, (values, rank))
+        if first != values:
+            raise CheckpointError(
+                f"save: ranks {other} and {rank} hold tensors of the same names on parts of one mesh, with different "
+                "values; as copies they would be stored once. Give each its own name, or make them DTensors on the "
+                "larger mesh."
+            )
+
+
+def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
+    """Values that are no tensors are those of the model, so they are the same on all ranks that have it."""
+    known: dict[tuple[str, str], tuple[Any, Sequence[int]]] = {}
+    for table in tables:
+        for section, values in table["values"].items():
+            for name, value in _by_name(values).items():
+                first, ranks = known.setdefault((section, name), (value, table["ranks"]))
+                if first != value:
+                    raise CheckpointError(
+                        f"{section} {name}: ranks {list(ranks[:4])} and {table['ranks'][:4]} have different values: "
+                        f"{str(first)[:60]} and {str(value)[:60]}. What each rank has for itself belongs to extra=."
+                    )
+
+
+def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section; of an optimizer by parameter, since ranks of other pipeline stages have other lists."""
+    if "forms" not in values:
+        return {f"'{name}'": value for name, value in values.items()}
+    states = {f"state of '{fqn}'": values["forms"][index] for fqn, index in values["states"].items()}
+    options = {f"options of '{fqn}'": group["options"] for group in values["groups"] for fqn in group["params"]}
+    return {**states, **options}
 
 
 @dataclass(frozen=True)

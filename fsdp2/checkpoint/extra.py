@@ -22,7 +22,7 @@ from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.dtypes import name_of
 from fsdp2.checkpoint.files import Piece
 from fsdp2.checkpoint.memory import blocks_of
-from fsdp2.checkpoint.state import World
+from fsdp2.checkpoint.state import World, check_name
 from fsdp2.checkpoint.tree import encode
 from fsdp2.errors import ArgumentError
 
@@ -147,6 +147,7 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
         ArgumentError: something in it cannot be stored; the message names the key and the place.
     """
     shares = []
+    names: set[str] = set()
     for key, value in extra.items():
         pieces: list[Piece] = []
 
@@ -158,6 +159,8 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
                     f"{type(tensor).__name__} of {tensor.dtype}; sharded tensors belong to model= or optimizer="
                 )
             name = f"{key}/{path}"
+            check_name(name, names)
+            names.add(name)
             pieces.append(Piece(name, dtype, whole(tensor.shape), tensor.detach(), tuple(tensor.shape)))
             return {}
 

@@ -223,7 +223,6 @@ def _checked(header_bytes: int, what: str) -> int:
     if header_bytes > MAX_HEADER_BYTES:
         raise ArgumentError(
             f"{what}: the header of a safetensors file would have {header_bytes} bytes; the format allows "
-            f"{MAX_HEADER_BYTES}. "
-            "Save in parts, or with more ranks."
+            f"{MAX_HEADER_BYTES}. Save in parts, or with more ranks."
         )
     return header_bytes

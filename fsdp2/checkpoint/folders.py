@@ -87,9 +87,8 @@ def find(storage: Storage, path: str) -> str:
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
         raise CheckpointError(
-            f"{path}: is the folder of a run, with {', '.join(steps[:3])}{', ...' if len(steps) > 3 else ''}. "
-            f"Name one of "
-            "them, or take fsdp2.checkpoint.latest(folder)."
+            f"{path}: is the folder of a run, with {', '.join(steps[:3])}{', ...' if len(steps) > 3 else ''}. Name "
+            "one of them, or take fsdp2.checkpoint.latest(folder)."
         )
     raise CheckpointError(f"{path}: there is no checkpoint (no {MANIFEST})")
 

@@ -96,6 +96,7 @@ def load(
     world = world_of(process_group)
     agreement = Agreement(f"load {storage.split(path)[1]}", world, process_group, timeout_s)
     try:
+        agreement.check()
         catalog = open_catalog(storage, path)
         try:
             stored = StoredExtra(catalog, world)
@@ -156,7 +157,6 @@ def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
         if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in values)):
             names = [", ".join(sorted(need.source.names())) for need in needs]
             raise MismatchError(
-                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, and "
-                f"here they are one "
-                "weight. Load into a model that does not tie them."
+                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, and here they "
+                "are one weight. Load into a model that does not tie them."
             )

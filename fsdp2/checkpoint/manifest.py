@@ -116,9 +116,8 @@ class Manifest:
             )
         if body.get("format") != FORMAT:
             raise CorruptError(
-                f"{file}: format {str(body.get('format'))[:40]!r}; this version of fsdp2 reads {FORMAT!r}. A "
-                f"later version "
-                "may have written it."
+                f"{file}: format {str(body.get('format'))[:40]!r}; this version of fsdp2 reads {FORMAT!r}. A later "
+                "version may have written it."
             )
         try:
             return cls._from_body(body, file)

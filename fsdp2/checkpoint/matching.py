@@ -2,7 +2,7 @@
 checkpoint."""
 
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
 from fsdp2.checkpoint.sources import Source, Sources, source_of
 from fsdp2.checkpoint.sources import stored as from_stored
 from fsdp2.checkpoint.state import Entry, State, World, entry_of, model_state, ranks_of, within
-from fsdp2.checkpoint.tree import decode
+from fsdp2.checkpoint.tree import at_path, decode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.init.allocation import allocate, tensors_of
 
@@ -75,6 +75,7 @@ class Matching:
         Raises:
             MismatchError: it does not; nothing has changed.
         """
+        before = list(self.missing)
         self._ask_all(model, optimizer)
         self._check(strict)
         if self.without_memory:
@@ -85,6 +86,7 @@ class Matching:
             _warn_of_meta(model)
             for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
                 found.clear()
+            self.missing += before
             self._ask_all(model, optimizer)
 
     def _ask_all(
@@ -112,19 +114,15 @@ class Matching:
         tied: dict[str, list[str]] = {}
         for alias, name in state.aliases.items():
             tied.setdefault(name, []).append(alias)
-        found = set()
+        found: set[str] = set()
         for name, entry in state.entries.items():
-            source = source_of(name, self.sources) if section == "model" else None
-            if source is None:
-                candidates = [other_names.get(one, one) for one in (name, *tied.get(name, []))]
-                source = from_stored(next((one for one in candidates if one in stored), name))
+            source, *twins = self._sources_of(section, (name, *tied.get(name, [])))
             absent = sorted(source.names() - stored.keys())
             if absent:
                 made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
                 self.missing.append(f"{section} '{name}'{made_of}")
                 continue
-            found |= source.names()
-            twins = {other_names.get(one, one) for one in tied.get(name, [])} & stored.keys() - source.names()
+            found.update(*(each.names() for each in (source, *twins)))
             if entry.local.is_meta:
                 if not isinstance(target, nn.Module):
                     raise ArgumentError(
@@ -133,9 +131,12 @@ class Matching:
                 self.without_memory.append(state.keys[name])
             self._need(section, source, entry)
             self.twins += [
-                (Need(section, source, entry), Need(section, from_stored(twin), entry)) for twin in sorted(twins)
+                (Need(section, source, entry), Need(section, twin, entry))
+                for twin in twins
+                if self._fits(section, twin, entry)
             ]
-        known = {*found, *state.entries, *state.aliases}
+        given = {name: self._given(section, name) for name in (*state.entries, *state.aliases)}
+        known = {*found, *(one for name, source in given.items() for one in (source.names() if source else [name]))}
         values = tuple(f"{name}/" for table in self.catalog.values.get(section, []) for name in table)
         self.unexpected += [
             f"{section} '{name}'"
@@ -146,13 +147,31 @@ class Matching:
         if isinstance(target, nn.Module):
             self._finish.append(lambda: _filled(target))
 
+    def _given(self, section: str, name: str) -> Source | None:
+        """What the user says of a name of the model."""
+        return source_of(name, self.sources) if section == "model" else None
+
+    def _sources_of(self, section: str, names: Sequence[str]) -> list[Source]:
+        """Where the values of a tensor with these names are: first what fills it, then what must be the same."""
+        stored = self.catalog.tensors.get(section, {})
+        other_names = self.catalog.aliases.get(section, {})
+        sources: dict[Source, None] = {}
+        for name in names:
+            source = self._given(section, name) or from_stored(name)
+            sources.setdefault(source.under(other_names))
+        there = [source for source in sources if source.names() <= stored.keys()]
+        return there or [next(iter(sources))]
+
     def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> None:
         """What is no tensor: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
+        held = target if isinstance(target, Mapping) else {}
         self.missing += [f"{section} '{name}'" for name in state.values if name not in stored]
+        known = self.catalog.tensors.get(section, {})
+        self.missing += [f"{section} '{name}'" for name in (state.within if held else ()) if name not in known]
         self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
         found = {
-            state.keys[name]: decode(value, self._making(section, name), self.catalog.path)
+            state.keys[name]: decode(value, self._making(section, name, held.get(state.keys[name])), self.catalog.path)
             for name, value in stored.items()
             if name in state.values
         }
@@ -161,18 +180,21 @@ class Matching:
         elif found and isinstance(target, MutableMapping):
             self._finish.append(lambda: target.update(found))
 
-    def _making(self, section: str, value: str) -> Callable[[dict[str, Any]], torch.Tensor]:
-        """What makes a tensor within a value that is no tensor."""
+    def _making(self, section: str, value: str, held: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
+        """What makes a tensor within a value that is no tensor: the one that the destination holds there, or a new
+        one."""
 
         def make(note: dict[str, Any]) -> torch.Tensor:
             name = within(value, str(note["$tensor"]))
             info = self.catalog.tensors.get(section, {}).get(name)
             if info is None:
                 raise CorruptError(f"{self.catalog.path}: '{name}' is needed and not there")
-            empty = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-            entry = entry_of(name, empty, self.world, tuple(range(self.world.size)))
-            self.needs.append(Need(section, from_stored(name), entry))
-            return empty
+            there = at_path(held, str(note["$tensor"]))
+            if not isinstance(there, torch.Tensor) or there.is_meta:
+                there = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+            entry = entry_of(name, there, self.world, tuple(range(self.world.size)))
+            self._need(section, from_stored(name), entry)
+            return there
 
         return make
 
@@ -194,23 +216,24 @@ class Matching:
 
     def _need(self, section: str, source: Source, entry: Entry) -> None:
         """Ask for this rank's part of a tensor, if it is what is stored."""
-        tensors = self.catalog.tensors[section]
-        try:
-            info = source.info(tensors)
-        except MismatchError as error:
-            self.mismatches.append(f"{section} '{entry.name}': {error}")
-            return
-        shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
-        if info.shape != shape:
-            self.mismatches.append(
-                f"{section} '{entry.name}': stored with shape {list(info.shape)}, here {list(shape)}"
-            )
-        elif info.dtype != dtype and not self.cast:
-            self.mismatches.append(
-                f"{section} '{entry.name}': stored as {info.dtype}, here {dtype} (cast=True converts)"
-            )
-        else:
+        if self._fits(section, source, entry):
             self.needs.append(Need(section, source, entry))
+
+    def _fits(self, section: str, source: Source, entry: Entry) -> bool:
+        """Whether a source has the shape and the dtype of a tensor; if not, it is noted."""
+        shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
+        try:
+            info = source.info(self.catalog.tensors[section])
+        except MismatchError as error:
+            problem = str(error)
+        else:
+            if info.shape == shape and (info.dtype == dtype or self.cast):
+                return True
+            problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
+            if info.shape == shape:
+                problem = f"stored as {info.dtype}, here {dtype} (cast=True converts)"
+        self.mismatches.append(f"{section} '{entry.name}': {problem}")
+        return False
 
     def _check(self, strict: bool) -> None:
         """Raise a `MismatchError` with all that does not fit (names only if `strict`)."""
@@ -237,10 +260,9 @@ def _warn_of_meta(model: nn.Module) -> None:
     left = [name for name, tensor in tensors_of(model) if tensor.is_meta]
     if left:
         warnings.warn(
-            f"still on the meta device, since they are not in the checkpoint: {', '.join(left[:5])}"
-            f"{', ...' if len(left) > 5 else ''} ({len(left)} in all). Buffers that are not persistent must be "
-            f"made anew "
-            "by their modules.",
+            "still on the meta device, since they are not in the checkpoint: "
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''} ({len(left)} in all). Buffers that are not "
+            "persistent must be made anew by their modules.",
             stacklevel=4,
         )
 

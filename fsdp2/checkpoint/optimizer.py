@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.state import Entry, State, World, clean_name, entry_of, ranks_of
+from fsdp2.checkpoint.state import Entry, State, World, check_name, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.tiling import tiling_from
-from fsdp2.checkpoint.tree import decode, encode
+from fsdp2.checkpoint.tree import at_path, decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
@@ -56,8 +56,8 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
             if param not in names:
                 raise ArgumentError(
                     f"optimizer: parameter {index} of group {number}, of shape {tuple(param.shape)}, is not a "
-                    f"parameter "
-                    "of the model. Make the optimizer after fully_shard, or call fsdp2.adopt_optimizer(optimizer)."
+                    "parameter of the model. Make the optimizer after fully_shard, or call "
+                    "fsdp2.adopt_optimizer(optimizer)."
                 )
             result[param] = names[param]
     return result
@@ -85,6 +85,14 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
         if form not in forms:
             forms.append(form)
         states[fqn] = forms.index(form)
+    other: dict[Any, Any] = dict(optimizer.state)
+    rest = [key for key, value in other.items() if key not in names and (value or isinstance(value, int))]
+    if rest:
+        shown = ", ".join(f"{tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key) for key in rest[:5])
+        raise ArgumentError(
+            f"optimizer: it has state for {shown}, which is no parameter of its groups, so it has no name to be stored "
+            "under. Keep it in the options of a group, or save it as extra=."
+        )
     state.values = {
         "kind": type(optimizer).__name__,
         "forms": forms,
@@ -101,6 +109,7 @@ def _noting(
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{path}.{fqn}"
+        check_name(name, state.entries)
         state.entries[name], form = _entry(name, tensor, param, world, ranks)
         return {"as": form}
 
@@ -231,7 +240,7 @@ class OptimizerTarget:
             info = stored.get(name)
             if info is None:
                 raise CorruptError(f"the manifest names '{name}' and does not describe it")
-            tensor = _at_path(self.optimizer.state.get(param, {}), path)
+            tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(name, param, note.get("as"), info)
             self.entries[name], _ = _entry(name, tensor, param, self.world, self.ranks)
@@ -294,13 +303,3 @@ def _scalar(note: dict[str, Any]) -> torch.Tensor:
         return torch.tensor(decode(note["value"], _scalar, "optimizer options"), dtype=DTYPES[note["dtype"]])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CorruptError(f"optimizer options: not a scalar: {str(note)[:80]}") from error
-
-
-def _at_path(state: Any, path: str) -> Any:
-    """What is at ``"a/0/b"`` in nested state; None if there is nothing."""
-    for part in path.split("/"):
-        try:
-            state = state[int(part)] if isinstance(state, (list, tuple)) else state[part]
-        except (KeyError, IndexError, ValueError, TypeError):
-            return None
-    return state

@@ -45,9 +45,9 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
     for folder in reversed(checkpoints(root)):
-        storage, path = storage_of(folder)
+        if not _is_sound(folder):
+            continue
         try:
-            NativeCatalog.open(storage, find(storage, path)).close()
             if valid is not None:
                 valid(folder)
         except FSDPError:
@@ -60,7 +60,7 @@ def prune(root: Folder, keep: int, every: int | None = None) -> list[str]:
     """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
 
     Args:
-        keep: how many of the newest stay, at least one.
+        keep: how many of the newest sound ones stay, at least one (see `latest`).
         every: checkpoints whose step is a multiple of it stay besides.
 
     Returns:
@@ -88,5 +88,20 @@ def superseded(root: Folder, keep: int, every: int | None = None) -> list[str]:
     if keep < 1 or (every is not None and every < 1):
         raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
-    steps = {folder: step_of(storage.split(folder)[1]) for folder in checkpoints(root)[:-keep]}
+    everything = checkpoints(root)
+    sound = [folder for folder in reversed(everything) if _is_sound(folder)]
+    if len(sound) < keep:
+        return []
+    old = everything[: everything.index(sound[keep - 1])]  # what is damaged among the newer ones is not ours to judge
+    steps = {folder: step_of(storage.split(folder)[1]) for folder in old}
     return [folder for folder, step in steps.items() if every is None or step is None or step % every]
+
+
+def _is_sound(folder: str) -> bool:
+    """Whether its manifest is undamaged and its files are there."""
+    storage, path = storage_of(folder)
+    try:
+        NativeCatalog.open(storage, find(storage, path)).close()
+    except FSDPError:
+        return False
+    return True

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -45,6 +45,7 @@ from fsdp2.checkpoint.files import (
 )
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
+from fsdp2.checkpoint.memory import blocks_of
 from fsdp2.checkpoint.optimizer import optimizer_state
 from fsdp2.checkpoint.state import Entry, State, World, model_state
 from fsdp2.checkpoint.storage import Storage, storage_of
@@ -53,6 +54,8 @@ from fsdp2.checkpoint.writing import write_files
 from fsdp2.errors import ArgumentError, CheckpointError
 
 __all__ = ["save"]
+
+SAMPLE = 512  # elements at each end of a tensor by which copies are compared
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def save(
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
     try:
+        agreement.check()
         in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
         free_name(storage, path, chosen.overwrite)
         job = _Job(storage, path, step, world, agreement, chosen)
@@ -201,19 +205,19 @@ class _Job:
             {section: state.values for section, state in states.items()},
         )
         pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
+        copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
         nonce = self.agreement.nonce()
         shares = extra_shares(extra, self.agreement, world)
         if staged:
             pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return lambda: self._run(nonce, table, pieces, shares, homes)
+        return lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
             raise ArgumentError(
-                f"save: consolidated=True needs a file system on which all ranks may write to one file, and "
-                f"{self.path} is "
-                "not. Save without it, then convert: python -m fsdp2.checkpoint convert"
+                "save: consolidated=True needs a file system on which all ranks may write to one file, and "
+                f"{self.path} is not. Save without it, then convert: python -m fsdp2.checkpoint convert"
             )
         return {
             section: consolidated_homes(
@@ -227,7 +231,7 @@ class _Job:
     def _run(
         self,
         nonce: str,
-        table: dict[str, Any],
+        about_model: dict[str, Any],
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
         homes: Homes,
@@ -243,7 +247,7 @@ class _Job:
             if not storage.renames:
                 planned = [replace(file, name=named_after(file.name, nonce)) for file in planned]
             written = self._write(work, planned, about, bool(homes))
-            if agreement.report(self._record(table, written, shares, homes)):
+            if agreement.report(self._record(about_model, written, shares, homes)):
                 commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
         except BaseException as error:
@@ -293,21 +297,37 @@ class _Job:
             planned.append(rank_file("extra", tensors, about))
         return planned
 
-    def _record(self, table: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes) -> str:
+    def _record(
+        self, about_model: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes
+    ) -> str:
         """What this rank reports. Its table goes to the store once for all ranks that have the same."""
-        text = json.dumps(table, separators=(",", ":"))
-        digest = _digest(table)
+        text = json.dumps(about_model["table"], separators=(",", ":"))
+        digest = _digest(about_model["table"])
         self.agreement.claim(f"table/{digest}", text)
         record = {
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
             "homes": _digest(homes),
             "table": digest,
+            "copies": about_model["copies"],
             "content": _digest([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "extra": {share.key: share.digest for share in shares},
             "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
         }
         return json.dumps(record, separators=(",", ":"))
+
+
+def _digest_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
+    """Of the tensors that other meshes are taken to have too: (which, and where in its mesh this rank is; some of their
+    values). Ranks with the same of the first must have the same of the second."""
+    names, samples = [], []
+    for entry in entries:
+        if entry.copy is not None:
+            names.append((entry.name, entry.copy))
+            flat = entry.local.reshape(-1)
+            some = torch.cat([flat[:SAMPLE], flat[-SAMPLE:]]).cpu() if flat.numel() else flat
+            samples.append([bytes(block).hex() for block, _ in blocks_of(some, 0, some.nbytes, 1 << 20)])
+    return _digest(names), _digest(samples)
 
 
 def _digest(content: object) -> str:

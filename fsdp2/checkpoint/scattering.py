@@ -5,8 +5,9 @@ The one way to load here that communicates. Where all ranks see the files, `load
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,20 +15,21 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.checkpoint.agreement import world_of
-from fsdp2.checkpoint.box import Box
+from fsdp2.checkpoint.box import Box, whole
 from fsdp2.checkpoint.catalog import Catalog, PieceTable, StoredTensorInfo
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.loading import Loaded, requests_for
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.reading import read_all
+from fsdp2.checkpoint.reading import Filler
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.state import World
 from fsdp2.checkpoint.storage import LocalStorage, storage_of
-from fsdp2.errors import CheckpointError
+from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
 
 __all__ = ["load_from_rank"]
 
 CHUNK_BYTES = 16 << 20  # of one message: what the reader holds besides its own shards
+FAILED = -1  # instead of a mark
 
 
 def load_from_rank(
@@ -52,52 +54,68 @@ def load_from_rank(
         process_group: None for all ranks.
 
     Raises:
-        MismatchError: as for `load`; on all ranks.
-        CheckpointError: the reader failed; its error is in the message. The model may have been filled in part.
+        MismatchError: as for `load`; on all ranks. (Of a weight that is one here, and is stored twice with different
+            values, the others learn by a `CheckpointError`.)
+        CheckpointError: the reader failed: its own error there, and on the others this one, with that in the message.
+            The model may have been filled in part. Or the ranks do not ask for the same.
+        ArgumentError: the group has no such rank.
 
     Example::
 
         fsdp2.checkpoint.load_from_rank("/scratch/only/here/llama", model=model)
     """
     world = world_of(process_group)
+    if not 0 <= rank < world.size:
+        raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     channel = _Channel(world, process_group, rank)
-    catalog: Catalog | None = None
-    text = b""
-    if channel.reads:
+    with channel.failing():
+        files = _Files(folder) if channel.reads else None
+    try:
+        listed = _listed(channel.tell(_listing(files.catalog) if files is not None else b""))
+        matching = Matching(listed, world, cast, sources)
+        _match(matching, model, strict, channel)
         with channel.failing():
-            storage, path = storage_of(folder)
-            catalog = open_catalog(storage, path)
-            text = _listing(catalog)
-    listed = _listed(channel.tell(text))
-    matching = Matching(listed, world, cast, sources)
-    matching.match(model, None, strict)  # the same question and the same answer on all ranks
-    for need in matching.needs:
-        for receiver in range(world.size):
-            box = need.entry.tiling.box_of(receiver)
-            if box is not None and box.numel:
-                _transfer(channel, catalog, need, receiver, box)
+            if files is not None:
+                files.compare(matching.twins)
+            for need in matching.needs:
+                _transfer(channel, files, need)
+        channel.end()
+    finally:
+        if files is not None:
+            files.close()
     matching.finish()
-    if catalog is not None:
-        catalog.close()
     return Loaded(listed.path, listed.step, {}, matching.missing, matching.unexpected)
 
 
-def _transfer(channel: "_Channel", catalog: Catalog | None, need: Need, receiver: int, box: Box) -> None:
-    """One rank's part of one tensor, in parts."""
-    own = receiver == channel.world.rank
-    if not own and not channel.reads:
-        return
-    for part in _parts(box, need.entry.local.element_size()):
-        place = need.entry.local[part.within(box).slices()] if own and box.shape else need.entry.local
-        if channel.reads:
-            assert catalog is not None
-            values = place if own else torch.empty(part.shape, dtype=need.entry.local.dtype)
-            with channel.failing():
-                read_all(catalog.storage, requests_for(catalog, need, part, values))
-            if not own:
-                channel.send(values, receiver)
-        else:
-            channel.receive(place)
+def _match(matching: Matching, model: nn.Module | Mapping[str, Any], strict: bool, channel: "_Channel") -> None:
+    """The same question, and so the same answer, on all ranks; or else nobody goes on."""
+    try:
+        matching.match(model, None, strict)
+    except BaseException:
+        with suppress(CheckpointError):
+            channel.agree(FAILED)
+        raise
+    asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
+    channel.agree(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
+
+
+def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
+    """One tensor, in parts. What several ranks have is read once."""
+    holders: dict[Box, list[int]] = {}
+    for rank in range(channel.world.size):
+        box = need.entry.tiling.box_of(rank)
+        if box is not None and box.numel:
+            holders.setdefault(box, []).append(rank)
+    local = need.entry.local
+    for box, ranks in holders.items():
+        own = channel.world.rank in ranks
+        for part in _parts(box, local.element_size()) if own or files is not None else ():
+            place = local[part.within(box).slices()] if own else torch.empty(part.shape, dtype=local.dtype)
+            if files is None:
+                channel.receive(place)
+            else:
+                files.read(need, part, place)
+                channel.send(place, ranks)
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
@@ -112,9 +130,45 @@ def _parts(box: Box, itemsize: int) -> Iterator[Box]:
         yield from _parts(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), itemsize)
 
 
+class _Files:
+    """What the reader reads from.
+
+    Raises:
+        CheckpointError: as `open_catalog`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        storage, path = storage_of(folder)
+        self.catalog: Catalog = open_catalog(storage, path)
+        self._filler = Filler(self.catalog.storage)
+
+    def read(self, need: Need, part: Box, into: torch.Tensor) -> None:
+        """A part of a tensor that is needed, whoever needs it."""
+        self._filler.fill(requests_for(self.catalog, need, part, into))
+
+    def compare(self, twins: Iterable[tuple[Need, Need]]) -> None:
+        """See that weights which are one here have the same values under both names; `MismatchError` if not."""
+        for one, other in twins:
+            entry = one.entry
+            for part in _parts(whole(entry.tiling.shape), entry.local.element_size()):
+                values = torch.empty((2, *part.shape), dtype=entry.local.dtype)
+                self.read(one, part, values[0])
+                self.read(other, part, values[1])
+                if not torch.equal(_as_bytes(values[0]), _as_bytes(values[1])):
+                    raise MismatchError(
+                        f"{self.catalog.path}: {_quoted(one)} and {_quoted(other)} are stored apart with different "
+                        "values, and here they are one weight. Load into a model that does not tie them."
+                    )
+
+    def close(self) -> None:
+        """Release the files."""
+        self._filler.close()
+        self.catalog.close()
+
+
 class _Channel:
-    """From the reader to the others. Before all that it sends, it says whether it is well, so nobody waits for the
-    dead.
+    """From the reader to the others. Before all that it sends, and at the end, it says whether it is well: so nobody
+    waits for the dead, and nobody takes a model for loaded that the others do not have.
 
     Args:
         reader: rank within the group.
@@ -125,6 +179,7 @@ class _Channel:
         self.reads = world.rank == reader
         self._group = group
         self._reader = reader
+        self._others = [rank for rank in range(world.size) if rank != reader]
         cuda = dist.is_initialized() and dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -133,48 +188,106 @@ class _Channel:
         """Within, an error of the reader is told to the others, who are waiting for its next message."""
         try:
             yield
-        except BaseException:
-            for receiver in self.others():
-                self.say(-1, receiver)
+        except BaseException as error:
+            if self.reads:
+                self._refuse(f"{type(error).__name__}: {error}")
             raise
 
     def tell(self, content: bytes) -> bytes:
         """From the reader to all."""
-        data = torch.tensor(list(content), dtype=torch.uint8, device=self._device)
-        for receiver in self.others() if self.reads else ():
-            self.send(data, receiver, with_size=True)
-        if self.reads:
-            return content
-        data = torch.empty(self._hear(), dtype=torch.uint8, device=self._device)
-        dist.recv(data, group=self._group, group_src=self._reader)
-        return bytes(data.tolist())
+        if not self.reads:
+            return self._get(self._hear())
+        for receiver in self._others:
+            self._say(len(content), receiver)
+            self._put(content, receiver)
+        return content
 
-    def send(self, values: torch.Tensor, receiver: int, with_size: bool = False) -> None:
+    def agree(self, mark: int) -> None:
+        """Every rank calls this. `CheckpointError` if one has `FAILED`, or another mark than the reader."""
+        if not self.reads:
+            dist.send(torch.tensor([mark], device=self._device), group=self._group, group_dst=self._reader)
+            self._hear()
+            return
+        marks = {rank: self._number(rank) for rank in self._others}
+        failed = [rank for rank, other in marks.items() if other == FAILED]
+        different = [rank for rank, other in marks.items() if other != mark]
+        if FAILED in (mark, *marks.values()):
+            problem = f"the model of ranks {failed or [self._reader]} does not fit; see their errors"
+        elif different:
+            problem = f"ranks {different} ask for other tensors, or other parts, than rank {self._reader}: all must"
+            problem += " give the same model, sharded over the same mesh"
+        else:
+            for receiver in self._others:
+                self._say(0, receiver)
+            return
+        self._refuse(problem)
+        raise CheckpointError(f"load_from_rank: {problem}")
+
+    def send(self, values: torch.Tensor, receivers: Sequence[int]) -> None:
         """Say that all is well, then send."""
-        self.say(values.numel() if with_size else 0, receiver)
-        dist.send(values.to(self._device).contiguous(), group=self._group, group_dst=receiver)
+        host = values.to(self._device).contiguous()
+        for receiver in receivers:
+            if receiver != self._reader:
+                self._say(0, receiver)
+                dist.send(_as_bytes(host), group=self._group, group_dst=receiver)
 
     def receive(self, place: torch.Tensor) -> None:
         """Receive into a tensor of any layout and device."""
         self._hear()
         values = torch.empty(place.shape, dtype=place.dtype, device=self._device)
-        dist.recv(values, group=self._group, group_src=self._reader)
+        dist.recv(_as_bytes(values), group=self._group, group_src=self._reader)
         place.copy_(values)
 
-    def say(self, state: int, receiver: int) -> None:
-        """A number: -1 for a failure."""
-        dist.send(torch.tensor([state], device=self._device), group=self._group, group_dst=receiver)
+    def end(self) -> None:
+        """All has been sent, and all was well."""
+        if not self.reads:
+            self._hear()
+        for receiver in self._others if self.reads else ():
+            self._say(0, receiver)
 
-    def others(self) -> Iterable[int]:
-        """The ranks that do not read."""
-        return (rank for rank in range(self.world.size) if rank != self._reader)
+    def _refuse(self, why: str) -> None:
+        """Tell the others that it is over. Never raises: one of them may have gone."""
+        for receiver in self._others:
+            with suppress(RuntimeError):
+                text = why.encode(errors="backslashreplace")
+                self._say(-1 - len(text), receiver)
+                self._put(text, receiver)
+
+    def _say(self, number: int, receiver: int) -> None:
+        """A number: below 0, that text of so many bytes less one follows, which says why it is over."""
+        dist.send(torch.tensor([number], device=self._device), group=self._group, group_dst=receiver)
 
     def _hear(self) -> int:
-        state = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.recv(state, group=self._group, group_src=self._reader)
-        if state.item() < 0:
-            raise CheckpointError(f"load_from_rank: rank {self._reader}, which reads, failed; see its error")
-        return int(state.item())
+        number = self._number(self._reader)
+        if number < 0:
+            why = self._get(-1 - number).decode()
+            raise CheckpointError(f"load_from_rank: rank {self._reader}, which reads, gave up: {why}")
+        return number
+
+    def _number(self, sender: int) -> int:
+        number = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(number, group=self._group, group_src=sender)
+        return int(number.item())
+
+    def _put(self, content: bytes, receiver: int) -> None:
+        if content:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+            dist.send(data, group=self._group, group_dst=receiver)
+
+    def _get(self, size: int) -> bytes:
+        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if size:
+            dist.recv(data, group=self._group, group_src=self._reader)
+        return bytes(data.tolist())
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: backends do not know all dtypes."""
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _quoted(need: Need) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(need.source.names()))
 
 
 def _listing(catalog: Catalog) -> bytes:

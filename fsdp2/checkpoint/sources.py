@@ -7,7 +7,7 @@ which boxes of which stored tensors go where, so a rank still reads only what it
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -61,13 +61,22 @@ class Source(ABC):
             box: which part of the result.
         """
 
+    @abstractmethod
+    def under(self, names: Mapping[str, str]) -> "Source":
+        """The same with stored tensors under other names.
+
+        Args:
+            names: name -> the name to use instead; others stay.
+        """
+
     @property
     def T(self) -> "Source":
         """Two dims, exchanged: for checkpoints whose linear layers keep ``(in, out)``."""
         return _Transposed(self)
 
     def narrow(self, dim: int, start: int, length: int) -> "Source":
-        """A part of it along a dim: for checkpoints that fuse what the model keeps apart."""
+        """A part of it along a dim (negative: from the last one): for checkpoints that fuse what the model keeps
+        apart."""
         return _Narrowed(self, dim, start, length)
 
 
@@ -83,7 +92,11 @@ def stored(name: str) -> Source:
 
 
 def concatenated(*parts: Source | str, dim: int = 0) -> Source:
-    """Several, one after the other along a dim: for models that fuse what the checkpoint keeps apart.
+    """Several, one after the other along a dim (negative: from the last one): for models that fuse what the checkpoint
+    keeps apart.
+
+    Raises:
+        ArgumentError: none is given, or one that is neither a source nor a name.
 
     Example::
 
@@ -91,7 +104,7 @@ def concatenated(*parts: Source | str, dim: int = 0) -> Source:
     """
     if not parts:
         raise ArgumentError("concatenated: expected at least one source")
-    return _Concatenated(tuple(stored(part) if isinstance(part, str) else part for part in parts), dim)
+    return _Concatenated(tuple(_as_source(part, "concatenated") for part in parts), dim)
 
 
 # For names of the model: another name, an expression, or (None) the same name.
@@ -99,9 +112,24 @@ Sources = Mapping[str, Source | str] | Callable[[str], Source | str | None]
 
 
 def source_of(name: str, sources: Sources | None) -> Source | None:
-    """The source of a tensor of the model; None if it is stored under its own name, or nothing is said of it."""
+    """The source of a tensor of the model; None if it is stored under its own name, or nothing is said of it.
+
+    Raises:
+        ArgumentError: what is said is no source.
+    """
     found = None if sources is None else sources(name) if callable(sources) else sources.get(name)
-    return stored(found) if isinstance(found, str) else found
+    return None if found is None else _as_source(found, f"sources: '{name}'")
+
+
+def _as_source(what: object, where: str) -> Source:
+    if isinstance(what, str):
+        return stored(what)
+    if isinstance(what, Source):
+        return what
+    raise ArgumentError(
+        f"{where}: expected the name of a stored tensor, or what `stored` and `concatenated` make of it, got a "
+        f"{type(what).__qualname__}"
+    )
 
 
 @dataclass(frozen=True)
@@ -110,6 +138,9 @@ class _Stored(Source):
 
     def names(self) -> set[str]:
         return {self.name}
+
+    def under(self, names: Mapping[str, str]) -> Source:
+        return _Stored(names.get(self.name, self.name))
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         return tensors[self.name]
@@ -125,6 +156,9 @@ class _Transposed(Source):
 
     def names(self) -> set[str]:
         return self.inner.names()
+
+    def under(self, names: Mapping[str, str]) -> Source:
+        return replace(self, inner=self.inner.under(names))
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)
@@ -146,17 +180,20 @@ class _Narrowed(Source):
     def names(self) -> set[str]:
         return self.inner.names()
 
+    def under(self, names: Mapping[str, str]) -> Source:
+        return replace(self, inner=self.inner.under(names))
+
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)
-        fits = 0 <= self.dim < len(info.shape) and 0 <= self.start <= self.start + self.length <= info.shape[self.dim]
-        if not fits:
+        dim = _counted(self.dim, info.shape)
+        if dim is None or not 0 <= self.start <= self.start + self.length <= info.shape[dim]:
             raise MismatchError(
                 f"{_shown(self.inner)}.narrow({self.dim}, {self.start}, {self.length}): stored are {list(info.shape)}"
             )
-        return StoredTensorInfo(info.dtype, (*info.shape[: self.dim], self.length, *info.shape[self.dim + 1 :]))
+        return StoredTensorInfo(info.dtype, (*info.shape[:dim], self.length, *info.shape[dim + 1 :]))
 
     def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        yield from self.inner.wanted(target, _moved(box, self.dim, self.start), tensors)
+        yield from self.inner.wanted(target, _moved(box, self.dim % len(box.shape), self.start), tensors)
 
 
 @dataclass(frozen=True)
@@ -167,27 +204,36 @@ class _Concatenated(Source):
     def names(self) -> set[str]:
         return {name for part in self.parts for name in part.names()}
 
+    def under(self, names: Mapping[str, str]) -> Source:
+        return replace(self, parts=tuple(part.under(names) for part in self.parts))
+
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         infos = [part.info(tensors) for part in self.parts]
-        rests = {(info.dtype, len(info.shape), *_without(info.shape, self.dim)) for info in infos}
-        if len(rests) != 1 or not 0 <= self.dim < len(infos[0].shape):
+        shape = infos[0].shape
+        dim = _counted(self.dim, shape)
+        if dim is None or len({(info.dtype, len(info.shape), *_without(info.shape, dim)) for info in infos}) != 1:
             shown = ", ".join(
                 f"{_shown(part)} {info.dtype} {list(info.shape)}" for part, info in zip(self.parts, infos, strict=True)
             )
             raise MismatchError(f"concatenated along dim {self.dim}: these do not fit together: {shown}")
-        total = sum(info.shape[self.dim] for info in infos)
-        shape = infos[0].shape
-        return StoredTensorInfo(infos[0].dtype, (*shape[: self.dim], total, *shape[self.dim + 1 :]))
+        total = sum(info.shape[dim] for info in infos)
+        return StoredTensorInfo(infos[0].dtype, (*shape[:dim], total, *shape[dim + 1 :]))
 
     def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        sizes = [part.info(tensors).shape[self.dim] for part in self.parts]
-        low, high = box.start[self.dim], box.end[self.dim]
+        dim = self.dim % len(box.shape)
+        sizes = [part.info(tensors).shape[dim] for part in self.parts]
+        low, high = box.start[dim], box.end[dim]
         for part, size, end in zip(self.parts, sizes, accumulate(sizes), strict=True):
             first, last = max(low, end - size), min(high, end)
             if first < last:
-                shape = (*box.shape[: self.dim], last - first, *box.shape[self.dim + 1 :])
-                start = (*box.start[: self.dim], first - (end - size), *box.start[self.dim + 1 :])
-                yield from part.wanted(target.narrow(self.dim, first - low, last - first), Box(start, shape), tensors)
+                shape = (*box.shape[:dim], last - first, *box.shape[dim + 1 :])
+                start = (*box.start[:dim], first - (end - size), *box.start[dim + 1 :])
+                yield from part.wanted(target.narrow(dim, first - low, last - first), Box(start, shape), tensors)
+
+
+def _counted(dim: int, shape: tuple[int, ...]) -> int | None:
+    """A dim, counted from the first; None if there is no such."""
+    return dim % len(shape) if -len(shape) <= dim < len(shape) else None
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:

@@ -5,7 +5,7 @@ whole it belongs.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from fsdp2.checkpoint.tiling import SPREAD_BYTES, Grid, Tiling, grid_of, replica
 from fsdp2.checkpoint.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 
-__all__ = ["Entry", "State", "World", "clean_name", "entry_of", "model_state", "ranks_of", "within"]
+__all__ = ["Entry", "State", "World", "check_name", "clean_name", "entry_of", "model_state", "ranks_of", "within"]
 
 # Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1, DDP (the last only at the front).
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -93,6 +93,7 @@ class Entry:
         tiling: how the whole is cut, in ranks of the `World`.
         box: which part `local` is.
         outside: the tensor as the user has it.
+        copy: this rank's place in the tensor's mesh, if that is taken to be one of several with the same values.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Entry:
     tiling: Tiling
     box: Box
     outside: torch.Tensor
+    copy: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -158,17 +160,20 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
             tensors[name] = value
         else:
             state.values[name] = encode(value, _inner(name, state, tensors_within), f"'{name}'")
-    ranks = ranks_of(tensors.values(), world)
+    ranks = ranks_of([*tensors.values(), *tensors_within.values()], world)
     stored: dict[Any, str] = {}
     for name, tensor in tensors.items():
         for entry in _plain_entries(entry_of(name, tensor, world, ranks)):
-            first = stored.setdefault((storage_key(entry.local), entry.tiling), entry.name)
+            check_name(entry.name, state.entries, state.aliases)
+            where = entry.tiling if isinstance(tensor, DTensor) else entry.tiling.grid.sorted_ranks
+            first = stored.setdefault((storage_key(entry.local), where), entry.name)
             if first == entry.name:
                 state.entries[entry.name] = entry
             else:
                 state.aliases[entry.name] = first
             state.keys.setdefault(entry.name, state.keys[name])
     for name, tensor in tensors_within.items():
+        check_name(name, state.entries, state.aliases, state.within)
         state.within[name] = entry_of(name, tensor, world, ranks)
     return state
 
@@ -176,14 +181,17 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
     """The entry of a tensor of a model that `ranks` (in the world's numbers) have. They all have a plain tensor; a
     DTensor may be on a part of them, and its siblings on the rest (see `with_siblings`)."""
+    copy = None
     if isinstance(tensor, DTensor):
         tiling, local = world.tiling(tensor, name, ranks), local_tensor(tensor)
+        own = world.grid(grid_of(tensor.device_mesh), name).ranks
+        copy = own.index(world.rank) if len(own) < len(tiling.grid.ranks) and world.rank in own else None
     else:
         tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
     box = tiling.box_of(world.rank)
     if box is None:
         raise ArgumentError(f"'{name}': this rank is not in the tensor's mesh, so it has no part of it to save or load")
-    return Entry(name, local.detach(), tiling, box, tensor)
+    return Entry(name, local.detach(), tiling, box, tensor, copy)
 
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -205,10 +213,17 @@ def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
     return tuple(sorted({rank for mesh in meshes for rank in world.grid(grid_of(mesh), "model").ranks}))
 
 
+def check_name(name: str, *taken: Container[str]) -> None:
+    """See that no other tensor is stored under a name; `ArgumentError` if one is."""
+    if any(name in names for names in taken):
+        raise ArgumentError(f"'{name}': two tensors would be stored under this name; rename one of them")
+
+
 def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:
     """What names the tensors of a value that is no tensor."""
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
+        check_name(within(name, path), tensors)
         tensors[within(name, path)] = tensor
         return {}
 
@@ -244,11 +259,11 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
         by_rows = all(dim == 0 for _, dim in tiling.cuts) and part.shape[:1] == local.shape[:1]
         if tiling.cuts and not by_rows:
             raise ArgumentError(
-                f"'{name}': of shape {tuple(part.shape)} within a {type(local).__qualname__} of "
-                f"{tuple(local.shape)} that is "
-                f"cut along dims {sorted({dim for _, dim in tiling.cuts})}: which rows it belongs to cannot be known"
+                f"'{name}': of shape {tuple(part.shape)} within a {type(local).__qualname__} of {tuple(local.shape)} "
+                f"that is cut along dims {sorted({dim for _, dim in tiling.cuts})}: which rows it belongs to cannot "
+                "be known"
             )
         shape = (*tiling.shape[:1], *part.shape[1:]) if tiling.cuts else tuple(part.shape)
         inner = replace(tiling, shape=shape)
         box = Box((*entry.box.start[:1], *(0,) * (part.ndim - 1)), tuple(part.shape)) if part.ndim else Box((), ())
-        yield from _plain_entries(Entry(name, part.detach(), inner, box, entry.outside))
+        yield from _plain_entries(Entry(name, part.detach(), inner, box, entry.outside, entry.copy))

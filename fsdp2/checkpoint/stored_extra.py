@@ -8,7 +8,7 @@ import torch
 from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import DTYPES
-from fsdp2.checkpoint.extra import Reshardable, Stateful
+from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.state import World
@@ -34,10 +34,9 @@ class StoredExtra:
                 missing.append(f"extra '{key}'")
             elif self._mine(key) is None and not isinstance(target, Reshardable):
                 mismatches.append(
-                    f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, "
-                    f"and now there "
-                    f"are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
-                    f"leave it out"
+                    f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, and now "
+                    f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
+                    "leave it out"
                 )
 
     def give(self, targets: Mapping[str, Any], verify: bool) -> dict[str, Any]:
@@ -47,7 +46,8 @@ class StoredExtra:
             by key, the value that concerns this rank; without those that nobody can distribute.
         """
         values = {}
-        for key in self._shares:
+        # Generators last: another object may draw random numbers while it takes its state.
+        for key in sorted(self._shares, key=lambda key: isinstance(targets.get(key), RandomState)):
             share = self._mine(key)
             target = targets.get(key)
             if share is not None:

@@ -160,9 +160,8 @@ def tiling_of(tensor: DTensor, name: str) -> Tiling:
     if coordinates is not None and tiling.box_at(coordinates).shape != local:
         raise ArgumentError(
             f"'{name}': the local tensor has shape {local}, but a tensor of shape {tuple(tensor.shape)} with "
-            f"placements "
-            f"{tensor.placements} has {tiling.box_at(coordinates).shape} there. Make DTensors whose shards follow "
-            "torch.chunk."
+            f"placements {tensor.placements} has {tiling.box_at(coordinates).shape} there. Make DTensors whose shards "
+            "follow torch.chunk."
         )
     return tiling
 

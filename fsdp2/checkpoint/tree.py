@@ -12,13 +12,13 @@ import base64
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import torch
 
 from fsdp2.errors import ArgumentError, CorruptError
 
-__all__ = ["Leaf", "decode", "encode"]
+__all__ = ["Leaf", "at_path", "decode", "encode"]
 
 MAX_DEPTH = 40  # each level may take two of JSON
 
@@ -38,7 +38,9 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     """
 
     def inner(key: object, item: Any) -> Any:
-        part = quote(str(key), safe="").replace(".", "%2E")
+        # The keys 1 and "1" are two.
+        text = f"{type(key).__name__}:{key}" if isinstance(value, Mapping) and not isinstance(key, str) else str(key)
+        part = quote(text, safe="").replace(".", "%2E")
         return encode(item, leaf, where, f"{path}/{part}" if path else part)
 
     if path.count("/") > MAX_DEPTH:
@@ -66,6 +68,16 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
         f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, lists, tuples and dicts of them, and got "
         f"{type(value).__module__}.{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
     )
+
+
+def at_path(value: Any, path: str) -> Any:
+    """What is at a path (``"a/0/b"``) of nested state; None if there is nothing."""
+    for part in path.split("/") if path else ():
+        try:
+            value = value[int(part)] if isinstance(value, (list, tuple)) else value[unquote(part)]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return None
+    return value
 
 
 def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> Any:

@@ -255,9 +255,8 @@ class NativeCatalog:
     def _check_about(self, about: Mapping[str, Any], rank: int | None, path: str) -> None:
         if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):
             raise CorruptError(
-                f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the "
-                f"manifest is of save "
-                f"{self.manifest.id!r}. Files of two saves are mixed here."
+                f"{path}: is of save {str(about.get('id'))[:40]!r}, rank {str(about.get('rank'))[:8]}; the manifest "
+                f"is of save {self.manifest.id!r}. Files of two saves are mixed here."
             )
 
 
