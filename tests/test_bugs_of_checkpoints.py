@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import ArgumentError, CheckpointError, MismatchError, checkpoint
 from fsdp2.checkpoint.storage import LocalWriter
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 
 
 def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +118,23 @@ def test_generators_come_back_last(tmp_path: Path) -> None:
     wanted = torch.rand(4)
     checkpoint.load(tmp_path / "a", extra=extra)
     assert torch.equal(torch.rand(4), wanted)
+
+
+def saves_alone(rank: int, world_size: int, folder: Path) -> None:
+    checkpoint.save(folder, extra={"random": checkpoint.RandomState()})
+
+
+def draws(rank: int, world_size: int, folder: Path) -> float:
+    with pytest.warns(UserWarning, match="random state of 1 ranks, and now there are 2"):
+        checkpoint.load(folder, extra={"random": checkpoint.RandomState()})
+    return torch.rand(()).item()
+
+
+def test_one_stream_never_becomes_two_alike(tmp_path: Path) -> None:
+    """What one rank saved was taken to be the same everywhere, generators included."""
+    run_on_ranks(saves_alone, 1, folder=tmp_path / "a")
+    first, second = run_on_ranks(draws, 2, folder=tmp_path / "a")
+    assert first != second
 
 
 def test_nested_dicts_are_filled_in_place(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -147,6 +149,7 @@ def test_other_dtypes(rank: int, world_size: int, tmp_path: Path) -> None:
     sources = {"weight": stored("theirs").T}
     with pytest.raises(MismatchError, match=r"'weight': stored as F32, here BF16 \(cast=True converts\)"):
         checkpoint.load(tmp_path / "a", model=net, sources=sources)
+    dist.barrier()  # a rank that fails later would take the others' next load for this one
     for load in (checkpoint.load, checkpoint.load_from_rank):
         spoil(net.weight)
         load(tmp_path / "a", model=net, sources=sources, cast=True)
@@ -182,6 +185,7 @@ def test_tied_weights(rank: int, world_size: int, load: Any, tmp_path: Path) -> 
         assert model.head.weight is model.embed.weight
     with pytest.raises(CheckpointError, match="'x' and 'other' are stored apart with different values"):
         load(tmp_path / "a", model=model, sources={"embed.weight": "x", "head.weight": "other"}, strict=False)
+    dist.barrier()
     with pytest.raises(MismatchError, match=r"'embed.weight': stored with shape \[5, 7\], here \[7, 5\]"):
         load(tmp_path / "a", model=model, sources={"embed.weight": "x", "head.weight": "turned"}, strict=False)
 
@@ -387,13 +391,8 @@ def load_large(rank: int, world_size: int, folder: str) -> None:
             net = nn.Sequential(*(nn.Linear(4 << 10, 6 << 10, bias=False) for _ in range(2)))
         fully_shard(net)
         sources = {"0.weight": stored("large"), "1.weight": stored("turned").T}
-
-        def call(load: Any = load, net: nn.Module = net, sources: Any = sources) -> None:
-            load(folder, model=net, sources=sources)
-
-        used = extra_memory(call)
-        shard = 96 * MIB
-        assert shard * 0.95 < used < shard + (24 if load is checkpoint.load else 48) * MIB, (load, used / MIB)
+        used = extra_memory(partial(load, folder, model=net, sources=sources))
+        assert 91 < used / MIB < 96 + (24 if load is checkpoint.load else 48), load
         assert net[1].weight.to_local()[5, 6] == 6 * 100 + rank * 3072 + 5
 
 
@@ -456,22 +455,21 @@ def test_damage_on_the_way(rank: int, world_size: int, place: float, tmp_path: P
 
 def alone() -> Any:
     """A group of each rank of its own; all call this."""
-    return torch.distributed.new_subgroups(1)[0]
+    return dist.new_subgroups(1)[0]
 
 
 @on_ranks(2, 4)
 def test_names_are_told_to_all(rank: int, world_size: int, tmp_path: Path) -> None:
-    write_to = tmp_path / str(rank)
-    write_to.mkdir()
-    save_file({"weight": torch.ones(5, 3), "other": torch.ones(2)}, write_to / "model.safetensors")
+    if rank == 1:
+        save_file({"weight": torch.ones(5, 3), "other": torch.ones(2)}, tmp_path / "model.safetensors")
     net = nn.Linear(3, 5)
     fully_shard(net)
-    folder = write_to if rank == 1 else "/nowhere"
+    folder = tmp_path if rank == 1 else "/nowhere"
     with soon(), pytest.raises(MismatchError, match=r"(?s)missing .*model 'bias'.*unexpected .*model 'other'"):
         checkpoint.load_from_rank(folder, model=net, rank=1)
     loaded = checkpoint.load_from_rank(folder, model=net, rank=1, strict=False)
     assert (loaded.missing, loaded.unexpected) == (["model 'bias'"], ["model 'other'"])
-    assert loaded.folder == str(tmp_path / "1")
+    assert loaded.folder == os.path.realpath(tmp_path)
     with pytest.raises(ArgumentError, match=f"rank={world_size}: expected a rank of the group, 0 to {world_size - 1}"):
         checkpoint.load_from_rank(folder, model=net, rank=world_size)
 
@@ -479,22 +477,21 @@ def test_names_are_told_to_all(rank: int, world_size: int, tmp_path: Path) -> No
 @on_ranks(3)
 @pytest.mark.parametrize("odd", [0, 2])
 def test_ranks_that_differ_do_not_hang(rank: int, world_size: int, odd: int, tmp_path: Path) -> None:
-    (tmp_path / str(rank)).mkdir()
-    save_file({"a": torch.ones(5, 3), "b": torch.ones(2)}, tmp_path / str(rank) / "model.safetensors")
-    folder = tmp_path / str(rank)
+    if rank == 0:
+        save_file({"a": torch.ones(5, 3), "b": torch.ones(2)}, tmp_path / "model.safetensors")
     fewer = {"a": torch.zeros(5, 3)} if rank == odd else {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
     with soon(), pytest.raises(CheckpointError, match=r"ranks .* ask for other tensors"):
-        checkpoint.load_from_rank(folder, model=fewer, strict=False)
+        checkpoint.load_from_rank(tmp_path, model=fewer, strict=False)
     wrong = {"a": torch.zeros(3, 5) if rank == odd else torch.zeros(5, 3)}
     message = "stored with shape" if rank == odd else rf"model of ranks \[{odd}\] does not fit"
     with soon(), pytest.raises(CheckpointError, match=message):
-        checkpoint.load_from_rank(folder, model=wrong, strict=False)
+        checkpoint.load_from_rank(tmp_path, model=wrong, strict=False)
 
 
 @on_ranks(4)
 def test_within_a_group(rank: int, world_size: int, tmp_path: Path) -> None:
     """Ranks of a group are counted there."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
     stage = rank // 2
     (tmp_path / str(rank)).mkdir()
     save_file({"weight": torch.full((5, 3), float(rank))}, tmp_path / str(rank) / "model.safetensors")

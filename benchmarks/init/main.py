@@ -220,7 +220,7 @@ def fill(cells: list[dict[str, Any]], folder: Path, options: argparse.Namespace)
 
 
 def entry(cell: dict[str, Any] | None) -> str:
-    """Seconds of the slowest rank (median over the rounds), and GiB of the rank with the most (largest of the rounds)."""
+    """Seconds of the slowest rank (median over the rounds), GiB of the rank with the most (largest of the rounds)."""
     if cell is None:
         return ""
     if not cell["fits"]:

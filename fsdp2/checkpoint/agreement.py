@@ -104,6 +104,13 @@ class Agreement:
             text = value.encode(errors="backslashreplace").decode()
             return str(self._store.compare_set(f"{self._prefix}/{key}", "", text).decode())
 
+    def share(self, key: str, value: str) -> None:
+        """Put a value there that many ranks have alike; most of them then need not send it."""
+        with self._explained():
+            there = self._store.check([f"{self._prefix}/{key}"])
+        if not there:
+            self.claim(key, value)
+
     def get(self, key: str) -> str:
         """A value that some rank claimed."""
         with self._explained():

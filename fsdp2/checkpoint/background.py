@@ -12,7 +12,7 @@ import torch
 
 from fsdp2.checkpoint.extra import ExtraShare
 from fsdp2.checkpoint.files import Piece
-from fsdp2.checkpoint.memory import new_buffer
+from fsdp2.checkpoint.memory import new_buffer, wait_for
 from fsdp2.errors import CheckpointError
 
 __all__ = ["SaveHandle", "in_flight", "stage"]
@@ -151,10 +151,5 @@ def _copies(pieces: list[Piece]) -> Iterator[torch.Tensor]:
         copy = room.view(piece.values.dtype).view(piece.values.shape)
         copy.copy_(piece.values, non_blocking=True)
         copies.append(copy)
-    for device in ends:
-        if device.type != "cpu":
-            # The arena is read by the writing threads, which know no stream: the copies must have ended.
-            event = torch.Event(device=device)
-            event.record()
-            event.synchronize()
+    wait_for(ends)  # the arena is read by the writing threads
     return iter(copies)

@@ -19,6 +19,7 @@ from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.matching import Matching, Need
+from fsdp2.checkpoint.memory import wait_for
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.storage import storage_of
@@ -96,13 +97,14 @@ def load(
     world = world_of(process_group)
     agreement = Agreement(f"load {storage.split(path)[1]}", world, process_group, timeout_s)
     try:
-        agreement.check()
         catalog = open_catalog(storage, path)
         try:
             stored = StoredExtra(catalog, world)
             matching = Matching(catalog, world, cast, sources)
             stored.check(extra or {}, matching.missing, matching.mismatches)
             matching.match(model, optimizer, strict)
+            agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+            wait_for({need.entry.local.device for need in matching.needs})
             _compare_twins(catalog, matching, verify)
             read_all(catalog.storage, [one for need in matching.needs for one in requests_for(catalog, need)], verify)
             matching.finish()

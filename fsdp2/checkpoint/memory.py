@@ -1,13 +1,13 @@
 """The bytes of tensors, as buffers for reading, writing and hashing. Layer: checkpoint."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, whole
 
-__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of"]
+__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "wait_for"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -51,6 +51,16 @@ def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterat
             host[filled : filled + box.numel].view(box.shape).copy_(part_of(values, box))
             filled += box.numel
         yield bytes_of(host), False
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until what has been issued on the current streams of these devices is done: other threads, which read and
+    write there next, know no streams of this one."""
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            event = torch.Event(device=device)
+            event.record()
+            event.synchronize()
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

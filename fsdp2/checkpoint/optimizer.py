@@ -131,10 +131,11 @@ def _entry(
     if not isinstance(param, DTensor):
         of_param = tensor.shape == param.shape and (tensor.ndim > 0 or name.partition(".")[0] not in COUNTERS)
         return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
+    if tensor.ndim and tensor.shape == local_tensor(param).shape:
+        # An optimizer that works on local tensors and keeps them so.
+        return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
     if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
-    if tensor.shape == local_tensor(param).shape:  # an optimizer that works on local tensors and keeps them so
-        return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
     raise ArgumentError(
         f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
         f"{tuple(param.shape)}: which part of which whole it is cannot be known. Keep it as a DTensor, or as a "

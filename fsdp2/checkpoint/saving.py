@@ -45,7 +45,7 @@ from fsdp2.checkpoint.files import (
 )
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
-from fsdp2.checkpoint.memory import blocks_of
+from fsdp2.checkpoint.memory import blocks_of, wait_for
 from fsdp2.checkpoint.optimizer import optimizer_state
 from fsdp2.checkpoint.state import Entry, State, World, model_state
 from fsdp2.checkpoint.storage import Storage, storage_of
@@ -125,11 +125,11 @@ def save(
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
     try:
-        agreement.check()
         in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
         free_name(storage, path, chosen.overwrite)
         job = _Job(storage, path, step, world, agreement, chosen)
         run = job.prepare(model, optimizer, extra or {}, staged=async_op)
+        agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
     except BaseException as error:
         agreement.abandon(error)
         raise
@@ -205,6 +205,7 @@ class _Job:
             {section: state.values for section, state in states.items()},
         )
         pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
+        wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
         nonce = self.agreement.nonce()
         shares = extra_shares(extra, self.agreement, world)
@@ -303,7 +304,7 @@ class _Job:
         """What this rank reports. Its table goes to the store once for all ranks that have the same."""
         text = json.dumps(about_model["table"], separators=(",", ":"))
         digest = _digest(about_model["table"])
-        self.agreement.claim(f"table/{digest}", text)
+        self.agreement.share(f"table/{digest}", text)
         record = {
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
             "homes": _digest(homes),

@@ -32,12 +32,22 @@ class StoredExtra:
         for key, target in targets.items():
             if key not in self._shares:
                 missing.append(f"extra '{key}'")
-            elif self._mine(key) is None and not isinstance(target, Reshardable):
+            elif self._mine(key) is not None or (isinstance(target, Reshardable) and self._is_resharded):
+                continue
+            elif self._world.size == self._saved_world:
+                missing.append(f"extra '{key}' of rank {self._world.rank}, which gave none")
+            else:
                 mismatches.append(
                     f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, and now "
-                    f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
-                    "leave it out"
+                    f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), "
+                    f"or leave "
+                    "it out"
                 )
+
+    @property
+    def _is_resharded(self) -> bool:
+        """Whether there are more or fewer ranks than there were."""
+        return self._saved_world != self._world.size
 
     def give(self, targets: Mapping[str, Any], verify: bool) -> dict[str, Any]:
         """Hand the states over.
@@ -52,11 +62,11 @@ class StoredExtra:
             target = targets.get(key)
             if share is not None:
                 values[key] = self._read(share, verify)
-                if isinstance(target, Stateful):
-                    target.load_state_dict(values[key])
-            elif isinstance(target, Reshardable):
+            if isinstance(target, Reshardable) and self._is_resharded:
                 states = [self._read(self._of_rank(key, rank), verify) for rank in range(self._saved_world)]
                 target.load_resharded(states, self._world.rank, self._world.size)
+            elif share is not None and isinstance(target, Stateful):
+                target.load_state_dict(values[key])
         return values
 
     def _mine(self, key: str) -> Mapping[str, Any] | None:
