@@ -39,7 +39,10 @@ _swapped_classes: dict[type, type] = {}
 def swapped_class(original: type) -> type:
     """The class that has the FSDP methods beside those of `original`; one for each original class."""
     if original not in _swapped_classes:
-        _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+        # Of the original's module: code that asks where a class comes from gets the answer that it had before.
+        # (transformers asks, to tell its own modules from those of users, and initialises these otherwise.)
+        names = {"__module__": original.__module__}
+        _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
 
 

@@ -5,11 +5,8 @@ model, the same on any number of ranks.
 Here they go through `materialize`, and train against the eager model that is not sharded, on the whole batch.
 
 What `materialize` makes of transformers' models on the meta device, without a recording (transformers 5): it calls
-their own `init_weights()`, which works for Llama, BERT and Mixtral, buffers that are not persistent included. The
-values are those of `init_weights()` from that seed in one process; a model that is built eagerly from that seed has
-others. Of GPT-2 and T5 all parameters get values, but not the right ones: transformers takes a
-sharded model, whose class is ours, for custom code, and then passes over modules without parameters of their own, which
-there scale those of their children. Use a recording: with one the values are the eager ones, for all five.
+their own `init_weights()`, buffers that are not persistent included. The values are those of `init_weights()` from that
+seed in one process; a model that is built eagerly from that seed has others, for its layers' constructors draw before.
 """
 
 from __future__ import annotations
@@ -121,9 +118,12 @@ def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])  # the module's docstring says why not the others
+@pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_on_the_meta_device_their_own_init_weights_is_called(rank: int, world_size: int, kind: str) -> None:
-    """No recording: for models of which `init_weights` makes every value."""
+    """No recording: for models of which `init_weights` makes every value.
+
+    With a sharded class that said it is of fsdp2, transformers took GPT-2 and T5 for the user's own, and lost values.
+    """
     build: Any = hugging_face(kind)
     torch.manual_seed(rank)  # has no say
     with torch.device("meta"):
