@@ -4,7 +4,7 @@ A reader of any world size intersects the box that it needs with the boxes that 
 mesh, which placements, in which order) does not matter to it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -48,6 +48,22 @@ class Box:
     def within(self, outer: "Box") -> "Box":
         """The same elements in coordinates that begin at `outer`."""
         return Box(tuple(own - base for own, base in zip(self.start, outer.start, strict=True)), self.shape)
+
+    def split_until(self, fits: Callable[["Box"], bool]) -> Iterator["Box"]:
+        """The box in parts that fit, in row-major order: halves of halves along the outermost dim that can be halved. A
+        single element counts as fitting.
+
+        >>> list(Box((0,), (3,)).split_until(lambda box: box.numel <= 2))
+        [Box(start=(0,), shape=(1,)), Box(start=(1,), shape=(2,))]
+        """
+        if self.numel <= 1 or fits(self):
+            yield self
+            return
+        dim = next(dim for dim, size in enumerate(self.shape) if size > 1)
+        half = self.shape[dim] // 2
+        for start, size in ((0, half), (half, self.shape[dim] - half)):
+            begin = (*self.start[:dim], self.start[dim] + start, *self.start[dim + 1 :])
+            yield from Box(begin, (*self.shape[:dim], size, *self.shape[dim + 1 :])).split_until(fits)
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         """The ranges of row-major indices of these elements in a tensor of `shape`, in order.

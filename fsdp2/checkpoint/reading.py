@@ -334,13 +334,10 @@ def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
 
 
 def _split(box: Box, piece: StoredPiece, verify: bool) -> Iterator[Box]:
-    """Halve a box along its outermost dim until what must be read for it fits into the buffer."""
-    first, last = _span(box, piece, verify)
-    if last - first <= BUFFER_BYTES or box.numel == 1:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    half = box.shape[dim] // 2
-    for start, size in ((0, half), (half, box.shape[dim] - half)):
-        begin = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
-        yield from _split(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), piece, verify)
+    """The box in parts; what must be read for each fits into the buffer."""
+
+    def fits(part: Box) -> bool:
+        first, last = _span(part, piece, verify)
+        return last - first <= BUFFER_BYTES
+
+    return box.split_until(fits)

@@ -119,15 +119,8 @@ def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """Halves of halves of a box, each of the size of a message or a single element."""
-    if box.numel * itemsize <= CHUNK_BYTES or box.numel == 1:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    half = box.shape[dim] // 2
-    for start, size in ((0, half), (half, box.shape[dim] - half)):
-        begin = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
-        yield from _parts(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), itemsize)
+    """The box in parts, each of the size of a message."""
+    return box.split_until(lambda part: part.numel * itemsize <= CHUNK_BYTES)
 
 
 class _Files:

@@ -174,15 +174,8 @@ def _write_item(name: str, dtype: torch.dtype, box: Box, shape: tuple[int, ...])
 
 
 def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
-    """Halve a box along its outermost dim until its parts fit."""
-    if box.numel * itemsize <= CHUNK_BYTES:
-        yield box
-        return
-    dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
-    half = box.shape[dim] // 2
-    for start, size in ((0, half), (half, box.shape[dim] - half)):
-        begin = (*box.start[:dim], box.start[dim] + start, *box.start[dim + 1 :])
-        yield from _chunks(Box(begin, (*box.shape[:dim], size, *box.shape[dim + 1 :])), itemsize)
+    """The box in parts that fit."""
+    return box.split_until(lambda part: part.numel * itemsize <= CHUNK_BYTES)
 
 
 def _leaves(form: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
