@@ -200,7 +200,7 @@ class NativeCatalog:
         return StoredPiece(held.path, stored.offset, box, box, stored.dtype, sums)
 
     def _shared_piece(self, section: str, name: str, rank: int, box: Box, dtype: str) -> StoredPiece:
-        file = self.manifest.homes[section].get(name)
+        file = self.manifest.homes.get(section, {}).get(name)
         if file is None:
             raise CorruptError(f"{self.path}: the manifest does not say in which file '{name}' is")
         path = self.storage.join(self.path, file)
