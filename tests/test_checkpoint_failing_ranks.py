@@ -240,7 +240,7 @@ def test_ranks_that_disagree(tmp_path: Path, about: str) -> None:
         if about == "a rank that raises before" and rank == 1:
             continue
         assert outcome.raised("FSDPError"), outcomes
-        assert float(outcome.text.split()[0]) < TIMEOUT_S + 4, outcome
+        assert float(outcome.text.split()[0]) < TIMEOUT_S + 30, outcome  # it did not hang
         assert re.search(DISAGREEMENTS[about], outcome.text), outcome
     for folder in tmp_path.glob("disk of *"):
         assert checkpoint.checkpoints(folder) == []
