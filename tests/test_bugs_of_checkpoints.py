@@ -29,9 +29,15 @@ def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(LocalWriter, "write", write)
     first = checkpoint.save(tmp_path, model={"w": torch.zeros(300_000)}, step=1, async_op=True)
-    waiting = threading.Event.wait
+    waiting, main = threading.Event.wait, threading.current_thread()
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is main:  # the writing threads wait for each other's start, and are not the user
+            raise KeyboardInterrupt
+        return waiting(self, timeout)
+
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Event, "wait", lambda self, timeout=None: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(threading.Event, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, model={"w": torch.ones(300_000)}, step=2, async_op=True)
     assert threading.Event.wait is waiting

@@ -183,7 +183,8 @@ def test_missing_method(rank: int, world_size: int) -> None:
         rank,
         wrapped(error_of(ValueError, lambda: register_fsdp_forward_method(model, "decode"))),
         """\
-register_fsdp_forward_method: <class 'fsdp2.module.FSDPEncoder'> has no method 'decode'
+register_fsdp_forward_method: <class 'tests.test_forward_methods.FSDPEncoder'> has no method
+'decode'
 """,
     )
 
