@@ -26,6 +26,7 @@ __all__ = [
     "all_gather_flat_coalesced",
     "allocate_from_group",
     "allows_direct_slots",
+    "attention_op",
     "backward_is_running",
     "chunk_cat",
     "composable_apis",
@@ -65,6 +66,9 @@ __all__ = [
     "version",
     "written_arguments",
 ]
+
+
+_fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
 
 def make_spec(
@@ -240,15 +244,13 @@ def composable_apis(module: nn.Module) -> set[str]:
 
 
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`. torch's pipelining asks so for what ends
-    the backward of a stage, and there is no other way in. `state()` looks into an attribute of the module, whose name
-    torch makes up when it is imported, for the function that the `contract` decorator wraps."""
-    torch_fully_shard: Any = torch.distributed.fsdp.fully_shard
-    probe = nn.Module()
-    before = set(vars(probe))
-    torch_fully_shard.state(probe)
-    (attribute,) = vars(probe).keys() - before
-    module.__dict__.setdefault(attribute, {})[torch_fully_shard.__wrapped__] = state
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`, and list `module` as one that
+    `fully_shard` was applied to. torch's pipelining asks so for what ends the backward of a stage, its composable
+    `replicate` for what to leave alone, and there is no other way in. Both look into attributes of the module, whose
+    names the `contract` decorator's module makes up when it is imported."""
+    keys = _fully_shard.__globals__
+    module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
+    module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
 
 
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -282,6 +284,13 @@ def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+def attention_op(name: str) -> Any:
+    """One of aten's fused attentions, which return the log-sum-exp that `F.scaled_dot_product_attention` drops:
+    ``flash_attention_for_cpu``, ``flash_attention``, ``efficient_attention``, each with ``_backward``. No public function
+    takes the log-sum-exp of a whole row for the backward of a part of it."""
+    return getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
 
 
 # --- communication memory ---------------------------------------------------------------------------------------------
@@ -318,25 +327,29 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ASYNC_GATHER = distributed_c10d.AllgatherOptions()
+_ASYNC_GATHER.asyncOp = True
 
 
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The flat all-gather, asynchronous."""
-    work: dist.Work = _all_gather(output, source, group=group, async_op=True)
-    return work
+    """The flat all-gather, asynchronous. By the group's own method: the checks of `torch.distributed`'s function cost
+    half of what the call itself does."""
+    method = getattr(group, "all_gather_single", None) or group._allgather_base
+    return method(output, source, _ASYNC_GATHER)
 
 
 def reduce_scatter_flat(
     output: torch.Tensor,
     source: torch.Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    op: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup,
 ) -> dist.Work:
-    """The flat reduce-scatter, asynchronous."""
-    work: dist.Work = _reduce_scatter(output, source, op=op, group=group, async_op=True)
-    return work
+    """The flat reduce-scatter, asynchronous; see `all_gather_flat`."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = True
+    method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return method(output, source, options)
 
 
 def all_gather_flat_coalesced(

@@ -4,7 +4,7 @@ Everything is checked before anything is changed, so that a call that raises lea
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from warnings import warn
@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import composable_apis, parameter_slots
-from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import swapped_class
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
-from fsdp2.runtime.attach import attach, guard_state_dict, owner_of
+from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
@@ -79,6 +79,7 @@ def fully_shard(
     Raises:
         ArgumentError: the mesh, an argument or a parameter is unfit; the message names it.
         MisuseError: a module is sharded already, or twice in the list.
+        OrderError: a module that holds this one was sharded before it, with its parameters.
         UnsupportedError: options that do not go together.
 
     Example::
@@ -95,6 +96,7 @@ def fully_shard(
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
     managed = list(_managed_modules(modules))
     places = _parameter_slots(managed, ignored_params or set())
+    _check_order(places)
     placing = Placing(roles, shard_placement_fn, mp_policy, offload_policy)
     placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
     tied: list[_Tied] = []
@@ -162,6 +164,20 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if len({id(each) for each in modules}) != len(modules):
         raise MisuseError("fully_shard: a module stands twice in the list")
     return modules
+
+
+def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
+    """Parameters of a module below a sharded one may belong to its unit already."""
+    for param, (fqn, slots) in places.items():
+        owners = [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]
+        for unit in owners:
+            for known in unit.params:
+                if known.sharded is param:
+                    of = ", ".join(type(each).__name__ for each in unit.modules)
+                    raise OrderError(
+                        f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
+                        "module before you call it on one that holds it."
+                    )
 
 
 def _reshard_to(value: bool | int | None, zero: ZeroPolicy | None, roles: MeshRoles) -> bool | int | None:

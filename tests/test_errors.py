@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, ShardPlacementResult, fully_shard
+from fsdp2 import FSDPModule, OrderError, ShardPlacementResult, fully_shard
 from tests.models import check_step, error_of, is_sharded, linears, sharded_copy, wrapped
 from tests.parity_models import expect, full, mesh_2d
 from tests.ranks import on_ranks
@@ -36,6 +36,23 @@ fully_shard: a module stands twice in the list
 """,
     )
     assert type(linear) is nn.Linear
+
+
+@on_ranks(2)
+def test_a_child_after_its_parent(rank: int, world_size: int) -> None:
+    """On one mesh torch said "Invariant encountered: value was None", on two it made a DTensor of two data axes."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = sharded_copy(plain, fully_shard)
+    expect(
+        rank,
+        wrapped(error_of(OrderError, lambda: fully_shard(model[0]))),
+        """\
+fully_shard: 'weight' is sharded already, as '0.weight' of the FSDPSequential. Call fully_shard on a
+module before you call it on one that holds it.
+""",
+    )
+    assert type(model[0]) is nn.Linear
+    check_step(model, plain, rank, world_size)
 
 
 class Chain(nn.ModuleList):

@@ -41,11 +41,14 @@ class Operand:
     def __init__(self, full: torch.Tensor, bounds: Sequence[int]):
         self.full = full
         self.bounds = bounds
+        self._row: tuple[int, torch.Tensor] | None = None
 
     def row(self, rank: int) -> torch.Tensor:
         """View of what `rank` owns."""
-        start, end = self.bounds[rank], self.bounds[rank + 1]
-        return self.full[start:end]
+        if self._row is None or self._row[0] != rank:
+            start, end = self.bounds[rank], self.bounds[rank + 1]
+            self._row = rank, self.full[start:end]
+        return self._row[1]
 
     @cached_property
     def rows(self) -> list[torch.Tensor]:

@@ -92,6 +92,12 @@ class Assembly:
     def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
         """Issue the all-gather of unit `fqn` from its flat `shards`, which are of these `versions`; `finish` must
         follow."""
+        device = self._channel.roles.device
+        if self._params[0].plan.home != device:
+            # Offloaded: over as they are, cast there. A copy that does both casts on the CPU, which waits for it. Owned
+            # by this stream, as all that reads them.
+            pairs = zip(self._params, shards, strict=True)
+            shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
         if self._inner_gather is not None:
             self._gather_inner(fqn, shards, versions)
             shards = self._inner_shards

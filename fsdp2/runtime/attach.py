@@ -14,7 +14,7 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["attach", "guard_state_dict", "owner_of", "post_forward", "pre_forward"]
+__all__ = ["attach", "guard_state_dict", "owner_of", "owners_of", "post_forward", "pre_forward"]
 
 _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that manage them
 
@@ -39,10 +39,16 @@ def guard_state_dict(module: nn.Module, unit: Unit) -> None:
     module.register_load_state_dict_post_hook(_refresh)
 
 
+def owners_of(module: nn.Module) -> Sequence[Unit]:
+    """The units that manage parameters which `module` itself holds."""
+    owners: Sequence[Unit] = module.__dict__.get(_OWNERS, ())
+    return owners
+
+
 def owner_of(param: ManagedParameter) -> tuple[Unit, ParamGroup]:
     """The unit and the group that manage `param`."""
     for slot in param.slots:
-        for unit in slot.module.__dict__.get(_OWNERS, ()) if slot.module is not None else ():
+        for unit in owners_of(slot.module) if slot.module is not None else ():
             for group in unit.groups:
                 if param in group.params:
                     return unit, group
@@ -72,16 +78,11 @@ def _unit(module: nn.Module) -> Unit:
     return unit
 
 
-def _owners(module: nn.Module) -> Sequence[Unit]:
-    owners: Sequence[Unit] = module.__dict__[_OWNERS]
-    return owners
-
-
 def _reshard(module: nn.Module, *_: Any) -> None:
-    for unit in _owners(module):
+    for unit in owners_of(module):
         unit.reshard_all()
 
 
 def _refresh(module: nn.Module, *_: Any) -> None:
-    for unit in _owners(module):
+    for unit in owners_of(module):
         unit.refresh_groups()

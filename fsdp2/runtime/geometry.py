@@ -24,7 +24,7 @@ class Geometry:
         layout: how it is cut over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
         outer: with replicas that are sharded too, how this rank's piece of that is cut again; otherwise None.
         local: the cut that makes the sharded parameter, and which piece of it is this rank's.
-        local_shape, local_numel: of that piece, dims in memory order.
+        local_numel: of that piece.
         as_is: the user's dims stand in memory order already.
     """
 
@@ -42,7 +42,9 @@ class Geometry:
             self.outer = ShardLayout(self.layout.local_shape(roles.shard_rank), dim, roles.replicate_size)
             self.local = self.outer, roles.replicate_rank
         layout, rank = self.local
-        self.local_shape, self.local_numel = layout.local_shape(rank), layout.local_numel(rank)
+        self.local_numel = layout.local_numel(rank)
+        seen = self.from_memory(torch.empty(layout.local_shape(rank), device="meta"))
+        self._view = tuple(seen.shape), seen.stride()
 
     def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of a tensor with the user's dims: dims in memory order."""
@@ -55,6 +57,12 @@ class Geometry:
         if self.as_is:
             return tensor
         return tensor.permute(self._back) if self._order else tensor.view(())
+
+    def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """The local piece as the user sees it, which stands in `flat` (1-D, at the start of its storage) from element
+        `offset` on. One call where slicing, viewing and permuting would be three: gradients need it in each step."""
+        shape, stride = self._view
+        return flat.as_strided(shape, stride, offset)
 
     def cut(self, data: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the whole, dims in memory order."""

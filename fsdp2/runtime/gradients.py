@@ -133,13 +133,14 @@ class Gradients:
             return []
         self._have_arrived = False
         self.expect_all()
+        takes_partials = settings.requires_all_reduce
         by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}
         for index, param in enumerate(self._params):
             grad, partial = self._filled(param) if fill else param.take_grad(), None
-            if param.partial is not None and settings.requires_all_reduce:
+            if takes_partials and param.partial is not None:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
-                by_dtype.setdefault(param.dtype, []).append((index, Contribution(param, grad, partial)))
+                by_dtype.setdefault(param.flat.dtype, []).append((index, Contribution(param, grad, partial)))
         # Dict order is the parameters' order, which is the same on every rank.
         return [self._reduction(found, settings, streams, fqn) for found in by_dtype.values()]
 

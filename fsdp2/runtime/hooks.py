@@ -60,7 +60,7 @@ def on_backward_end(
     callback: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs of a forward, such that `callback` runs when backward has come through all of them."""
-    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.requires_grad]
     if not tensors:
         return args, kwargs
     function: Any = _BackwardEndOfTransforms if func_transforms_are_active() else _BackwardEnd

@@ -21,11 +21,13 @@ class InFlight:
     def __init__(self) -> None:
         self.ticket: Ticket | None = None
         self._limits: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._max_reductions = 1
         self._reductions: deque[Reduction] = deque()
 
     def limit(self, user: object, max_reductions: int) -> None:
         """`user` lets that many be under way before compute waits for the oldest; the largest of all counts."""
         self._limits[user] = max_reductions
+        self._max_reductions = max(self._limits.values())
 
     def check_nobody_waits(self, where: str) -> None:
         """Before a forward or another finalisation.
@@ -43,9 +45,8 @@ class InFlight:
 
     def start(self, reductions: Sequence[Reduction]) -> None:
         """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
-        max_reductions = max(self._limits.values(), default=1)
         for reduction in reductions:
-            num_due = len(self._reductions) - max_reductions + 1
+            num_due = len(self._reductions) - self._max_reductions + 1
             for _ in range(num_due):
                 self._advance_oldest()
             if reduction.advance():

@@ -321,15 +321,6 @@ class ManagedParameter:
             grad = local_tensor(grad)
         return grad if self.geometry.as_is else self.geometry.to_memory(grad)
 
-    def local_grad(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's (padded, 1-D) reduced gradient, as the local tensor of the sharded parameter looks."""
-        geometry = self.geometry
-        if flat.numel() != geometry.local_numel:
-            flat = flat[: geometry.local_numel]
-        if len(geometry.local_shape) != 1:
-            flat = flat.view(geometry.local_shape)
-        return flat if geometry.as_is else geometry.from_memory(flat)
-
     # --- following the module ----------------------------------------------------------------------------------------
 
     def refresh(self) -> bool:
@@ -346,7 +337,8 @@ class ManagedParameter:
         assert isinstance(current, nn.Parameter)
         local, layout = local_tensor(current), self.local_layout[0]
         in_memory = local if is_wrapper(local) else self.to_memory(local)
-        if not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel:
+        fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
+        if fits and (not self.plan.pins or local.is_meta or local.is_pinned()):
             self.flat = in_memory.reshape(-1)
         else:
             local, self.flat = self._padded(in_memory)

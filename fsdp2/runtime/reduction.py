@@ -13,8 +13,9 @@ On an accelerator [1] to [5] are enqueued at once. On the CPU each wait ends a s
 when it has to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 import torch
 
@@ -68,7 +69,8 @@ class Reduction:
         self._streams = streams
         self._contributions = [contributions[index] for index in plan.order]
         self._flat: torch.Tensor | None = None
-        self._outputs: list[torch.Tensor] = []
+        self._sizes = plan.sizes
+        self._apart: list[torch.Tensor] | None = None
         self._kept: list[torch.Tensor] = []
         self._is_abandoned = False
         self._run = self._steps()
@@ -80,10 +82,12 @@ class Reduction:
 
     def advance(self) -> bool:
         """Take one step; returns whether there is another."""
-        with torch.no_grad():
-            if next(self._run, True) is None:
-                return True
-        self._contributions, self._kept, self._outputs, self._flat = [], [], [], None
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.advance()
+        if next(self._run, True) is None:
+            return True
+        self._contributions, self._kept, self._apart, self._flat = [], [], None, None
         return False
 
     def finish(self) -> None:
@@ -132,6 +136,8 @@ class Reduction:
             done = streams.record()
         if roles.replicate_group is not None:
             if self.leaves_partials:  # [3]
+                if not streams.lazy:
+                    yield  # else compute would wait for each reduce-scatter as soon as it is issued
                 streams.wait(done)
                 self._keep_partial()
                 return
@@ -159,13 +165,13 @@ class Reduction:
         """Make the flat output and issue the reduce-scatter of `grads` into it."""
         roles, plan = self.roles, self._plan
         flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
-        self._flat, self._outputs = flat, list(flat.split(plan.sizes))
-        for output in self._outputs[len(grads) :]:
-            output.zero_()
-        if roles.shard_size == 1:
-            foreach_copy(self._outputs[: len(grads)], [grad.view(-1) for grad in grads])
-            return None
+        self._flat = flat
         numel, wire = plan.scattered_numel, plan.wire_dtype
+        if numel != plan.numel:
+            flat[numel:].zero_()
+        if roles.shard_size == 1:
+            foreach_copy(self._outputs()[: len(grads)], [grad.view(-1) for grad in grads])
+            return None
         if not numel:
             return None
         if wire != plan.dtype:
@@ -181,6 +187,11 @@ class Reduction:
         with named("reduce-scatter", self.fqn, roles.shard):
             return plan.channel.comm.reduce_scatter(scatters, group, average)
 
+    def _outputs(self) -> list[torch.Tensor]:
+        """The pieces of the flat output, one for each contribution; 1-D, padded."""
+        assert self._flat is not None
+        return list(self._flat.split(self._sizes))
+
     def _packed_scatter(
         self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
     ) -> Scatter:
@@ -192,9 +203,11 @@ class Reduction:
 
     def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
         """Large gradients are operands themselves."""
-        scatters = []
-        for index in range(len(self._plan.packed_layouts), len(grads)):
-            param, output = self._contributions[index].param, self._outputs[index]
+        scatters: list[Scatter] = []
+        num_packed = len(self._plan.packed_layouts)
+        outputs = self._outputs() if num_packed < len(grads) else []
+        for index in range(num_packed, len(grads)):
+            param, output = self._contributions[index].param, outputs[index]
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
             numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
@@ -206,16 +219,17 @@ class Reduction:
         """Add the outputs to what waits for an all-reduce."""
         if self._is_abandoned:
             return
-        for each, output in zip(self._contributions, self._outputs, strict=True):
+        for each, output in zip(self._contributions, self._outputs(), strict=True):
             partial = each.param.partial
             each.param.partial = output if partial is None else partial.add_(output)
 
     def _over_replicas(self, average: bool) -> Pending:
         """Issue what sums the flat output over the replicas, with what earlier backwards left."""
         assert self._flat is not None
-        for each, output in zip(self._contributions, self._outputs, strict=True):
-            if each.partial is not None:
-                output.add_(each.partial)
+        if any(each.partial is not None for each in self._contributions):
+            for each, output in zip(self._contributions, self._outputs(), strict=True):
+                if each.partial is not None:
+                    output.add_(each.partial)
         if self.roles.sharded_replicas:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate
@@ -228,7 +242,7 @@ class Reduction:
         assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
-        for each, output in zip(self._contributions, self._outputs, strict=True):
+        for each, output in zip(self._contributions, self._outputs(), strict=True):
             assert each.param.outer is not None
             layouts.append(each.param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
@@ -236,7 +250,7 @@ class Reduction:
         # The inner output was made on the reduce-scatter stream and is read here, on the all-reduce stream.
         self._kept.append(self._flat)
         flat = torch.empty(sum(sizes), dtype=self._plan.dtype, device=inner[0].device)
-        self._flat, self._outputs = flat, list(flat.split(sizes))
+        self._flat, self._sizes = flat, sizes
         if not flat.numel():
             return Works([])
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
@@ -256,10 +270,9 @@ class Reduction:
         self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
         if len(set(dtypes)) == 1:
             self._flat = self._at_home(self._flat.to(dtypes[0]))
-            self._outputs = list(self._flat.split([output.numel() for output in self._outputs]))
         else:
-            outputs = zip(dtypes, self._outputs, strict=True)
-            self._outputs = [self._at_home(output.to(dtype)) for dtype, output in outputs]
+            outputs = zip(dtypes, self._outputs(), strict=True)
+            self._apart = [self._at_home(output.to(dtype)) for dtype, output in outputs]
 
     def _run_hook(self, flat: torch.Tensor) -> None:
         if self._settings.all_reduce_hook is None:
@@ -284,19 +297,27 @@ class Reduction:
         self._kept.append(grad)
         return torch.empty_like(grad, device=plan.home, pin_memory=plan.pins).copy_(grad, non_blocking=True)
 
+    def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
+        """Where the result for each contribution is: in which 1-D tensor, from which element on."""
+        if self._apart is not None:
+            return self._apart, [0] * len(self._apart)
+        assert self._flat is not None
+        return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
+
     def _hand_over(self) -> None:
         """Set `sharded.grad`, or add to the one that is there."""
         if self._is_abandoned:
             return
         old, new = [], []
         hooked = []
-        for each, output, spec in zip(self._contributions, self._outputs, self._plan.grad_specs, strict=True):
+        for each, output, offset, spec in zip(self._contributions, *self._reduced(), self._plan.grad_specs, strict=True):
             sharded = each.param.sharded
+            local = each.param.geometry.local_view(output, offset)
             if (grad := sharded.grad) is None:
-                sharded.grad = make_dtensor(each.param.local_grad(output), spec)
+                sharded.grad = make_dtensor(local, spec)
             else:
                 old.append(local_tensor(grad))
-                new.append(each.param.local_grad(output))
+                new.append(local)
             if hooks := post_accumulate_grad_hooks(sharded):
                 hooked.append((sharded, hooks))
         foreach_add(old, new)

@@ -1,8 +1,8 @@
 """`ReductionPlan`: what is the same each time that the same parameters of a group are reduced. Layer: runtime."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from fsdp2.runtime.parameter import ManagedParameter
 __all__ = ["Contribution", "ReductionPlan"]
 
 
-@dataclass(frozen=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
     left for this all-reduce (1-D, padded), or both."""
 

@@ -15,6 +15,8 @@ import torch
 
 __all__ = ["Streams", "streams_for"]
 
+_NOTHING = nullcontext()
+
 
 class Streams:
     """CPU stand-in: no streams, no events, communication is waited for as late as possible."""
@@ -23,15 +25,15 @@ class Streams:
 
     def gathering(self) -> AbstractContextManager[object]:
         """Run the block on the all-gather stream."""
-        return nullcontext()
+        return _NOTHING
 
     def reducing(self) -> AbstractContextManager[object]:
         """Run the block on the reduce-scatter stream."""
-        return nullcontext()
+        return _NOTHING
 
     def all_reducing(self) -> AbstractContextManager[object]:
         """Run the block on the all-reduce stream."""
-        return nullcontext()
+        return _NOTHING
 
     def record(self) -> torch.Event | None:
         """An event at the current stream's end."""

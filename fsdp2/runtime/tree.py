@@ -59,6 +59,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors of `value`, in the order in which `map_tensors` meets them."""
     if isinstance(value, torch.Tensor):
         return [value]
+    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
+        return list(value)
     found: list[torch.Tensor] = []
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
