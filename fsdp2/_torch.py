@@ -39,6 +39,7 @@ __all__ = [
     "foreach_norm",
     "func_transforms_are_active",
     "group_allocates",
+    "group_named",
     "local_store",
     "local_tensor",
     "make_dtensor",
@@ -286,10 +287,16 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name; operators take texts. torch's own collectives for compiled code ask so."""
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)
+    return group
+
+
 def attention_op(name: str) -> Any:
     """One of aten's fused attentions, which return the log-sum-exp that `F.scaled_dot_product_attention` drops:
-    ``flash_attention_for_cpu``, ``flash_attention``, ``efficient_attention``, each with ``_backward``. No public function
-    takes the log-sum-exp of a whole row for the backward of a part of it."""
+    ``flash_attention_for_cpu``, ``flash_attention``, ``efficient_attention``, each with ``_backward``. No public
+    function takes the log-sum-exp of a whole row for the backward of a part of it."""
     return getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
 
 
@@ -327,7 +334,7 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
 
-_ASYNC_GATHER = distributed_c10d.AllgatherOptions()
+_ASYNC_GATHER = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
 _ASYNC_GATHER.asyncOp = True
 
 
@@ -341,12 +348,12 @@ def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.Proc
 def reduce_scatter_flat(
     output: torch.Tensor,
     source: torch.Tensor,
-    op: dist.ReduceOp.RedOpType,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup,
 ) -> dist.Work:
     """The flat reduce-scatter, asynchronous; see `all_gather_flat`."""
     options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(op)
+    options.reduceOp = op  # type: ignore[assignment]
     options.asyncOp = True
     method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return method(output, source, options)

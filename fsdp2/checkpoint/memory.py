@@ -58,9 +58,8 @@ def wait_for(devices: Iterable[torch.device]) -> None:
     write there next, know no streams of this one."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
-            event = torch.Event(device=device)
-            event.record()
-            event.synchronize()
+            # Not `Event.record()`: that takes the stream of the current device, which in other threads is the first.
+            torch.accelerator.current_stream(device).record_event().synchronize()
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -47,7 +47,7 @@ def allocate(
     """
     units = units_below(model)
     home = device or (units[0].device if units else torch.device("cpu"))
-    of_unit = {param.sharded: unit.device for unit in units for param in unit.params}
+    of_unit = {param.sharded: param.plan.home for unit in units for param in unit.params}
     chosen = {tensor for name, tensor in tensors_of(model, every_name=True) if tensor.is_meta and wanted(name)}
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():

@@ -53,6 +53,12 @@ def _inner_fraction(z: torch.Tensor) -> torch.Tensor:
     return _shifted(z, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
+def _divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """In place. By a tensor on the same device: by a number, CUDA multiplies with the reciprocal, whose last bit may
+    differ."""
+    return values.div_(values.new_tensor(divisor))
+
+
 @dataclass(frozen=True)
 class _Request:
     """What a distribution may need to know: the dtype to fill, and the elements of a tensor argument."""
@@ -78,7 +84,7 @@ def _uniform(z: torch.Tensor, request: _Request, low: float = 0.0, high: float =
 
 
 def _exponential(z: torch.Tensor, request: _Request, rate: float = 1.0) -> torch.Tensor:
-    return log(_inner_fraction(z)).neg_().div_(rate)
+    return _divided(log(_inner_fraction(z)).neg_(), rate)
 
 
 def _cauchy(z: torch.Tensor, request: _Request, median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
@@ -88,7 +94,7 @@ def _cauchy(z: torch.Tensor, request: _Request, median: float = 0.0, sigma: floa
 
 def _geometric(z: torch.Tensor, request: _Request, p: float) -> torch.Tensor:
     of_failure = log(torch.tensor([1.0 - p], dtype=torch.float64, device="cpu")).item()
-    return log(_inner_fraction(z)).div_(of_failure).ceil_().clamp_(min=1.0)
+    return _divided(log(_inner_fraction(z)), of_failure).ceil_().clamp_(min=1.0)
 
 
 def _bernoulli(z: torch.Tensor, request: _Request, p: float = 0.5) -> torch.Tensor:

@@ -144,27 +144,28 @@ def _synchronise(model: nn.Module, units: list[Unit]) -> None:
                 groups.setdefault(group, []).append((param.fqn, local_tensor(param.sharded)))
         for group, params in groups.items():
             for _, local in params:
-                _broadcast(local, group)
-            _compare(params, group)
+                _broadcast(local, group, unit.device)
+            _compare(params, group, unit.device)
     roles = next((param.roles for unit in units for param in unit.params), None)
     for group in (roles.shard_group, roles.replicate_group) if roles is not None else ():
-        if group is None:
+        if group is None or roles is None:
             continue
         for _, buffer in model.named_buffers():
             if not isinstance(buffer, DTensor):
-                _broadcast(buffer, group)
+                _broadcast(buffer, group, roles.device)
 
 
-def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dense = tensor.contiguous()
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
+    """By way of `device`, the mesh's: what is offloaded is in host memory, which NCCL does not reach."""
+    dense = tensor.to(device).contiguous()
     dist.broadcast(dense, group=group, group_src=0)
     if dense is not tensor:
         tensor.copy_(dense)
 
 
-def _compare(params: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+def _compare(params: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise on all ranks of a group unless they have the same values."""
-    own = torch.stack([_checksum(local) for _, local in params])
+    own = torch.stack([_checksum(local) for _, local in params]).to(device)
     all_of_them = own.new_empty(group.size(), len(params))
     dist.all_gather(list(all_of_them.unbind()), own, group=group)
     differing = (all_of_them != own).any(0).tolist()

@@ -24,7 +24,7 @@ from fsdp2.runtime.storage import FlatStorage
 __all__ = ["Gather", "named"]
 
 
-class named:  # noqa: N801 - reads as `with named(...)`
+class named:
     """Give errors of communication the names of the unit and the rank. (A class: `contextmanager` costs four times as
     much, and six of these run a unit and step.)
 
@@ -82,8 +82,10 @@ class Gather:
                 self._own[index] = self.operands[-1].row(axis.rank)
         if packed:
             self._make_packed(packed, layouts, fulls)
-        dtypes = {full.dtype for full in fulls}
-        self._dtype = dtypes.pop() if len(dtypes) == 1 else None
+        dtypes = [full.dtype for full in fulls]
+        self._dtype = dtypes[0] if len(set(dtypes)) == 1 else None
+        # Apart by dtype: one call for several wrote garbage on CUDA until https://github.com/pytorch/pytorch/pull/173531.
+        self._copies = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
         self._numel = axis.size * sum(layout.padded_numel for layout in layouts)
         self._nbytes = sum(operand.full.nbytes for operand in self.operands)
 
@@ -115,7 +117,11 @@ class Gather:
         """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels."""
         if self._packed is not None:
             self._packed.alloc()
-        foreach_copy(self._own, shards)
+        if self._dtype is not None:
+            foreach_copy(self._own, shards)
+        else:
+            for indices in self._copies:
+                foreach_copy([self._own[i] for i in indices], [shards[i] for i in indices])
         if not self.operands:
             return None
         emit("all_gather", fqn, self._numel, self._nbytes, self._dtype, self._axis.size)

@@ -310,7 +310,9 @@ class Reduction:
             return
         old, new = [], []
         hooked = []
-        for each, output, offset, spec in zip(self._contributions, *self._reduced(), self._plan.grad_specs, strict=True):
+        for each, output, offset, spec in zip(
+            self._contributions, *self._reduced(), self._plan.grad_specs, strict=True
+        ):
             sharded = each.param.sharded
             local = each.param.geometry.local_view(output, offset)
             if (grad := sharded.grad) is None:

@@ -43,6 +43,29 @@ class Streams:
         """Make the current stream wait for `event`."""
 
 
+class _Current:
+    """Make a stream the current one for a block. A new object for each block: `with stream` keeps in the stream itself
+    where it came from, so that neither blocks of two threads nor (before torch 2.12) nested ones may share it."""
+
+    __slots__ = ("_before", "_device_index", "_stream")
+
+    def __init__(self, stream: torch.Stream):
+        self._stream = stream
+        self._before: torch.Stream | None = None
+        self._device_index = -1
+
+    def __enter__(self) -> None:
+        self._device_index = torch.accelerator.current_device_index()
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)  # and its device
+
+    def __exit__(self, *_error: object) -> None:
+        assert self._before is not None
+        torch.accelerator.set_stream(self._before)
+        if self._device_index != self._before.device_index:
+            torch.accelerator.set_device_index(self._device_index)
+
+
 class AcceleratorStreams(Streams):
     """Three side streams of one device, above the priority of compute."""
 
@@ -54,15 +77,15 @@ class AcceleratorStreams(Streams):
 
     def gathering(self) -> AbstractContextManager[object]:
         """See `Streams.gathering`."""
-        return self._gather
+        return _Current(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
         """See `Streams.reducing`."""
-        return self._reduce
+        return _Current(self._reduce)
 
     def all_reducing(self) -> AbstractContextManager[object]:
         """See `Streams.all_reducing`."""
-        return self._all_reduce
+        return _Current(self._all_reduce)
 
     def record(self) -> torch.Event | None:
         """See `Streams.record`."""
