@@ -30,6 +30,7 @@ from fsdp2.optim import (
     local_optimizer,
 )
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.tuning import tune_lanes
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [
@@ -67,4 +68,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "transformer_blocks",
+    "tune_lanes",
 ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from math import prod
+from typing import overload
 
 __all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "dense_strides", "memory_order", "pack", "strides"]
 
@@ -22,6 +23,30 @@ def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
     """
     chunk = -(-size // parts)
     return tuple(min(index * chunk, size) for index in range(parts + 1))
+
+
+class _Bounds(Sequence[int]):
+    """`chunk_bounds`, each times `scale`, worked out when asked for: a rank among thousands needs two of them."""
+
+    __slots__ = ("_chunk", "_parts", "_scale", "_size")
+
+    def __init__(self, size: int, parts: int, scale: int = 1):
+        self._size = size
+        self._parts = parts
+        self._scale = scale
+        self._chunk = -(-size // parts)
+
+    def __len__(self) -> int:
+        return self._parts + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        return min(range(self._parts + 1)[index] * self._chunk, self._size) * self._scale
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,9 +107,9 @@ class ShardLayout:
         return -(-self.shape[self.dim] // self.parts)
 
     @cached_property
-    def bounds(self) -> tuple[int, ...]:
+    def bounds(self) -> Sequence[int]:
         """Start of each chunk along the shard dim, then the end."""
-        return chunk_bounds(self.shape[self.dim], self.parts)
+        return _Bounds(self.shape[self.dim], self.parts)
 
     @cached_property
     def even(self) -> bool:
@@ -107,10 +132,10 @@ class ShardLayout:
         return self.chunk * self.row_numel
 
     @cached_property
-    def flat_bounds(self) -> tuple[int, ...]:
+    def flat_bounds(self) -> Sequence[int]:
         """Start of each rank's elements in the whole tensor read flat; they are contiguous only when `dim` is 0."""
         assert self.dim == 0
-        return tuple(bound * self.row_numel for bound in self.bounds)
+        return _Bounds(self.shape[0], self.parts, self.row_numel)
 
     def over(self, parts: int) -> "ShardLayout":
         """The same tensor and dim cut into another number of chunks."""

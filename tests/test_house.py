@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("parallel.*",),
     ("optim.*",),
     ("init.*",),
-    ("full_params", "wrap"),
+    ("full_params", "tuning", "wrap"),
     ("wrap_policies",),
     ("api",),
     ("placing",),

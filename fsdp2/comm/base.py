@@ -17,12 +17,13 @@ Methods return a `Pending`; the result may be read after its `wait`. On an accel
 stream wait, on the CPU it blocks.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -121,6 +122,12 @@ class Comm(ABC):
     def scatter_direct_min_bytes(self) -> int | None:
         """`direct_min_bytes` for reduce-scatters; the same, unless an implementation treats them apart."""
         return self.direct_min_bytes
+
+    def with_direct_min_bytes(self, num_bytes: int | None) -> Self:
+        """The same with another limit; memory that it keeps for later calls is shared."""
+        other = copy.copy(self)
+        other.direct_min_bytes = num_bytes
+        return other
 
     @abstractmethod
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
-from fsdp2.comm.wire import sum_rows
+from fsdp2.comm.wire import is_narrow, sum_rows
 
 __all__ = ["GlooComm"]
 
@@ -101,18 +101,22 @@ class GlooComm(Comm):
         return Works(works)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`."""
+        """See `Comm.reduce_scatter`. The first row that comes is received in the output itself, where it has its dtype:
+        two ranks need no memory beside it."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
+        in_place = not is_narrow(scatters)
+        spare = size - 1 - in_place
         sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # what travels has the source's dtype
-        buffer = self.pool.take(sum(sizes) * (size - 1))
+        buffer = self.pool.take(sum(sizes) * spare)
         received, offset = [], 0
         for scatter, nbytes in zip(scatters, sizes, strict=True):
-            pieces = buffer[offset : offset + nbytes * (size - 1)].view(scatter.source.full.dtype).chunk(size - 1)
-            rows = list(pieces) if nbytes else []
+            rows = [scatter.output] if in_place else []
+            if nbytes and spare:
+                rows += buffer[offset : offset + nbytes * spare].view(scatter.source.full.dtype).chunk(spare)
             rows[rank:rank] = [scatter.source.row(rank)]
             received.append(rows)
-            offset += nbytes * (size - 1)
+            offset += nbytes * spare
         works = []
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.comm.base import Pending
-from fsdp2.layout import pack
+from fsdp2.layout import Lane, choose_lane, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extended import ExtendedGather
@@ -28,7 +28,8 @@ class Assembly:
     """The unsharded side of a group. Making it takes its memory, on the all-gather stream like all that follows.
 
     Attributes:
-        storage: of the unsharded parameters.
+        storage: of the unsharded parameters. `start` takes it, but for what is copied out of a packed buffer; `finish`
+            takes that.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
         used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones.
         complete_at: the versions of the sharded parameters of which `storage` has the whole although they are sharded;
@@ -48,14 +49,22 @@ class Assembly:
         self._inner_shards: list[torch.Tensor] = []
         self._inner_gather: Gather | None = None
         with torch.inference_mode(False), torch.no_grad():
-            flat = self._make_flat([param for param in params if not param.is_extended])
+            is_late = {param: self._travels_packed(param) for param in params if not param.is_extended}
+            self._early = self._make_flat([param for param, late in is_late.items() if not late])
+            self._late = self._make_flat([param for param, late in is_late.items() if late])
+            self._late_indices = {index for index, param in enumerate(params) if is_late.get(param)}
             self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
-            self.storage: Storage = Storages([flat, *self._extended.values()]) if self._extended else flat
+            self.storage: Storage = Storages([self._early, self._late, *self._extended.values()])
             if params[0].outer is not None:
                 self._make_inner()
 
+    def _travels_packed(self, param: ManagedParameter) -> bool:
+        comm, itemsize = self._channel.comm, param.compute_dtype.itemsize
+        lane = choose_lane(param.layout, itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
+        return lane is Lane.PACKED and not param.aliases
+
     def _make_flat(self, params: Sequence[ManagedParameter]) -> FlatStorage:
-        """One piece of memory for all parameters without an extension, and the parameters as views of it."""
+        """One piece of memory for several parameters without an extension, and the parameters as views of it."""
         sizes = [0 if param.aliases else param.layout.numel * param.compute_dtype.itemsize for param in params]
         offsets, total = pack(sizes, ALIGN_BYTES)
         storage = FlatStorage(total, self._channel.roles.device)
@@ -102,10 +111,25 @@ class Assembly:
             self._gather_inner(fqn, shards, versions)
             shards = self._inner_shards
         if self._channel.roles.shard_group is None:
+            self.storage.alloc()
             self._copy(shards)
             return None
         gather = self._gather_over(self._channel.roles.shard)
+        self._take(gather)
         return gather.start(fqn, self._sources(shards))
+
+    def _take(self, gather: Gather) -> None:
+        """The memory that `gather` needs from its start on."""
+        self._early.alloc()
+        for extended in self._extended.values():
+            extended.alloc()
+        if not self._can_wait(gather):
+            self._late.alloc()
+
+    def _can_wait(self, gather: Gather) -> bool:
+        """Whether all that was made to be taken late is packed in `gather`: another `Comm`, or other ranks, may have
+        changed that."""
+        return not self._extended and self._late_indices <= gather.packed
 
     def _copy(self, shards: Sequence[torch.Tensor]) -> None:
         """Without a shard axis nothing travels."""
@@ -118,11 +142,14 @@ class Assembly:
         """The same from `copies`, over the smaller mesh's shard `axis`."""
         for extended in self._extended.values():
             extended.take_inner()
-        return self._gather_over(axis, plain=True).start(fqn, self.copies)
+        gather = self._gather_over(axis, plain=True)
+        self._take(gather)
+        return gather.start(fqn, self.copies)
 
     def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
         """Make the unsharded parameters complete. `axis`: of the smaller mesh that they were gathered from, if any."""
         roles = self._channel.roles
+        self._late.alloc()
         if axis is not None:
             self._gathers[-axis.size].finish(fqn, pending)
             return
@@ -172,7 +199,10 @@ class Assembly:
                     layouts.append(param.layout.over(axis.size))
                     fulls.append(param.whole)
             with torch.inference_mode(False), torch.no_grad():
+                self.storage.alloc()
                 self._gathers[key] = Gather(layouts, fulls, axis, self._channel.comm)
+                if self._can_wait(self._gathers[key]):
+                    self._late.free()
         return self._gathers[key]
 
     # --- staying valid -----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class Channel:
     def like(self, other: "Channel") -> None:
         """Take over what was set on `other`, a channel of the same roles."""
         self.scatter_group, self._custom, self._memory = other.scatter_group, other._custom, other._memory
+        self.base = other.base
         self._choose()
 
     @property
@@ -54,6 +55,11 @@ class Channel:
         reduce_scatter = self._custom[1] or self._memory[1]
         is_base = all_gather is None and reduce_scatter is None
         self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
+
+    def set_direct_min_bytes(self, num_bytes: int | None) -> None:
+        """Another limit between the lanes; on all ranks alike."""
+        self.base = self.base.with_direct_min_bytes(num_bytes)
+        self._choose()
 
     def separate_reduce_scatter(self, enable: bool) -> None:
         """Give reduce-scatters a process group of their own, or let them share that of the all-gathers again.

@@ -133,6 +133,8 @@ class Context:
             unit.complete_forward()
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
+        if not torch.is_grad_enabled():
+            self.memory.free_all()  # no backward comes, whose all-gathers would give it back
         self.finalization.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
 
     # --- backward ----------------------------------------------------------------------------------------------------

@@ -60,6 +60,10 @@ class Gather:
         layouts: how each tensor is cut over `axis.size` ranks.
         fulls: what to fill, of the layouts' shapes; other tensors than the parameters on the same memory, so that
             filling them is not seen as modifying those.
+
+    Attributes:
+        operands: of the collective.
+        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory from then on.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, comm: Comm):
@@ -70,7 +74,7 @@ class Gather:
         self._unpack_to: list[torch.Tensor] = []
         self._unpack_from: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
-        packed = []
+        packed: list[int] = []
         for index, (layout, full) in enumerate(zip(layouts, fulls, strict=True)):
             lane = choose_lane(layout, full.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
             if lane is Lane.PACKED:
@@ -80,6 +84,7 @@ class Gather:
             else:
                 self.operands.append(Operand(full.view(-1), layout.flat_bounds))
                 self._own[index] = self.operands[-1].row(axis.rank)
+        self.packed = frozenset(packed)
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]

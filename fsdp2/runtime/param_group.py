@@ -133,7 +133,6 @@ class ParamGroup:
             streams.wait(resharded)
             memory.make_room(None if self._assembly is None else self._assembly.storage, prefetching)
             assembly = self._assembly or self._assemble()
-            assembly.storage.alloc()
             axis = None
             if self.phase is Phase.RESHARDED and self.smaller is not None:
                 axis = self.smaller.shard
@@ -277,7 +276,7 @@ class ParamGroup:
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
         self._table = None
-        if any(changed) or not self._shards:
+        if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.local_numel] for param in self.params]
         if any(changed) and self._assembly is not None and not self._assembly.fits():
             self._assembly = None
@@ -291,12 +290,12 @@ class ParamGroup:
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that have no data yet."""
-        return [param.fqn for param in self.params if param.sharded.device.type == "meta"]
+        return [param.fqn for param in self.params if param.held.is_meta]
 
     def not_at_home(self) -> list[tuple[str, torch.device]]:
         """FQNs and devices of parameters that are to be offloaded, but are not."""
         return [
-            (param.fqn, param.flat.device)
+            (param.fqn, param.held.device)
             for param in self.params
-            if isinstance(param.plan.offload, CPUOffloadPolicy) and param.flat.device != param.plan.home
+            if isinstance(param.plan.offload, CPUOffloadPolicy) and param.held.device != param.plan.home
         ]

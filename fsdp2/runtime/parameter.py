@@ -323,6 +323,12 @@ class ManagedParameter:
 
     # --- following the module ----------------------------------------------------------------------------------------
 
+    @property
+    def held(self) -> torch.Tensor:
+        """What the module holds now: `sharded`, or what a loader has put in its place since."""
+        current = self.slots[0].get()
+        return self.sharded if current is None else current
+
     def refresh(self) -> bool:
         """Take up what the module holds now in place of `sharded`: another device, dtype, parameter, or storage without
         padding (after `to`, `to_empty`, `load_state_dict`). Only while sharded. Returns whether anything changed.

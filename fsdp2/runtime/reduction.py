@@ -67,7 +67,10 @@ class Reduction:
         self._plan = plan
         self._settings = settings
         self._streams = streams
-        self._contributions = [contributions[index] for index in plan.order]
+        ordered = [contributions[index] for index in plan.order]
+        self._params = [each.param for each in ordered]
+        self._partials = [each.partial for each in ordered]
+        self._grads = [each.grad for each in ordered if each.grad is not None]
         self._flat: torch.Tensor | None = None
         self._sizes = plan.sizes
         self._apart: list[torch.Tensor] | None = None
@@ -87,7 +90,7 @@ class Reduction:
                 return self.advance()
         if next(self._run, True) is None:
             return True
-        self._contributions, self._kept, self._apart, self._flat = [], [], None, None
+        self._params, self._partials, self._kept, self._apart, self._flat = [], [], [], None, None
         return False
 
     def finish(self) -> None:
@@ -117,17 +120,12 @@ class Reduction:
             # Gradients: allocated on the compute stream, read here; kept by this object until [6]. Outputs: allocated
             # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
             streams.wait(born)
-            grads = [
-                each.grad
-                if each.grad.dtype == dtype and each.grad.is_contiguous()
-                else each.grad.to(dtype).contiguous()
-                for each in self._contributions
-                if each.grad is not None
-            ]
+            grads = self._take_grads(dtype)
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
-            self._kept += grads
+            self._keep(grads)
             pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
+            del grads
             if pending is not None:
                 if streams.lazy:
                     yield
@@ -156,10 +154,25 @@ class Reduction:
                 done = streams.record()
         if not streams.lazy:
             yield
-        if done is not None and self._contributions[0].param.plan.home != roles.device:
+        if done is not None and self._params[0].plan.home != roles.device:
             done.synchronize()  # the optimizer reads host memory, which no stream orders
         streams.wait(done)
         self._hand_over()  # [6]
+
+    def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The gradients that there are, contiguous and in `dtype`."""
+        found, self._grads = self._grads, []
+        grads = [
+            grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in found
+        ]
+        if not self._streams.lazy:
+            self._kept += found
+        return grads
+
+    def _keep(self, grads: Sequence[torch.Tensor]) -> None:
+        """Until the end: on an accelerator everything that other streams read; on the CPU what is sent as it is, since
+        what is packed has been read by then."""
+        self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
 
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Make the flat output and issue the reduce-scatter of `grads` into it."""
@@ -176,7 +189,7 @@ class Reduction:
             return None
         if wire != plan.dtype:
             grads = [grad.to(wire) for grad in grads]
-            self._kept += grads
+            self._keep(grads)
         emit("reduce_scatter", self.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
         scatters = self._direct_scatters(grads)
         if plan.packed_numel:
@@ -207,7 +220,7 @@ class Reduction:
         num_packed = len(self._plan.packed_layouts)
         outputs = self._outputs() if num_packed < len(grads) else []
         for index in range(num_packed, len(grads)):
-            param, output = self._contributions[index].param, outputs[index]
+            param, output = self._params[index], outputs[index]
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
             numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
@@ -219,17 +232,16 @@ class Reduction:
         """Add the outputs to what waits for an all-reduce."""
         if self._is_abandoned:
             return
-        for each, output in zip(self._contributions, self._outputs(), strict=True):
-            partial = each.param.partial
-            each.param.partial = output if partial is None else partial.add_(output)
+        for param, output in zip(self._params, self._outputs(), strict=True):
+            param.partial = output if param.partial is None else param.partial.add_(output)
 
     def _over_replicas(self, average: bool) -> Pending:
         """Issue what sums the flat output over the replicas, with what earlier backwards left."""
         assert self._flat is not None
-        if any(each.partial is not None for each in self._contributions):
-            for each, output in zip(self._contributions, self._outputs(), strict=True):
-                if each.partial is not None:
-                    output.add_(each.partial)
+        if any(partial is not None for partial in self._partials):
+            for partial, output in zip(self._partials, self._outputs(), strict=True):
+                if partial is not None:
+                    output.add_(partial)
         if self.roles.sharded_replicas:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate
@@ -242,9 +254,9 @@ class Reduction:
         assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
-        for each, output in zip(self._contributions, self._outputs(), strict=True):
-            assert each.param.outer is not None
-            layouts.append(each.param.outer)
+        for param, output in zip(self._params, self._outputs(), strict=True):
+            assert param.outer is not None
+            layouts.append(param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
         sizes = [layout.padded_numel for layout in layouts]
         # The inner output was made on the reduce-scatter stream and is read here, on the all-reduce stream.
@@ -291,7 +303,7 @@ class Reduction:
 
     def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient where the sharded parameter lives; offloaded, the copy is complete at `_hand_over`."""
-        plan = self._contributions[0].param.plan
+        plan = self._params[0].plan
         if grad.device == plan.home:
             return grad
         self._kept.append(grad)
@@ -300,7 +312,7 @@ class Reduction:
     def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
         """Where the result for each contribution is: in which 1-D tensor, from which element on."""
         if self._apart is not None:
-            return self._apart, [0] * len(self._apart)
+            return self._apart, [output.storage_offset() for output in self._apart]  # a view where nothing was cast
         assert self._flat is not None
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
@@ -310,11 +322,9 @@ class Reduction:
             return
         old, new = [], []
         hooked = []
-        for each, output, offset, spec in zip(
-            self._contributions, *self._reduced(), self._plan.grad_specs, strict=True
-        ):
-            sharded = each.param.sharded
-            local = each.param.geometry.local_view(output, offset)
+        for param, output, offset, spec in zip(self._params, *self._reduced(), self._plan.grad_specs, strict=True):
+            sharded = param.sharded
+            local = param.geometry.local_view(output, offset)
             if (grad := sharded.grad) is None:
                 sharded.grad = make_dtensor(local, spec)
             else:
