@@ -141,11 +141,11 @@ class Placing:
         """The dim to shard and the mesh."""
         result: Any = self.placement_fn(param) if self.placement_fn is not None else None
         roles = self.roles
-        # By their fields: torch's own class of this name serves as well.
-        if not isinstance(result, Shard) and getattr(result, "placement", None) is not None:
-            if getattr(result, "mesh", None) is not None:
-                roles = roles_of(result.mesh)
+        if isinstance(result, ShardPlacementResult):
+            roles = roles if result.mesh is None else roles_of(result.mesh)
             result = result.placement
+        elif getattr(result, "mesh_info", None) is not None:
+            roles, result = _roles_of_info(result.mesh_info), result.placement
         if result is None:
             result = Shard(0)
         if not isinstance(result, Shard):
@@ -176,6 +176,15 @@ class Placing:
                 f"got {wanted!r}"
             )
         return None
+
+
+def _roles_of_info(info: Any) -> MeshRoles:
+    """The roles in the object by which torch's `ShardPlacementResult` names a mesh (an `FSDPMeshInfo`), whose class is
+    private there: torchtitan passes them for experts."""
+    if getattr(info, "dp_mesh_dims", None) is not None:
+        dims = info.dp_mesh_dims
+        return roles_from_dims(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
+    return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)
 
 
 def _own_precision_policy(policy: Any) -> MixedPrecisionPolicy:

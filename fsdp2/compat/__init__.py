@@ -1,0 +1,12 @@
+"""Run code that was written for `torch.distributed.fsdp` on fsdp2, without changing it.
+
+While it is installed, the FSDP2 names of torch resolve to ours. Layer: compat, the top; nothing of fsdp2 loads it.
+
+    import fsdp2.compat.auto                      # one line, first in the program
+    fsdp2.compat.install()                        # the same by hand; uninstall() puts everything back
+    python -m fsdp2.compat train.py --steps 10    # no line at all
+"""
+
+from fsdp2.compat.installing import install, is_installed, uninstall
+
+__all__ = ["install", "is_installed", "uninstall"]
