@@ -1,0 +1,283 @@
+"""Hugging Face Accelerate: its FSDP2 plugin and its `ParallelismConfig`, unmodified, on torch's FSDP2 and on ours.
+
+Accelerate looks at FSDP plugins on accelerators only; on a CPU-only machine it silently trains without. `set_up` tells
+it that its devices are accelerators, by the one field of its state that says so; no code of Accelerate is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets  # noqa: F401 - Accelerate does so at its first data loader: once here, not again in every rank
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, ParallelismConfig, merge_fsdp_weights, set_seed
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.clients.clients import Run, library_of, run_both, run_script
+
+VOCAB, DIM, LAYERS, LENGTH = 64, 32, 3, 8
+LAYERWISE = {"auto_wrap_policy": "transformer_based_wrap"}
+Build = Callable[[], nn.Module]
+
+
+class Classifier(nn.Module):
+    """No `_no_split_modules`, no list of layers: what the size policy is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.body = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM), nn.LayerNorm(DIM))
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        logits = self.head(self.body(self.embed(input_ids)))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def llama(**changes: Any) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return LlamaForCausalLM(LlamaConfig(**(sizes | heads | changes)))
+
+
+def tied_llama() -> nn.Module:
+    return llama(tie_word_embeddings=True)
+
+
+def set_up() -> None:
+    """On a CPU, make Accelerate take the CPU for an accelerator, so that it uses its plugin."""
+    if not torch.cuda.is_available():
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def loader() -> DataLoader:
+    ids = torch.randint(VOCAB, (256, LENGTH), generator=torch.Generator().manual_seed(7))
+    return DataLoader(TensorDataset(ids), batch_size=2)
+
+
+def units(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def batches(data: Any, num: int) -> Iterator[Tensor]:
+    for (ids,), _ in zip(data, range(num), strict=False):
+        yield ids
+
+
+def prepared(
+    build: Build, *, accumulate: int = 1, precision: str = "no", parallel: dict[str, int] | None = None, **plugin: Any
+) -> tuple[Accelerator, nn.Module, Any, Any]:
+    """What every script with Accelerate begins with."""
+    set_up()
+    set_seed(3)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulate,
+        mixed_precision=precision,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **plugin),
+        parallelism_config=ParallelismConfig(**parallel) if parallel else None,
+    )
+    model = build()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return accelerator, *accelerator.prepare(model, optim, loader())
+
+
+def steps(
+    accelerator: Accelerator, model: nn.Module, optim: Any, data: Iterator[Tensor]
+) -> tuple[list[Any], list[Any]]:
+    """The loop from Accelerate's documentation: losses of the microbatches, gradient norms of the steps."""
+    losses, norms = [], []
+    for ids in data:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optim.step()
+            optim.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train(build: Build = llama, num: int = 4, **options: Any) -> Run:
+    accelerator, model, optim, data = prepared(build, **options)
+    losses, norms = steps(accelerator, model, optim, batches(data, num))
+    notes = {"units": units(model)}
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
+
+
+@pytest.mark.parametrize("ram_efficient", [False, True])
+@pytest.mark.parametrize("build", [llama, tied_llama])
+def test_the_transformer_policy(build: Build, ram_efficient: bool) -> None:
+    """`cpu_ram_efficient_loading`: only rank 0 has values; the others are sharded on the meta device and filled by
+    broadcasts and `load_state_dict(assign=True)`."""
+    both = run_both(train, 2, build=build, cpu_ram_efficient_loading=ram_efficient, **LAYERWISE)
+    both.assert_equal()
+    assert both.ours[0].notes == both.torch[0].notes
+    assert [f"model.layers.{index}" in both.ours[0].notes["units"] for index in range(LAYERS)] == [True] * LAYERS
+
+
+def test_the_size_policy() -> None:
+    both = run_both(train, 2, build=Classifier, auto_wrap_policy="size_based_wrap", min_num_params=2000)
+    both.assert_equal()
+    assert both.ours[0].notes["units"] == ["", "embed", "body", "body.0", "body.2", "head"]
+
+
+def test_activation_checkpointing() -> None:
+    both = run_both(train, 2, activation_checkpointing=True, **LAYERWISE)
+    both.assert_equal()
+    assert "model.layers.0" in both.ours[0].notes["units"]
+    plain = run_script(train, 2, "fsdp2", **LAYERWISE)
+    assert both.ours[0].losses == plain[0].losses
+
+
+def test_gradient_accumulation() -> None:
+    """Three microbatches a step; only the last one communicates gradients."""
+    both = run_both(train, 2, num=6, accumulate=3, **LAYERWISE)
+    both.assert_equal()
+    assert len(both.ours[0].values["norms"]) == 2
+    assert both.ours[0].events["reduce_scatter"] == 2 * (LAYERS + 2)  # embedding; norm and head
+
+
+def test_mixed_precision() -> None:
+    """bf16 by the plugin's policy, under Accelerate's own autocast."""
+    run_both(train, 2, precision="bf16", **LAYERWISE).assert_equal()
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
+def test_parallelism_config(replicate: int, shard: int) -> None:
+    parallel = {"dp_replicate_size": replicate, "dp_shard_size": shard}
+    both = run_both(train, 4, parallel=parallel, **LAYERWISE)
+    # Four ranks: gloo's ring and our rank order add in different orders.
+    both.assert_equal(rtol=1e-5, atol=1e-6)
+
+
+class ReplicateParallel:
+    """What Accelerate 1.15 imports from transformers to spread a module without a tensor-parallel plan. transformers
+    5.23 has it no more, so Accelerate's FSDP2 with tensor parallelism needs an older one, or this in its place."""
+
+    def prepare_module_tp(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def whole_inputs(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+        def plain_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local()
+
+        return distribute_module(module, mesh, None, whole_inputs, plain_output)
+
+
+PLAN = {f"self_attn.{name}_proj": ColwiseParallel for name in ("q", "k", "v")} | {"self_attn.o_proj": RowwiseParallel}
+PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
+
+
+def train_tensor_parallel() -> Run:
+    set_up()
+    set_seed(3)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
+    parallel = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=parallel)
+    model = llama()
+    for layer in model.model.layers:
+        plan = {name: style() for name, style in PLAN.items()}
+        parallelize_module(layer, accelerator.torch_device_mesh["tp"], plan)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    transformers.integrations.tensor_parallel.ReplicateParallel = ReplicateParallel
+    model, optim, data = accelerator.prepare(model, optim, loader())
+    losses, norms = steps(accelerator, model, optim, batches(data, 4))
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+
+
+def test_parallelism_config_with_tensor_parallelism() -> None:
+    run_both(train_tensor_parallel, 4).assert_equal()
+
+
+def prepare_tensor_parallel() -> Run:
+    """Without that class."""
+    set_up()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
+    parallel = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=parallel)
+    model = llama()
+    parallelize_module(model, accelerator.torch_device_mesh["tp"], {"lm_head": ColwiseParallel()})
+    optim = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ImportError, match="ReplicateParallel"):
+        accelerator.prepare(model, optim)
+    return Run([], library_of(model))
+
+
+def test_tensor_parallelism_needs_a_class_that_transformers_removed() -> None:
+    """When this fails, `ReplicateParallel` above can go."""
+    run_script(prepare_tensor_parallel, 4, "torch")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(folder: str, kind: str) -> Run:
+    """Train, save, train on."""
+    accelerator, model, optim, data = prepared(llama, state_dict_type=kind, **LAYERWISE)
+    steps(accelerator, model, optim, batches(data, 2))
+    accelerator.save_state(folder)
+    losses, norms = steps(accelerator, model, optim, batches(data, 3))
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+
+
+def resume(folder: str, kind: str) -> Run:
+    """Another process, other values: load, and train the same steps."""
+    accelerator, model, optim, data = prepared(lambda: llama(initializer_range=1.0), state_dict_type=kind, **LAYERWISE)
+    accelerator.load_state(folder)
+    losses, norms = steps(accelerator, model, optim, batches(data, 3))
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_save_and_load(tmp_path: Path, kind: str) -> None:
+    """Either library resumes from its own checkpoint and from the other's."""
+    for library in ("torch", "fsdp2"):
+        folder = str(tmp_path / library)
+        before = run_script(save_and_go_on, 2, library, folder=folder, kind=kind)
+        after = run_both(resume, 2, folder=folder, kind=kind)
+        after.assert_equal()
+        assert after.ours[0].losses == before[0].losses
+        assert after.ours[0].values["norms"] == before[0].values["norms"]
+
+
+def save_model(folder: str) -> Run:
+    accelerator, model, optim, data = prepared(tied_llama, **LAYERWISE)
+    losses, _ = steps(accelerator, model, optim, batches(data, 2))
+    accelerator.save_model(model, os.path.join(folder, "whole"))
+    accelerator.save_state(os.path.join(folder, "sharded"))
+    merge_fsdp_weights(os.path.join(folder, "sharded", "pytorch_model_fsdp_0"), os.path.join(folder, "merged"))
+    return Run(losses, library_of(model), values={"parameters": whole(model)})
+
+
+def test_whole_models(tmp_path: Path) -> None:
+    """`save_model` (a Hugging Face file) and a sharded checkpoint after `merge_fsdp_weights` have what was trained."""
+    runs = run_script(save_model, 2, "fsdp2", folder=str(tmp_path))
+    expected = runs[0].values["parameters"]
+    for path in (tmp_path / "whole", tmp_path / "merged"):
+        stored = load_file(path / "model.safetensors")
+        assert stored
+        assert stored.keys() <= expected.keys()
+        assert all(torch.equal(stored[name], expected[name]) for name in stored), path
+        assert expected.keys() - stored.keys() <= {"lm_head.weight"}  # tied

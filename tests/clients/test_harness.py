@@ -1,0 +1,44 @@
+"""The comparison notices a difference, a library that is not in place, and a rank that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.clients.clients import Both, Run, library_of, run_both, run_script
+
+
+def script(failing_rank: int = -1) -> Run:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    if dist.get_rank() == failing_rank:
+        raise ValueError("rank was told to fail")
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    return Run([loss.item()], library_of(model), {"gradient": model.weight.grad.full_tensor()})
+
+
+def test_a_difference_is_noticed() -> None:
+    both = run_both(script, 2)
+    both.assert_equal()
+    both.ours[1].values["gradient"][0, 0] += 1e-6
+    with pytest.raises(AssertionError, match="rank 1: gradient"):
+        both.assert_equal()
+
+
+def test_the_wrong_library_is_noticed() -> None:
+    theirs, ours = (run_script(script, 2, library) for library in ("torch", "fsdp2"))
+    assert ours[0].events["reduce_scatter"] == 1 and not theirs[0].events
+    for wrong in (Both(theirs, theirs), Both(ours, ours)):
+        with pytest.raises(AssertionError, match="'torch'"):
+            wrong.assert_equal()
+
+
+def test_a_failing_rank_fails_the_test() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)--- rank 1.*rank was told to fail"):
+        run_script(script, 2, "torch", failing_rank=1)
+    assert len(run_script(script, 2, "torch")) == 2  # the next script runs again
