@@ -1,0 +1,32 @@
+"""Several kinds of parallelism together: degrees to meshes, one call that applies them, batches for all of them."""
+
+from fsdp2.parallel.applying import parallelize
+from fsdp2.parallel.batches import BatchSizes, batch_sizes
+from fsdp2.parallel.config import ParallelConfig
+from fsdp2.parallel.context import apply_context_parallel, context_parallel
+from fsdp2.parallel.context_sharding import (
+    next_token_labels,
+    positions,
+    shard_sequence,
+    token_mean,
+    unshard_sequence,
+)
+from fsdp2.parallel.meshes import Meshes, build_meshes
+from fsdp2.parallel.ring_attention import ring_attention
+
+__all__ = [
+    "BatchSizes",
+    "Meshes",
+    "ParallelConfig",
+    "apply_context_parallel",
+    "batch_sizes",
+    "build_meshes",
+    "context_parallel",
+    "next_token_labels",
+    "parallelize",
+    "positions",
+    "ring_attention",
+    "shard_sequence",
+    "token_mean",
+    "unshard_sequence",
+]

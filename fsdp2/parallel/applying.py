@@ -1,0 +1,167 @@
+"""`parallelize`: all kinds of parallelism, applied to one model in the order in which they fit. Layer: parallel.
+
+Everything that can be told from config and model alone is checked before the model changes and before the first
+communication, alike on all ranks.
+"""
+
+import logging
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp2.api import fully_shard
+from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.parallel.blocks import Block, Blocks, blocks_of
+from fsdp2.parallel.config import ParallelConfig
+from fsdp2.parallel.context import apply_context_parallel
+from fsdp2.parallel.meshes import Meshes, build_meshes
+from fsdp2.parallel.recompute import check_plain, recompute_and_compile
+from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy
+from fsdp2.runtime.unit import has_forward, unit_of
+
+__all__ = ["parallelize"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_logger = logging.getLogger("fsdp2")
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parallelize(
+    model: Model,
+    config: ParallelConfig,
+    *,
+    meshes: Meshes | None = None,
+    blocks: Blocks | Sequence[Blocks] | None = None,
+    tp_plan: TensorPlan | None = None,
+    **options: Any,
+) -> Model:
+    """Apply what `config` says to `model`, in place: tensor parallelism, context parallelism, activation checkpointing,
+    compilation, and `fully_shard` of each block and of the model.
+
+    That order is the one that works: layers are split before their parameters are sharded over the other ranks, what is
+    recomputed includes the communication of tensor and context parallelism, and sharding is outside of both, so that
+    a block's parameters are gathered once for all that happens in it.
+
+    Every rank calls it on the same model, before optimizers are made. Collective: it makes the meshes if it is the
+    first to ask for them, and with tensor parallelism sends the values of the split layers from the first rank of each
+    tensor group to the others. Models on the meta device work, and communicate nothing; give them values afterwards
+    (`to_empty`, then `fsdp2.init`).
+
+    Within a pipeline, `model` is one stage, and each rank calls it on the stages that `Meshes.stage_indices` gives it;
+    running them is the business of `torch.distributed.pipelining`.
+
+    Args:
+        model: a plain model; it becomes the root unit.
+        config: need not be resolved.
+        meshes: from `build_meshes` with the same degrees; None makes them.
+        blocks: which modules are blocks: a policy (`by_class`, ...), classes, modules, names of classes or of modules
+            (``"layers.*"``), or a list of these. None: those that the config names, or else those that
+            `transformer_blocks` finds.
+        tp_plan: styles of `torch.distributed.tensor.parallel`, or their names, by names of modules. None: the model's
+            own attribute `tp_plan`. Without tensor parallelism it has no effect.
+        options: of `fully_shard`, for each block and the model (`mp_policy`, `offload_policy`, `reshard_after_forward`,
+            `zero`, `ignored_params`, `shard_placement_fn`); they replace what the config says.
+
+    Returns:
+        `model`, the same object.
+
+    Raises:
+        ArgumentError: the degrees do not multiply to the number of ranks; no blocks, or none of those told; no tensor
+            plan, or one that does not fit; an option that contradicts the config.
+        MisuseError: the model is sharded already.
+        UnsupportedError: a style of tensor parallelism that we do not know.
+
+    Example::
+
+        config = ParallelConfig.load("run.toml")
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        model = parallelize(Model(), config, tp_plan=plan)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    Source: the order is that of torchtitan's `parallelize_llama`,
+    https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/llama3/infra/parallelize.py.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"parallelize: expected an nn.Module, got {type(model)}")
+    if not has_forward(model):
+        raise ArgumentError(
+            f"parallelize: a {type(model).__name__} has no forward, so it cannot be the root; pass the model"
+        )
+    if any(unit_of(module) is not None for module in model.modules()):
+        raise MisuseError("parallelize: the model, or a part of it, is sharded already; call it once, on a plain model")
+    signature(fully_shard).bind(model, **options)  # an option that there is not is a TypeError now, not later
+    chosen = blocks_of(model, (config.blocks or None) if blocks is None else blocks)
+    check_plain(chosen)
+    styles = None
+    if config.tensor > 1:
+        styles = check_tensor_plan(model, tp_plan, config.tensor, is_stage=config.pipeline > 1)
+    meshes = _meshes(config, meshes)
+    options = _shard_options(config, meshes, options)
+
+    if styles is not None:
+        assert meshes.tensor is not None
+        apply_tensor_parallel(model, meshes.tensor, styles)
+    if meshes.context is not None:
+        apply_context_parallel(model, meshes.context)
+    recompute_and_compile(chosen, config.checkpoint_every, config.compile)
+    for block in chosen:
+        fully_shard(block.module, **{**options, **block.options})
+    fully_shard(model, **options)
+    _logger.info("%s", _report(model, meshes, chosen))
+    return model
+
+
+def _meshes(config: ParallelConfig, meshes: Meshes | None) -> Meshes:
+    if meshes is None:
+        return build_meshes(config)
+    degrees = config.resolve(meshes.root.size()).degrees
+    if degrees != meshes.config.degrees:
+        raise ArgumentError(
+            f"parallelize: the meshes have other degrees, {meshes.config.degrees}, than the config, {degrees}"
+        )
+    return meshes
+
+
+def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of `fully_shard`: those of the config, replaced by those given."""
+    for name in ("mesh", "dp_mesh_dims"):
+        if name in given:
+            raise ArgumentError(f"parallelize: makes the mesh from the config's degrees; leave {name} out")
+    options: dict[str, Any] = {"mesh": meshes.data}
+    if config.mixed_precision != "no":
+        options["mp_policy"] = MixedPrecisionPolicy(_COMPUTE[config.mixed_precision], torch.float32)
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.data.device_type != "cpu")
+    if config.reshard_after_forward is not None:
+        options["reshard_after_forward"] = config.reshard_after_forward
+    elif config.pipeline > 1 and "zero" not in given and not meshes.only_replicates:
+        options["reshard_after_forward"] = False
+    options.update(given)
+    if meshes.only_replicates:
+        _check_replicated(options)
+        options["zero"] = ZeroPolicy(stage=0)
+    return options
+
+
+def _check_replicated(options: dict[str, Any]) -> None:
+    """What shards further has nothing to shard."""
+    zero = options.get("zero")
+    if zero is not None and zero.stage != 0:
+        raise ArgumentError(
+            f"parallelize: shard = 1 shards nothing, which is stage 0 of ZeRO; got {zero}. Choose shard > 1"
+        )
+    if options.get("reshard_after_forward") is not None:
+        raise ArgumentError(
+            "parallelize: with shard = 1 parameters are whole on each rank, so reshard_after_forward has no meaning; "
+            f"got {options['reshard_after_forward']!r}. Leave it out, or choose shard > 1"
+        )
+
+
+def _report(model: nn.Module, meshes: Meshes, blocks: Sequence[Block]) -> str:
+    degrees = ", ".join(f"{name} {degree}" for name, degree in meshes.config.degrees.items() if degree > 1)
+    return f"parallelize: {type(model).__name__}, {len(blocks)} blocks, {degrees or 'one rank'}"

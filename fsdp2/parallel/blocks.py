@@ -1,0 +1,132 @@
+"""Which modules are the blocks of a model: found by a policy of `fsdp2.wrap`, or told. Layer: parallel.
+
+A block is what is recomputed, compiled and sharded as one. Told ways are checked: one that matches nothing is an error
+that lists what there is. Read from the module tree alone, so all ranks decide alike, and meta models work.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fsdp2.errors import ArgumentError
+from fsdp2.runtime.unit import has_forward
+from fsdp2.wrap import auto_shard, transformer_blocks
+from fsdp2.wrap_policies import Policy, classes_of
+
+__all__ = ["Block", "Blocks", "blocks_of", "matches"]
+
+Blocks = Policy | nn.Module | type[nn.Module] | str
+"""A policy, a module, a class, or the name of a class or of modules (a pattern, such as ``layers.*``)."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block.
+
+    Attributes:
+        fqn: its name in the model.
+        module: the module.
+        options: of `fully_shard`, for this block alone.
+    """
+
+    fqn: str
+    module: nn.Module
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def blocks_of(model: nn.Module, told: Blocks | Sequence[Blocks] | None) -> list[Block]:
+    """The blocks of `model`, children before their parents, otherwise in the order of the module tree.
+
+    Args:
+        told: None for `transformer_blocks()`; or what they are, or a list of that.
+
+    Raises:
+        ArgumentError: there are none; what was told matches nothing.
+    """
+    if told is None or isinstance(told, Policy):
+        return _by_policy(model, told or transformer_blocks())
+    each_told = told if isinstance(told, (list, tuple)) else [told]
+    if not each_told:
+        raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
+    chosen = {module for each in each_told for module in _told(model, each)}
+    chosen.discard(model)
+    return [Block(fqn, module) for fqn, module in _children_first(model) if module in chosen]
+
+
+def matches(pattern: str, fqn: str) -> bool:
+    """Whether a name fits a pattern part by part: ``layers.*`` is ``layers.0``, but not ``layers.0.mlp``."""
+    wanted, parts = pattern.split("."), fqn.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _by_policy(model: nn.Module, policy: Policy) -> list[Block]:
+    units = auto_shard(model, policy, dry_run=True).units
+    return [Block(unit.fqn, model.get_submodule(unit.fqn), unit.options) for unit in units if unit.fqn]
+
+
+def _told(model: nn.Module, told: Any) -> Iterator[nn.Module]:
+    """The modules that one thing told stands for."""
+    if isinstance(told, nn.Module):
+        found: Iterable[nn.Module] = [module for module in model.modules() if module is told]
+        what = f"that is this {type(told).__name__}"
+    elif isinstance(told, type) and issubclass(told, nn.Module):
+        found = [module for module in model.modules() if isinstance(module, told)]
+        what = f"of class {told.__name__}"
+    elif isinstance(told, str):
+        found = [module for fqn, module in model.named_modules() if matches(told, fqn) or _has_name(module, told)]
+        what = f"'{told}'"
+    else:
+        raise ArgumentError(
+            f"parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got {told!r}"
+        )
+    if not found:
+        raise ArgumentError(f"parallelize: the model has no module {what}{_near(model, told)}. {_what_there_is(model)}")
+    for module in found:
+        if has_forward(module):
+            yield module
+            continue
+        elements = [child for child in module.children() if has_forward(child)]  # a list of blocks stands for them
+        if not elements:
+            raise ArgumentError(
+                f"parallelize: {what} is a {type(module).__name__} without forward, so it cannot be a block; name its "
+                "elements"
+            )
+        yield from elements
+
+
+def _has_name(module: nn.Module, name: str) -> bool:
+    return any(base.__name__ == name for base in type(module).__mro__)
+
+
+def _near(model: nn.Module, told: Any) -> str:
+    if not isinstance(told, str):
+        return ""
+    names = {type(module).__name__ for module in model.modules()} | {fqn for fqn, _ in model.named_modules() if fqn}
+    near = get_close_matches(told, sorted(names), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def _what_there_is(model: nn.Module) -> str:
+    top = ", ".join(f"'{name}'" for name, _ in model.named_children())
+    return f"At its top it has {top or 'nothing'}; its classes are {classes_of(model)}."
+
+
+def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules with their first names, each after those below it."""
+    order: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(fqn: str, module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for name, child in module.named_children():
+            visit(f"{fqn}.{name}" if fqn else name, child)
+        order.append((fqn, module))
+
+    visit("", model)
+    return order

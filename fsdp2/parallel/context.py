@@ -1,0 +1,210 @@
+"""Context parallelism for any model that calls `F.scaled_dot_product_attention`: while it runs, that is ring attention.
+Layer: parallel.
+
+At the first use a function takes the place of ``torch.nn.functional.scaled_dot_product_attention``, and of the names by
+which modules that are loaded then have imported it. It stays for the life of the process, and does nothing but pass on
+unless a context group is active. Why not a `TorchFunctionMode`, which would catch every name: a mode is off inside
+functions that it sees, such as `Tensor.backward` (where checkpoints recompute attention) and
+`F.multi_head_attention_forward`; and it costs microseconds for each call of any operator.
+
+Which group is active is one fact of the process, not of a thread: on CUDA another thread recomputes checkpoints. So one
+thread at a time runs models with context parallelism.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from fsdp2.errors import MisuseError, UnsupportedError
+from fsdp2.parallel.ring_attention import context_group, num_ring_attentions, refuse, ring_attention_over
+
+__all__ = ["apply_context_parallel", "context_parallel"]
+
+
+class _Active:
+    """Over which group attention runs now, "" for none; and the module whose forward made it so, if one did."""
+
+    def __init__(self) -> None:
+        self.group_name = ""
+        self.owner: nn.Module | None = None
+
+
+_active = _Active()
+_original = F.scaled_dot_product_attention
+_NO_ATTENTION = (
+    "no F.scaled_dot_product_attention ran, so whatever attention there was has seen this rank's rows only. With "
+    "transformers load the model with attn_implementation='sdpa'; give nn.MultiheadAttention need_weights=False; in "
+    "models of your own call fsdp2.parallel.ring_attention"
+)
+_MASKS = (
+    "Padding on the right needs no mask under a causal one: give the model an attention_mask of ones, and ignore the "
+    "padding's labels. transformers makes a mask from position_ids alone (on some ranks; it takes a sequence that was "
+    "cut for several packed ones): pass an attention_mask of ones with them."
+)
+
+
+@contextmanager
+def context_parallel(mesh: DeviceMesh) -> Iterator[None]:
+    """Within the block `F.scaled_dot_product_attention` is ring attention over `mesh`, in any model.
+
+    Forward *and* backward belong inside: activation checkpointing recomputes attention during backward. (It notices if
+    only one was.) The block may be the whole training loop. No communication of its own, and nothing happens on one
+    rank. `apply_context_parallel` does the same for one model for good.
+
+    Args:
+        mesh: the context axis alone, such as ``mesh["cp"]``. Its ranks have cut their batch by `shard_sequence`.
+
+    Warns:
+        UserWarning: no attention ran within the block.
+
+    Raises:
+        UnsupportedError: by the attention: with a mask, or dropout.
+        MisuseError: another context axis is active.
+
+    Example::
+
+        with context_parallel(mesh["cp"]):
+            for batch in loader:
+                loss(model, shard_sequence(batch, mesh["cp"])).backward()
+    """
+    _install()
+    group_name = context_group(mesh)
+    before = _active.group_name
+    _check_active(group_name)
+    ran = num_ring_attentions(group_name)
+    _active.group_name = group_name or before
+    try:
+        yield
+    finally:
+        _active.group_name = before
+    if group_name and num_ring_attentions(group_name) == ran:
+        warn(f"context_parallel: {_NO_ATTENTION}", stacklevel=3)
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """From now on `F.scaled_dot_product_attention` is ring attention over `mesh` while a module of `model` runs its
+    forward: in the model's own forward, and when a checkpointed part of it is recomputed during backward.
+
+    Adds two hooks to each module. No communication, and no parameter changes. Every rank calls it, after tensor
+    parallelism and before activation checkpointing, `torch.compile` and `fully_shard`. Nothing happens on one rank.
+
+    Args:
+        model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.
+        mesh: the context axis alone, such as ``mesh["cp"]``.
+
+    Raises:
+        MisuseError: at the model's first forward, if no attention ran in it; or another context axis is active.
+        UnsupportedError: at a forward whose attention has a mask, or dropout.
+
+    Example::
+
+        apply_context_parallel(model, mesh["cp"])
+        for block in model.blocks:
+            fully_shard(block, mesh=data_mesh)  # shard x context, flattened
+        fully_shard(model, mesh=data_mesh)
+    """
+    group_name = context_group(mesh)
+    if not group_name:
+        return
+    _install()
+    for module in model.modules():
+        module.register_forward_pre_hook(partial(_enter, group_name))
+        module.register_forward_hook(_leave, always_call=True)
+    _FirstForward(type(model).__name__, group_name).watch(model)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_active(group_name: str) -> None:
+    if group_name and _active.group_name not in ("", group_name):
+        raise MisuseError(
+            f"context_parallel: group '{_active.group_name}' is active, so '{group_name}' cannot be; a model has one "
+            "context axis"
+        )
+
+
+def _enter(group_name: str, module: nn.Module, args: Any) -> None:
+    """The outermost module of the model that runs makes the group active."""
+    if _active.group_name != group_name:
+        _check_active(group_name)
+        _active.group_name, _active.owner = group_name, module
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    """Runs also when forward raised."""
+    if _active.owner is module:
+        _active.group_name, _active.owner = "", None
+
+
+class _FirstForward:
+    """Looks, once, whether the model's forward had ring attention."""
+
+    def __init__(self, name: str, group_name: str):
+        self.name = name
+        self.group_name = group_name
+        self.ran = num_ring_attentions(group_name)
+        self.done = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Be called after each forward of the model that returned."""
+        model.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.done or torch.compiler.is_compiling():
+            return
+        if num_ring_attentions(self.group_name) == self.ran:
+            raise MisuseError(f"apply_context_parallel: in the first forward of {self.name} {_NO_ATTENTION}")
+        self.done = True
+
+
+# --- the function that takes over -------------------------------------------------------------------------------------
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention`, or ring attention while a context group is active."""
+    if not _active.group_name:
+        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    reason = ""
+    if attn_mask is not None:
+        reason = f"attention got a mask {list(attn_mask.shape)}; ring attention takes is_causal only. {_MASKS}"
+    elif dropout_p > 0:
+        reason = (
+            f"attention got dropout_p={dropout_p}; ring attention has none. Set the model's attention dropout to 0."
+        )
+    if reason:
+        refuse(_active.group_name, reason)
+        raise UnsupportedError(f"context_parallel: {reason}")
+    heads = [each.unsqueeze(0) if each.ndim == 3 else each for each in (query, key, value)]
+    output = ring_attention_over(_active.group_name, heads[0], heads[1], heads[2], is_causal, scale, enable_gqa)
+    return output.squeeze(0) if query.ndim == 3 else output
+
+
+def _install() -> None:
+    """Put `_attention` where modules look for the function. What is loaded later finds it in torch."""
+    if F.scaled_dot_product_attention is _attention:
+        return
+    for name, module in list(sys.modules.items()):
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        if names.get("scaled_dot_product_attention") is _original and not name.startswith("torch._"):
+            names["scaled_dot_product_attention"] = _attention
+    # In eval mode without gradients nn.MultiheadAttention would call a kernel of its own.
+    torch.backends.mha.set_fastpath_enabled(False)

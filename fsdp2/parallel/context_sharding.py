@@ -1,0 +1,219 @@
+"""Sequences over a context axis: cutting batches, positions, labels, the mean over all tokens. Layer: parallel.
+
+The cut is the head-tail one of `context_layout`. A rank's rows are not all neighbours: what looks at positions (rotary
+embeddings) or at the next token (labels) is made for the whole sequence and cut like the tokens.
+
+Gradients. A rank's backward gives the gradients of its own tokens' losses with respect to all it touches; what they owe
+to other ranks' keys and values, ring attention carries there. So the *sum* over the context ranks of their parameter
+gradients is the gradient of the sum of their losses, as if they were data-parallel ranks. `fully_shard` over shard x
+context divides it by the number N of all data ranks (replicate x shard x context), and nothing about that division is
+to be changed. So the mean over all tokens, (sum of losses) / (number of tokens), is had from local losses
+``N * (sum of my losses) / (number of tokens of all ranks)``: that is `token_mean`. With as many counted tokens on every
+rank it is the plain mean of a rank's own losses; but a label that is ignored, such as that of the last token, makes
+ranks differ.
+"""
+
+from collections.abc import Mapping
+from typing import overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2._torch import all_gather_flat
+from fsdp2.errors import ArgumentError
+from fsdp2.parallel.context_agreement import agree, ranks_agree
+from fsdp2.parallel.context_layout import check_length, rank_slices
+from fsdp2.parallel.ring_attention import context_group
+
+__all__ = ["next_token_labels", "positions", "shard_sequence", "token_mean", "unshard_sequence"]
+
+Tensors = Mapping[str, torch.Tensor]
+Dims = int | Mapping[str, int | None]
+_ADVICE = (
+    "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
+    "shard), not by the global one, and shuffle with the same seed."
+)
+
+
+@overload
+def shard_sequence(batch: torch.Tensor, mesh: DeviceMesh, dims: Dims = 1) -> torch.Tensor: ...
+@overload
+def shard_sequence(batch: Tensors, mesh: DeviceMesh, dims: Dims = 1) -> dict[str, torch.Tensor]: ...
+def shard_sequence(
+    batch: torch.Tensor | Tensors, mesh: DeviceMesh, dims: Dims = 1
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """This rank's rows of sequences: of inputs, labels, position ids, masks of ones, rotary tables.
+
+    Every rank of `mesh` calls it with the same batch. That is checked over the ranks: names, shapes and dtypes once for
+    each new combination, and at the first call the contents too. Otherwise no communication.
+
+    Args:
+        batch: one tensor, or tensors by name. Length ``n`` along the sequence dim must divide by twice the ranks.
+        mesh: the context axis alone, such as ``mesh["cp"]``.
+        dims: the sequence dim of each; or by name, with None (or no entry) for tensors that stay whole.
+
+    Returns:
+        The same with ``n / ranks`` rows along the sequence dim, contiguous; what stays whole is the same object.
+
+    Raises:
+        ArgumentError: a length that does not divide, a dim that a tensor does not have, an unknown name in `dims`, or
+            ranks with different batches (raised on all of them).
+
+    Example::
+
+        batch = {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": torch.arange(n).expand_as(ids)}
+        batch = shard_sequence(batch, mesh["cp"])
+    """
+    context_group(mesh)  # raises unless 1-D
+    named = _named(batch)
+    wanted = _dims(named, dims)
+    rank, size = mesh.get_local_rank(), mesh.size()
+    for name, dim in wanted.items():
+        check_length(f"shard_sequence: '{name}' {list(named[name].shape)}", named[name].shape[dim], size)
+    if size > 1:
+        _compare(named, wanted, mesh.get_group())
+    cut = {name: _rows(tensor, wanted[name], rank, size) for name, tensor in named.items() if name in wanted}
+    return cut[""] if isinstance(batch, torch.Tensor) else {**named, **cut}
+
+
+@overload
+def unshard_sequence(batch: torch.Tensor, mesh: DeviceMesh, dims: Dims = 1) -> torch.Tensor: ...
+@overload
+def unshard_sequence(batch: Tensors, mesh: DeviceMesh, dims: Dims = 1) -> dict[str, torch.Tensor]: ...
+def unshard_sequence(
+    batch: torch.Tensor | Tensors, mesh: DeviceMesh, dims: Dims = 1
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The whole sequences, of which each rank has what `shard_sequence` gave it, or what a model made of that; the same
+    on every rank. Without gradients: for logits to look at, generated text, tests.
+
+    Collective: every rank of `mesh` calls it; one all-gather for each tensor.
+
+    Args, raises: as `shard_sequence`.
+    """
+    context_group(mesh)
+    named = _named(batch)
+    wanted = _dims(named, dims)
+    whole = {name: _gather(named[name].detach(), dim, mesh) for name, dim in wanted.items()}
+    return whole[""] if isinstance(batch, torch.Tensor) else {**named, **whole}
+
+
+def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None = None) -> torch.Tensor:
+    """Where this rank's rows stand in a sequence of `length`: int64 ``[length / ranks]``, for `position_ids` or to pick
+    rows of a rotary table. No communication.
+
+    Raises:
+        ArgumentError: `length` does not divide by twice the ranks.
+
+    Example:
+        >>> positions(16, mesh["cp"])  # on rank 1 of 2  # doctest: +SKIP
+        tensor([ 4,  5,  6,  7,  8,  9, 10, 11])
+    """
+    context_group(mesh)
+    check_length("positions: a sequence", length, mesh.size())
+    return _rows(torch.arange(length, device=device), 0, mesh.get_local_rank(), mesh.size())
+
+
+def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """What each row of *whole* sequences ``[..., length]`` is to predict: the next token, and nothing for the last.
+
+    Made before the sequence is cut: afterwards the next token of a chunk's last row is on another rank. transformers'
+    models take it as ``shift_labels``.
+
+    >>> next_token_labels(torch.tensor([[7, 8, 9]]))
+    tensor([[   8,    9, -100]])
+    """
+    last = labels.new_full((*labels.shape[:-1], 1), ignore_index)
+    return torch.cat([labels[..., 1:], last], dim=-1)
+
+
+def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks (see the module).
+
+    Collective: every rank of `mesh` calls it. One all-reduce of a number for each axis.
+
+    Args:
+        loss_sum: the sum of this rank's token losses; 0-dim, with its graph.
+        num_tokens: how many tokens that are, without ignored ones. With gradient accumulation: of all micro-batches
+            of the step, whose losses then add up to the mean.
+        mesh: all axes over which gradients are averaged: replicate, shard and context, or one that flattens them.
+
+    Returns:
+        0-dim, ``loss_sum * ranks / (tokens of all ranks)``. Its mean over the ranks is the mean over all tokens.
+
+    Example::
+
+        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+        token_mean(losses, (labels != -100).sum(), data_mesh).backward()
+    """
+    total = torch.as_tensor(num_tokens, dtype=torch.int64).to(loss_sum.device, copy=True)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(axis))
+    return (loss_sum * (mesh.size() / total.clamp(min=1).double())).to(loss_sum.dtype)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _named(batch: torch.Tensor | Tensors) -> dict[str, torch.Tensor]:
+    return {"": batch} if isinstance(batch, torch.Tensor) else dict(batch)
+
+
+def _dims(named: Tensors, dims: Dims) -> dict[str, int]:
+    """The sequence dim of each tensor that has one."""
+    if isinstance(dims, int):
+        wanted: dict[str, int] = dict.fromkeys(named, dims)
+    else:
+        unknown = sorted(set(dims) - set(named))
+        if unknown:
+            raise ArgumentError(f"sequence dims are given for {unknown}, but the batch has {sorted(named)}")
+        wanted = {name: dim for name, dim in dims.items() if dim is not None}
+    for name, dim in wanted.items():
+        tensor = named[name]
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise ArgumentError(
+                f"'{name}' {list(tensor.shape)} has no dim {dim}. Give the sequence dims by name, and leave out what "
+                "stays whole: dims={'input_ids': 1, ...}"
+            )
+    return wanted
+
+
+def _compare(named: Tensors, wanted: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """The ranks have the same batch: its form always, its contents the first time."""
+    facts = {}
+    for name, dim in wanted.items():
+        tensor = named[name]
+        facts[f"'{name}'"] = f"{list(tensor.shape)} {str(tensor.dtype)[6:]} dim {dim}"
+    if not ranks_agree(group, "shard_sequence"):
+        contents = {f"contents of '{name}'": _digest(named[name]) for name in wanted}
+        agree(group, "shard_sequence (first batch)", facts | contents, _ADVICE)
+    agree(group, "shard_sequence", facts, _ADVICE)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """A number that other contents hardly have: its bytes, weighted by their places, modulo 2**64."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x5851F42D4C957F2D
+    return f"{int(((places ^ (places >> 29)) * (flat + 1)).sum()) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+def _rows(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    """A rank's rows of a whole tensor."""
+    cuts = rank_slices(tensor.shape[dim], rank, size)
+    return torch.cat([tensor.narrow(dim, cut.start, cut.stop - cut.start) for cut in cuts], dim=dim)
+
+
+def _gather(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
+    """All ranks' rows, in the sequence's order."""
+    size = mesh.size()
+    if size == 1:
+        return tensor
+    source = tensor.movedim(dim, 0).contiguous()
+    gathered = source.new_empty((size, *source.shape))
+    all_gather_flat(gathered.view(-1), source.view(-1), mesh.get_group()).wait()
+    whole = source.new_empty((size * len(source), *source.shape[1:]))
+    for rank, part in enumerate(gathered):
+        start = 0
+        for cut in rank_slices(len(whole), rank, size):
+            whole[cut] = part[start : (start := start + cut.stop - cut.start)]
+    return whole.movedim(0, dim).contiguous()

@@ -1,0 +1,166 @@
+"""The device meshes of a `ParallelConfig`: one root mesh with named axes, and its parts. Layer: parallel.
+
+Axes, outermost first; those of degree 1 are left out (``dp_shard`` stays where no data axis is left)::
+
+    pp            dp_replicate   dp_shard   cp        tp
+    pipeline      replicate      shard      context   tensor
+                  \\________ `data` _______________/
+                  \\________ `loss` _______________/   the same ranks on one axis
+
+Each rank of the context axis holds another part of the same sequences, so to sharded data parallelism it is one more
+rank with data of its own: parameters are sharded over shard x context, and gradients averaged over them. That is also
+how torchtitan and Accelerate do it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2._torch import concatenate_meshes, flatten_mesh
+from fsdp2.errors import ArgumentError
+from fsdp2.parallel.config import AXES, ParallelConfig
+from fsdp2.parallel.context_agreement import agree, tell_refusal
+
+__all__ = ["Meshes", "build_meshes"]
+
+_TOPIC = "build_meshes"
+
+# By the default process group, the device type and the degrees: making a mesh makes process groups.
+_known: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], "Meshes"] = {}
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The meshes of a config, and this rank's place in them. Made by `build_meshes`.
+
+    Attributes:
+        config: resolved: `shard` is a number.
+        rank: this rank, of all.
+        root: all ranks; its axes are those of the module's table.
+        data: for `fully_shard`: 1-D, or 2-D (replicate, shard), with context folded into the shard axis.
+        loss: 1-D, the ranks of `data`: those over which losses and counts of tokens are averaged.
+        tensor, context, pipeline: 1-D; None where the degree is 1.
+    """
+
+    config: ParallelConfig
+    rank: int
+    root: DeviceMesh
+    data: DeviceMesh
+    loss: DeviceMesh
+    tensor: DeviceMesh | None
+    context: DeviceMesh | None
+    pipeline: DeviceMesh | None
+
+    @property
+    def data_ranks(self) -> int:
+        """How many different batches a step has."""
+        return self.config.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these this rank works on; alike on the ranks of tensor, context and pipeline parallelism."""
+        return self.config.data_rank(self.rank)
+
+    @property
+    def only_replicates(self) -> bool:
+        """Whether `data` is a replicate axis alone: parameters are whole on each rank."""
+        return self.config.replicate > 1 and self.config.shard == self.config.context == 1
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline; 0 without one."""
+        return self.config.coordinates(self.rank)["pipeline"]
+
+    def stage_indices(self, num_stages: int | None = None, style: str = "loop") -> tuple[int, ...]:
+        """Which stages of a pipeline this rank runs.
+
+        Args:
+            num_stages: of the whole pipeline; a multiple of the pipeline degree, which is the default.
+            style: how several stages a rank are dealt out. ``"loop"``: rank r has r, r + n, ... (the interleaved
+                schedules). ``"v"``: rank r has r and 2n - 1 - r (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`).
+
+        Raises:
+            ArgumentError: the stages cannot be dealt out so.
+
+        Example::
+
+            stages = {index: make_stage(index) for index in meshes.stage_indices(num_stages=4)}
+        """
+        ranks = self.config.pipeline
+        num_stages = ranks if num_stages is None else num_stages
+        if num_stages < 1 or num_stages % ranks:
+            raise ArgumentError(f"num_stages: expected a multiple of the {ranks} pipeline ranks, got {num_stages}")
+        if style == "loop":
+            return tuple(range(self.stage, num_stages, ranks))
+        if style != "v" or num_stages != 2 * ranks:
+            raise ArgumentError(
+                f'stage_indices: expected style "loop", or "v" with two stages a rank; got {style!r} with {num_stages} '
+                f"stages on {ranks} pipeline rank(s)"
+            )
+        return (self.stage, num_stages - 1 - self.stage)
+
+
+def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Meshes:
+    """The meshes of `config` over all ranks. Made once: a later call with the same degrees returns the same object.
+
+    Collective over all ranks at the first call, since it makes process groups: every rank calls it with the same
+    config, before anything else communicates over the meshes. Needs an initialised default process group.
+
+    Args:
+        config: need not be resolved.
+        device_type: "cuda", "cpu", ...; None: the accelerator of this machine, or the CPU.
+
+    Raises:
+        ArgumentError: there is no process group; the degrees do not multiply to the number of ranks; or ranks have
+            different configs, which is raised on all of them, before any collective.
+
+    Example::
+
+        dist.init_process_group()
+        meshes = build_meshes(ParallelConfig(replicate=2, tensor=2))
+        sampler = DistributedSampler(dataset, meshes.data_ranks, meshes.data_rank)
+        model = parallelize(model, meshes.config)
+    """
+    if not dist.is_initialized():
+        raise ArgumentError(
+            "build_meshes: there is no process group; call torch.distributed.init_process_group() first"
+        )
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device_type = accelerator.type if accelerator else "cpu"
+    world = dist.group.WORLD
+    assert world is not None
+    try:
+        config = config.resolve(dist.get_world_size())
+    except ArgumentError as error:
+        tell_refusal(world, _TOPIC, str(error))
+        raise
+    key = (world, device_type, tuple(config.degrees.values()))
+    if key not in _known:
+        facts = {"device type": device_type, **{name: str(degree) for name, degree in config.degrees.items()}}
+        agree(world, _TOPIC, facts, "Start all ranks with the same config.")
+        # The meshes' own bookkeeping must be real also where the caller builds a model on the meta device.
+        with torch.device("cpu"):
+            _known[key] = _make(config, device_type)
+    known = _known[key]
+    return known if known.config == config else Meshes(**{**vars(known), "config": config})
+
+
+def _make(config: ParallelConfig, device_type: str) -> Meshes:
+    sizes = {AXES[name]: degree for name, degree in config.degrees.items() if degree > 1}
+    if not any(AXES[name] in sizes for name in ("replicate", "shard", "context")):
+        sizes = {axis: sizes.get(axis, 1) for axis in AXES.values() if axis in sizes or axis == AXES["shard"]}
+    root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def part(*axes: str) -> DeviceMesh | None:
+        """These axes of the root that are there, in one axis."""
+        there = tuple(axis for axis in axes if axis in sizes)
+        return flatten_mesh(root[there]) if there else None
+
+    replicate, shard, loss = part("dp_replicate"), part("dp_shard", "cp"), part("dp_replicate", "dp_shard", "cp")
+    data = concatenate_meshes([replicate, shard]) if replicate and shard else replicate or shard
+    assert data is not None and loss is not None
+    rank = dist.get_rank()
+    return Meshes(config, rank, root, data, loss, tensor=part("tp"), context=part("cp"), pipeline=part("pp"))

@@ -1,0 +1,195 @@
+"""Attention of some queries to one block of keys, and its gradients, with the log-sum-exp that lets blocks be merged.
+Layer: parallel.
+
+All tensors are ``[batch, heads, rows, head dim]``; a log-sum-exp is ``[batch, heads, query rows, 1]``, in float32, or
+float64 for float64. Outputs have the queries' dtype.
+
+The forward gives a block's own output and log-sum-exp, which `Merged` folds into those of all blocks so far. The
+backward is given the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)`` whichever
+block it came in, so each block's gradients are parts of sums, and no block needs what another one computed.
+
+Which kernel computes a block depends on what can be known without asking other ranks: device, dtype and head dims.
+
+=============  =====================================================================================================
+``flash_cpu``  CPU, every dtype
+``flash``      CUDA, float16 and bfloat16, head dim up to 256
+``efficient``  CUDA, everything else that is aligned to 16 bytes, but float64
+``math``       the rest (keys and values of different head dims, float64 on CUDA, other devices): scores of some
+               query rows at a time, in float32 or float64
+=============  =====================================================================================================
+
+The merge and the fused backward from a given log-sum-exp: FlashAttention-2, https://arxiv.org/abs/2307.08691, 3.1, and
+Ring Attention, https://arxiv.org/abs/2310.01889.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from fsdp2._torch import attention_op
+
+__all__ = ["Merged", "accumulation_dtype", "block_forward", "block_gradients"]
+
+_MATH_SCORES = 1 << 24  # scores of one piece of the math kernel: 64 MiB in float32
+_LSE_MULTIPLE = 32  # the efficient kernel pads the rows of its log-sum-exp
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what sums over blocks are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Merged:
+    """Output and log-sum-exp over the blocks so far: the *online softmax*. Before the first one, 0 and log(0).
+
+    Attributes:
+        output: ``[batch, heads, rows, head dim]`` in the accumulation dtype.
+        lse: ``[batch, heads, rows, 1]``.
+    """
+
+    def __init__(self, query: torch.Tensor, head_dim: int):
+        dtype = accumulation_dtype(query.dtype)
+        self.output = query.new_zeros((*query.shape[:-1], head_dim), dtype=dtype)
+        self.lse = query.new_full((*query.shape[:-1], 1), float("-inf"), dtype=dtype)
+
+    def add(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Fold in what one more block gave for these rows, weighted by its share of all scores so far. What the first
+        block gave stays as it is, to the bit."""
+        before, so_far = self.lse[:, :, rows], self.output[:, :, rows]
+        so_far.lerp_(output.to(so_far.dtype), torch.sigmoid(lse - before))
+        before.copy_(torch.logaddexp(before, lse))
+
+
+def block_forward(inputs: Tensors, is_causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of a query over one block of key and value (`inputs`). Key heads divide query heads."""
+    query, key, value = inputs
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    kind = _kernel(query, key, value)
+    if kind == "math":
+        return _math_forward(query, key, value, is_causal, scale)
+    if kind == "flash_cpu":
+        output, lse = attention_op("flash_attention_for_cpu")(query, key, value, 0.0, is_causal, scale=scale)
+    elif kind == "flash":
+        output, lse = attention_op("flash_attention")(query, key, value, 0.0, is_causal, scale=scale)[:2]
+    else:
+        op = attention_op("efficient_attention")
+        output, lse = op(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
+        lse = lse[:, :, : query.shape[2]]
+    return output, lse.unsqueeze(-1)
+
+
+def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
+    """The block's parts of the gradients of query, key and value.
+
+    Args:
+        rows: of the query's rows, over all blocks: the output's gradient, the output in the query's dtype, the
+            log-sum-exp.
+        inputs: query, and key and value of the block.
+    """
+    query, key, value = inputs
+    heads = key.shape[1]
+    key, value = _for_each_head(query, key), _for_each_head(query, value)
+    kind = _kernel(query, key, value)
+    if kind == "math":
+        dq, dk, dv = _math_gradients(rows, (query, key, value), is_causal, scale)
+    else:
+        dq, dk, dv = _fused_gradients(kind, rows, (query, key, value), is_causal, scale)
+    if query.shape[1] != heads:  # the sum over the query heads that share a key head
+        dtype = accumulation_dtype(query.dtype)
+        dk, dv = (each.unflatten(1, (heads, -1)).sum(2, dtype=dtype) for each in (dk, dv))
+    return dq, dk, dv
+
+
+def _for_each_head(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """One key head for each query head, as not all kernels take fewer. The copy lives as long as its block."""
+    groups = query.shape[1] // key.shape[1]
+    return key if groups == 1 else key.repeat_interleave(groups, dim=1)
+
+
+def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """Which kernel; see the module docstring. "meta" stands for CUDA, whose shapes it has."""
+    head_dim = query.shape[-1]
+    if value.shape[-1] != head_dim or any(each.stride(-1) != 1 for each in (query, key, value)):
+        return "math"
+    if query.device.type == "cpu":
+        return "flash_cpu"
+    if query.device.type not in ("cuda", "meta") or query.dtype == torch.float64:
+        return "math"
+    if query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+        return "flash"
+    return "efficient" if head_dim * query.dtype.itemsize % 16 == 0 else "math"
+
+
+def _fused_gradients(kind: str, rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
+    grad, output, lse = rows
+    lse = lse.squeeze(-1)
+    if kind == "flash_cpu":
+        op = attention_op("flash_attention_for_cpu_backward")
+        found: Tensors = op(grad, *inputs, output, lse, 0.0, is_causal, scale=scale)
+        return found[:3]
+    # The state of the random generator, which nothing reads without dropout; as the forward returns it.
+    seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
+    num_queries, num_keys = inputs[0].shape[2], inputs[1].shape[2]
+    if kind == "flash":
+        op = attention_op("flash_attention_backward")
+        counts = None, None, num_queries, num_keys
+        found = op(grad, *inputs, output, lse.contiguous(), *counts, 0.0, is_causal, seed, offset, scale=scale)
+    else:
+        op = attention_op("efficient_attention_backward")
+        lse = pad(lse, (0, -num_queries % _LSE_MULTIPLE), value=float("inf"))
+        seed, offset = (torch.empty((), dtype=torch.int64, device=grad.device) for _ in range(2))
+        mask = (True, True, True, False)
+        found = op(grad, *inputs, None, output, lse, seed, offset, 0.0, mask, is_causal, scale=scale)
+    return found[:3]
+
+
+# --- without a fused kernel -------------------------------------------------------------------------------------------
+
+
+def _pieces(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float) -> Iterator[tuple[slice, Any]]:
+    """Query rows, and their scores in the accumulation dtype, a piece at a time."""
+    dtype = accumulation_dtype(query.dtype)
+    batch, heads, rows, _ = query.shape
+    keys = key.to(dtype).mT
+    num = max(1, _MATH_SCORES // (batch * heads * key.shape[2]))
+    columns = torch.arange(key.shape[2], device=query.device)
+    for start in range(0, rows, num):
+        piece = slice(start, min(start + num, rows))
+        scores = (query[:, :, piece].to(dtype) @ keys) * scale
+        if is_causal:
+            scores.masked_fill_(columns > columns[piece, None], float("-inf"))
+        yield piece, scores
+
+
+def _math_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = accumulation_dtype(query.dtype)
+    output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+    lse = torch.empty((*query.shape[:-1], 1), dtype=dtype, device=query.device)
+    values = value.to(dtype)
+    for rows, scores in _pieces(query, key, is_causal, scale):
+        lse[:, :, rows] = scores.logsumexp(-1, keepdim=True)
+        output[:, :, rows] = (torch.exp(scores - lse[:, :, rows]) @ values).to(query.dtype)
+    return output, lse
+
+
+def _math_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
+    grad, output, lse = rows
+    query, key, value = inputs
+    dtype = accumulation_dtype(query.dtype)
+    keys, values, grad = key.to(dtype), value.to(dtype), grad.to(dtype)
+    weighted = (grad * output.to(dtype)).sum(-1, keepdim=True)
+    dq = torch.empty_like(query, dtype=dtype)
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    for piece, scores in _pieces(query, key, is_causal, scale):
+        shares = torch.exp(scores - lse[:, :, piece])
+        dv += shares.mT @ grad[:, :, piece]
+        slopes = shares * (grad[:, :, piece] @ values.mT - weighted[:, :, piece]) * scale
+        dq[:, :, piece] = slopes @ keys
+        dk += slopes.mT @ query[:, :, piece].to(dtype)
+    return dq, dk, dv

@@ -1,0 +1,169 @@
+"""Tensor parallelism by a plan: the user's, or the one that the model brings along. Layer: parallel.
+
+torch's styles do the work (`torch.distributed.tensor.parallel`). Here is what they leave out: names of styles as
+transformers writes them, a check of the whole plan before anything changes, and weights that are tied.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fsdp2._torch import parameter_slots
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.parallel.blocks import matches
+
+__all__ = ["TensorPlan", "apply_tensor_parallel", "check_tensor_plan"]
+
+TensorPlan = Mapping[str, ParallelStyle | str]
+"""Styles by the names of modules; a ``*`` stands for one part of a name."""
+
+# The names of transformers (4 and 5) for what torch's styles do. The norm of single heads sees this rank's heads only,
+# [batch, length, heads, head dim], so it is "sequence parallel" along the heads: its gradients are sums over ranks.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def check_tensor_plan(
+    model: nn.Module, plan: TensorPlan | None, degree: int, *, is_stage: bool = False
+) -> dict[str, ParallelStyle]:
+    """The style of each module that the plan names, by FQN. Changes nothing.
+
+    Args:
+        plan: None for the model's own, its attribute `tp_plan` (transformers has it).
+        degree: ranks over which layers are split.
+        is_stage: `model` is a stage of a pipeline: a plan for the whole model may name modules that others have.
+
+    Raises:
+        ArgumentError: there is no plan, a name in it matches nothing, or a module cannot be split so.
+        UnsupportedError: a style of transformers that torch's do not cover.
+        MisuseError: a module is tensor parallel already.
+    """
+    is_own = plan is None
+    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    if not plan:
+        raise ArgumentError(
+            f"parallelize: tensor = {degree} needs a plan, and {type(model).__name__} brings none along; pass "
+            'tp_plan={"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel(), ...}'
+        )
+    if is_own:
+        _check_heads(model, degree)
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, given in plan.items():
+        style = _style(pattern, given)
+        found = [fqn for fqn, _ in model.named_modules() if (matches(pattern, fqn) if pattern else not fqn)]
+        if not found and not is_stage and not is_own:
+            raise ArgumentError(f"tp_plan: no module is named '{pattern}'. {_nearest(model, pattern)}")
+        for fqn in found:
+            _check_module(fqn, model.get_submodule(fqn), style)
+            styles[fqn] = style
+    if not styles:
+        raise ArgumentError(
+            f"tp_plan: none of its names ({', '.join(map(repr, plan))}) is a module of this {type(model).__name__}"
+        )
+    return styles
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
+    """Split the modules over `mesh`, in place; weights that were tied stay tied.
+
+    Collective over `mesh`: the values are those of its first rank (on the meta device nothing is communicated).
+
+    Raises:
+        ArgumentError: names of one tied weight were to be split in different ways.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    for fqn, style in styles.items():
+        parallelize_module(model.get_submodule(fqn), mesh, style)
+    for before, tied in names.items():
+        _tie(model, tied, before.requires_grad)
+
+
+def _style(pattern: str, given: ParallelStyle | str | Any) -> ParallelStyle:
+    if isinstance(given, ParallelStyle):
+        return given
+    if not isinstance(given, str):
+        raise ArgumentError(f"tp_plan: expected a ParallelStyle, or the name of one, for '{pattern}'; got {given!r}")
+    if given not in _STYLES:
+        raise UnsupportedError(
+            f"tp_plan: '{pattern}' wants the style '{given}', which is not one of {', '.join(_STYLES)}. Pass a tp_plan "
+            "with torch's styles, or your own, in its place."
+        )
+    return _STYLES[given]()
+
+
+def _check_module(fqn: str, module: nn.Module, style: ParallelStyle) -> None:
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise ArgumentError(
+            f"tp_plan: '{fqn}' is a {type(module).__name__}; {type(style).__name__} splits Linear and Embedding"
+        )
+    if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
+        raise MisuseError(f"tp_plan: '{fqn}' has DTensors for parameters already; parallelize a plain model, once")
+
+
+def _check_heads(model: nn.Module, degree: int) -> None:
+    """Attention of transformers would divide what it has into heads that do not exist."""
+    config: Any = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", None)
+    config = text_config() if callable(text_config) else config
+    for name in _HEADS:
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % degree:
+            raise ArgumentError(
+                f"parallelize: tensor = {degree} does not divide {name} = {heads} of this {type(model).__name__}"
+            )
+
+
+def _nearest(model: nn.Module, pattern: str) -> str:
+    """What there is at the first part of the pattern that matches nothing."""
+    parts = pattern.split(".")
+    for length in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:length])
+        if not any(matches(prefix, fqn) for fqn, _ in model.named_modules()):
+            parent = ".".join(parts[: length - 1])
+            at = [module for fqn, module in model.named_modules() if (matches(parent, fqn) if parent else not fqn)]
+            names = dict.fromkeys(name for module in at for name, _ in module.named_children())
+            return f"In '{parent or 'the model'}' there is {', '.join(names) or 'nothing'}."
+    return ""
+
+
+def _tie(model: nn.Module, names: list[str], requires_grad: bool) -> None:
+    """Let all names of one parameter hold one object again."""
+    slots = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    forms = [parameter_slots(module)[name] for module, name in slots]
+    first = forms[0]
+    assert first is not None
+    first.requires_grad_(requires_grad)
+    for name, form in zip(names, forms, strict=True):
+        if _placements(form) != _placements(first):
+            raise ArgumentError(
+                f"tp_plan: '{names[0]}' and '{name}' are one weight, but it was split as {_placements(first)} there "
+                f"and as {_placements(form)} here; give both modules styles that split it alike (an embedding "
+                "RowwiseParallel, its head ColwiseParallel), or neither"
+            )
+    for module, name in slots:
+        parameter_slots(module)[name] = first
+
+
+def _placements(param: Any) -> object:
+    return param.placements if isinstance(param, DTensor) else "a plain tensor"
