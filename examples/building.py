@@ -8,36 +8,25 @@ from __future__ import annotations
 import math
 
 import torch
+from data import Batch
 from model import LM
 from options import Options
-from runtime import World
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.parallel import Meshes, parallelize, positions, shard_sequence
 
-
-def build_mesh(options: Options, world: World, device: torch.device) -> DeviceMesh:
-    """One axis of shards, or with `--hsdp` two: gradients are then also averaged over the replicas."""
-    if options.hsdp == 1:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    shape = (options.hsdp, world.size // options.hsdp)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+# With tensor parallelism: which layers are split, and along what. Attention is split by heads.
+TENSOR_PLAN = {f"blocks.*.attention.{name}": "colwise" for name in ("q", "k", "v")}
+TENSOR_PLAN |= {f"blocks.*.mlp.{name}": "colwise" for name in ("gate", "up")}
+TENSOR_PLAN |= {"blocks.*.attention.out": "rowwise", "blocks.*.mlp.down": "rowwise"}
 
 
-def build_model(options: Options, mesh: DeviceMesh, device: torch.device) -> LM:
+def build_model(options: Options, meshes: Meshes, device: torch.device) -> LM:
     """The sharded model with its first weights; no rank ever holds more of it than its shards and one whole tensor."""
-    policy = MixedPrecisionPolicy()
-    if options.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reshard = options.reshard_after_forward
-
     with torch.device("meta"):  # shapes without memory
-        model = LM(options.model(), options.seq_len, recompute=options.activation_checkpointing)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    # The root unit takes what no block has: embedding, last norm, head.
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        model = LM(options.model(), options.seq_len)
+    # Each block becomes a unit of `fully_shard`; the root unit takes what no block has: embedding, last norm, head.
+    parallelize(model, options.parallel, meshes=meshes, blocks="Block", tp_plan=TENSOR_PLAN)
     model.to_empty(device=device)
     model.init_weights(options.seed)
     return model
@@ -45,11 +34,24 @@ def build_model(options: Options, mesh: DeviceMesh, device: torch.device) -> LM:
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.AdamW:
     """AdamW over the sharded parameters: each rank keeps states for, and updates, its own shards alone."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    gains = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    # Gains have no weight decay. With tensor parallelism some parameters are on a mesh of their own, and one fused
+    # operation takes those of one mesh.
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in sorted(model.parameters(), key=lambda parameter: parameter.ndim <= 1):
+        groups.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
+    decay = {True: options.weight_decay, False: 0.0}
+    settings = [{"params": each, "weight_decay": decay[each[0].ndim > 1]} for each in groups.values()]
     # fused: one operation for all parameters; the default loop would pay DTensor's overhead for each.
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
+
+
+def local_part(batch: Batch, meshes: Meshes) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What this rank computes of a batch: inputs, targets, and the places of the tokens if it has not all of them."""
+    inputs, targets = batch
+    if meshes.context is None:
+        return inputs, targets, None
+    part = shard_sequence({"inputs": inputs, "targets": targets}, meshes.context)
+    return part["inputs"], part["targets"], positions(inputs.shape[1], meshes.context, device=inputs.device)
 
 
 def learning_rate(step: int, options: Options) -> float:

@@ -62,6 +62,11 @@ def forget_old(run_folder: Path, keep: int) -> None:
         prune(run_folder / FOLDER, keep)
 
 
+def exists(run_folder: Path) -> bool:
+    """Whether the run in the folder has a complete checkpoint."""
+    return latest(run_folder / FOLDER) is not None
+
+
 def find(path: Path) -> Saved:
     """The checkpoint at `path`, or the newest complete one of the run in the folder `path`. Every rank calls this."""
     folder = latest(path / FOLDER) or str(path)

@@ -13,6 +13,8 @@ from torch.distributed.run import main
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core a process; torchrun would warn that it does the same
+    # Without it, ranks that are started again look for the dead ones (examples/launch/multi_node.sh).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         main()
     except ChildFailedError as error:

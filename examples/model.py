@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,10 @@ class Rotary(nn.Module):
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Rotate `x` [batch, heads, seq, head_dim]; the tables stay float32 in mixed precision, so compute in it."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+        chosen = slice(x.shape[-2]) if positions is None else positions
+        cos, sin = self.cos[chosen], self.sin[chosen]
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).type_as(x)
 
@@ -111,12 +111,14 @@ class Attention(nn.Module):
         normal(self.out.weight, std * (2 * self.config.layers) ** -0.5)
         self.rotary.init_weights()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        # -1: with tensor parallelism this rank's layers make only some of the heads.
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for linear in (self.q, self.k, self.v)
         )
         grouped = self.config.kv_heads != self.config.heads
-        y = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True, enable_gqa=grouped)
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
 
@@ -142,9 +144,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One transformer layer: the unit that `train_lm.py` shards."""
 
-    def __init__(self, config: LMConfig, seq_len: int, recompute: bool) -> None:
+    def __init__(self, config: LMConfig, seq_len: int) -> None:
         super().__init__()
-        self.recompute = recompute
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = Attention(config, seq_len)
         self.mlp_norm = nn.RMSNorm(config.dim)
@@ -156,28 +157,23 @@ class Block(nn.Module):
         nn.init.ones_(self.mlp_norm.weight)
         self.mlp.init_weights(normal)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Recomputation sits inside the block, hence inside its sharding hooks: backward gathers the weights once.
-        if self.recompute and self.training:
-            return cast(Tensor, checkpoint(self._layer, x, use_reentrant=False))
-        return self._layer(x)
-
-    def _layer(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
 class LM(nn.Module):
-    """`forward` maps token ids [batch, seq] to logits [batch, seq, vocab], for seq up to `seq_len`.
+    """`forward` maps token ids [batch, seq] to logits [batch, seq, vocab], for seq up to `seq_len`. A rank that has
+    a part of each sequence gives the places of its tokens too, [seq].
 
     Build it under `torch.device("meta")`, shard it, then `to_empty(device=...)` and `init_weights(seed)`.
     """
 
-    def __init__(self, config: LMConfig, seq_len: int, recompute: bool = False) -> None:
+    def __init__(self, config: LMConfig, seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
-        self.blocks = nn.ModuleList(Block(config, seq_len, recompute) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, seq_len) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         # A tied head is no second name for the embedding's parameter (`to_empty` would split the two) but no
         # parameter at all: forward uses the embedding's weight, which the root unit keeps gathered meanwhile.
@@ -193,8 +189,8 @@ class LM(nn.Module):
         if self.head is not None:
             normal(self.head.weight, 0.02)  # small: the first prediction is close to uniform
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, positions)
         return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)

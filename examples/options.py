@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NoReturn
 
+from config_file import as_arguments, parallel_config, read_tables
 from model import LMConfig
 from runtime import UsageError
 
-Reshard = bool | int | None
+from fsdp2.parallel import ParallelConfig
+
+Reshard = bool | int | str
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class Options:
     data: list[Path]
     out: Path
     resume: Path | None
+    auto_resume: bool
     steps: int
     batch_size: int
+    global_batch_size: int | None
     seq_len: int
     grad_accum: int
     lr: float
@@ -39,10 +44,7 @@ class Options:
     kv_heads: int
     hidden: int
     tied: bool
-    hsdp: int
-    reshard_after_forward: Reshard
-    bf16: bool
-    activation_checkpointing: bool
+    parallel: ParallelConfig
     device: str
     log_every: int
     eval_every: int
@@ -71,24 +73,42 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_options(arguments: Sequence[str], world_size: int) -> Options:
     """Parse and check; raises UsageError."""
-    values = vars(_build_parser().parse_args(arguments))
-    if values["resume"] is True:
-        values["resume"] = values["out"]
-    options = Options(**values)
+    parser = _build_parser()
+    path = parser.parse_args(arguments).config
+    of_parallel, of_train = read_tables(path) if path is not None else ({}, {})
+    flags = {field.name: field.type == "bool" for field in fields(Options) if field.name != "parallel"}
+    values = parser.parse_args([*as_arguments(of_train, flags, arguments, path), *arguments])
+    if values.hsdp is not None and world_size % values.hsdp:
+        raise UsageError(f"--hsdp {values.hsdp} replicas do not divide the {world_size} rank(s) of this job")
+    if values.resume is True:
+        values.resume = values.out
+    parallel = parallel_config(values, of_parallel, world_size)
+    options = Options(**{**{name: getattr(values, name) for name in flags}, "parallel": parallel})
     try:
         options.model()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    _check_mesh(options, world_size)
-    return options
+    _check_reshard(parallel)
+    return _with_batch_size(options)
 
 
-def _check_mesh(options: Options, world_size: int) -> None:
-    if world_size % options.hsdp:
-        raise UsageError(f"--hsdp {options.hsdp} replicas do not divide the {world_size} rank(s) of this job")
-    shards, reshard = world_size // options.hsdp, options.reshard_after_forward
+def _check_reshard(parallel: ParallelConfig) -> None:
+    shards, reshard = int(parallel.shard) * parallel.context, parallel.reshard_after_forward
     if reshard is not None and not isinstance(reshard, bool) and shards % reshard:
         raise UsageError(f"--reshard-after-forward {reshard} does not divide the {shards} rank(s) of a shard group")
+
+
+def _with_batch_size(options: Options) -> Options:
+    """`--global-batch-size` says what a step is whatever the number of ranks; `batch_size` follows from it."""
+    if options.global_batch_size is None:
+        return options
+    parts = options.parallel.data_ranks * options.grad_accum
+    if options.global_batch_size % parts:
+        raise UsageError(
+            f"--global-batch-size {options.global_batch_size} does not divide into {options.parallel.data_ranks} "
+            f"rank(s) with data of their own x {options.grad_accum} microbatch(es): it must be a multiple of {parts}"
+        )
+    return replace(options, batch_size=options.global_batch_size // parts)
 
 
 def _count(text: str) -> int:
@@ -110,7 +130,7 @@ def _positive(text: str) -> float:
 
 
 def _reshard(text: str) -> Reshard:
-    named: dict[str, Reshard] = {"true": True, "false": False, "auto": None}
+    named: dict[str, Reshard] = {"true": True, "false": False, "auto": "auto"}
     return named[text] if text in named else _count(text)
 
 
@@ -127,16 +147,23 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument_group("run").add_argument
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    add("--config", type=Path, metavar="FILE", help="TOML with tables [parallel] and [train]: examples/configs")
     add("--data", type=Path, nargs="+", default=[], help="files or folders of text; none: Python's standard library")
     add("--out", type=Path, default=Path("runs/train_lm"), help="folder for metrics, plot and checkpoints")
-    add("--resume", type=Path, nargs="?", const=True, help="go on from PATH's newest checkpoint; no PATH: from --out")
+    again = group.add_mutually_exclusive_group().add_argument
+    again("--resume", type=Path, nargs="?", const=True, help="go on from PATH's newest checkpoint; no PATH: from --out")
+    again("--auto-resume", action="store_true", help="go on from --out's newest checkpoint if it has one, else start")
     add("--seed", type=int, default=0, help="decides the first weights and the batches")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one")
 
-    add = parser.add_argument_group("training").add_argument
+    group = parser.add_argument_group("training")
+    add = group.add_argument
     add("--steps", type=_count, default=400, help="optimizer steps in all, those before a resume included")
-    add("--batch-size", type=_count, default=16, help="sequences per rank and microbatch")
+    batch = group.add_mutually_exclusive_group().add_argument
+    batch("--batch-size", type=_count, default=16, help="sequences per rank and microbatch")
+    batch("--global-batch-size", type=_count, help="sequences per step over all ranks, however many there are")
     add("--seq-len", type=_count, default=128, help="bytes per sequence")
     add("--grad-accum", type=_count, default=1, help="microbatches per step")
     add("--lr", type=_positive, default=3e-3, help="peak learning rate; cosine decay to a tenth of it")
@@ -153,7 +180,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--tied", action="store_true", help="use the embedding as the output head too")
 
     add = parser.add_argument_group("sharding").add_argument
-    add("--hsdp", type=_count, default=1, metavar="R", help="R replicas, each sharded over the other ranks")
+    add("--parallel", nargs="+", default=[], metavar="KEY=VALUE", help="keys of fsdp2.parallel.ParallelConfig")
+    add("--hsdp", type=_count, metavar="R", help="R replicas, each sharded over the other ranks: replicate=R")
     add(
         "--reshard-after-forward",
         type=_reshard,
@@ -161,8 +189,8 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="{true,false,auto,INT}",
         help="free the gathered weights after forward; auto: all but the root's; INT: keep them sharded over INT ranks",
     )
-    add("--bf16", action="store_true", help="compute in bfloat16, reduce gradients and step in float32")
-    add("--activation-checkpointing", action="store_true", help="recompute each block's activations in backward")
+    add("--bf16", action="store_true", help="compute in bfloat16: mixed_precision=bf16")
+    add("--activation-checkpointing", action="store_true", help="recompute blocks in backward: =full")
 
     add = parser.add_argument_group("reports and checkpoints").add_argument
     add("--log-every", type=_count, default=10, help="steps between metrics")

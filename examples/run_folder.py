@@ -14,13 +14,19 @@ from runtime import UsageError
 
 
 def find_checkpoint(options: Options) -> checkpoint.Saved | None:
-    """The checkpoint that `--resume` asks for, checked against this run before any tensor is loaded. Every rank
-    calls."""
-    if options.resume is None:
+    """The checkpoint that `--resume` or `--auto-resume` asks for, checked against this run before any tensor is loaded.
+    Every rank calls."""
+    if options.resume is not None:
+        path = options.resume
+    elif options.auto_resume and checkpoint.exists(options.out):
+        path = options.out
+    else:
         return None
-    saved = checkpoint.find(options.resume)
+    saved = checkpoint.find(path)
     checkpoint.check_same_model(saved, options.model())
-    if saved.step >= options.steps:
+    # A launcher may start a job again that was through: then there is nothing left to do, and nothing wrong.
+    complete = options.auto_resume and saved.step == options.steps
+    if saved.step >= options.steps and not complete:
         raise UsageError(
             f"{saved.path} has done {saved.step} of {options.steps} steps already; "
             "--steps counts those before a resume too: raise it to go on"

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -98,8 +99,11 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return result[0]  # type: ignore[return-value]  # T itself may be an Optional
 
 
-def leave(world: World, error: UsageError | None = None) -> NoReturn:
+def leave(world: World, error: UsageError | None = None, again: bool = False) -> NoReturn:
     """End the process: status 0, or with an error its message, once, and status 2. Collective.
+
+    `again` asks the launcher to start the job once more, by status 75 (EX_TEMPFAIL of sysexits.h): with status 0,
+    torchrun would take the job for done.
 
     No rank leaves before the message is out, since torchrun ends the others as soon as one has failed. (torchrun then
     adds a report of its own below the message.)
@@ -112,19 +116,31 @@ def leave(world: World, error: UsageError | None = None) -> NoReturn:
     # Not sys.exit: a gloo thread that still has to let go of its last tensor when the interpreter is being torn down
     # aborts the process ("terminate called without an active exception"; torch 2.13, seen in one run of ten).
     # Remove once https://github.com/pytorch/pytorch/pull/179291 or its successor is in.
-    os._exit(0 if error is None else 2)
+    os._exit(2 if error is not None else 75 if again else 0)
+
+
+def crash() -> NoReturn:
+    """End this process in an `except` block: print what happened, status 1. The other ranks are not waited for.
+
+    An ordinary end of the interpreter would finish a checkpoint that is being written in the background. After the
+    death of another rank that never happens, and as long as this process lives no launcher starts the job again.
+    """
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class StopRequest:
-    """Turns Ctrl-C (SIGINT) and SIGTERM into a stop that all ranks make after the same step.
+    """Turns Ctrl-C (SIGINT), SIGTERM and SIGUSR1 (from Slurm) into a stop that all ranks make after the same step.
 
-    torchrun passes both signals on to its workers, but not in the same step of each: a rank that stopped by itself
+    torchrun passes the first two on to its workers, but not in the same step of each: a rank that stopped by itself
     would leave the others waiting. From the first signal on the job has torchrun's --shutdown-timeout (30 s) to end.
     """
 
     def __init__(self) -> None:
         self._asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

@@ -13,18 +13,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.parallel import ParallelConfig
+
 
 def describe(options: Options, corpus: Corpus, plan: BatchPlan, model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     """The effective settings, for a person."""
     parameters = list(model.parameters())
     here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     axes = " x ".join(f"{size} {name}" for size, name in zip(mesh.shape, mesh.mesh_dim_names or (), strict=True))
+    plain = ParallelConfig()
+    settings = ("reshard_after_forward", "mixed_precision", "activation_checkpointing", "compile", "cpu_offload")
+    chosen = [f"{name}={getattr(options.parallel, name)}" for name in settings]
+    changed = [text for text in chosen if text not in [f"{name}={getattr(plain, name)}" for name in settings]]
+    applied = ", ".join(changed) or "float32"
     return {
         "model": f"{sum(p.numel() for p in parameters):,} parameters, {here:,} of them on this rank; {options.model()}",
         "text": f"{len(corpus.train):,} training and {len(corpus.valid):,} validation bytes "
         f"({corpus.num_files:,} files, {corpus.split})",
-        "mesh": f"{axes} on {mesh.device_type}; reshard_after_forward={options.reshard_after_forward}, "
-        f"bf16={options.bf16}, activation_checkpointing={options.activation_checkpointing}",
+        "mesh": f"{axes} on {mesh.device_type}; {applied}",
         "step": f"{plan.tokens_per_step:,} bytes = {plan.world_size} ranks x {plan.microbatches} microbatches "
         f"x {plan.per_rank} sequences x {plan.seq_len}",
         "optimizer": f"AdamW, {options.steps} steps, lr {options.lr} after {options.warmup} of warm-up, "
@@ -35,9 +41,10 @@ def describe(options: Options, corpus: Corpus, plan: BatchPlan, model: nn.Module
 
 def fingerprint(options: Options, corpus: Corpus, plan: BatchPlan) -> dict[str, object]:
     """What must stay equal for a resumed run to end in the very parameters of an uninterrupted one."""
-    names = ("steps", "batch_size", "seq_len", "grad_accum", "lr", "warmup", "weight_decay", "clip", "seed", "bf16")
+    names = ("steps", "batch_size", "seq_len", "grad_accum", "lr", "warmup", "weight_decay", "clip", "seed")
     chosen = {name: getattr(options, name) for name in names}
-    return {**chosen, "world_size": plan.world_size, "data_crc32": corpus.crc32}
+    bf16 = options.parallel.mixed_precision == "bf16"
+    return {**chosen, "bf16": bf16, "world_size": plan.world_size, "data_crc32": corpus.crc32}
 
 
 def differences(then: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -3,14 +3,18 @@
     torchrun --nproc_per_node=2 examples/train_lm.py                 # two CPU processes, about two minutes
     torchrun --nproc_per_node=8 examples/train_lm.py --bf16          # eight GPUs
     torchrun --nproc_per_node=8 examples/train_lm.py --hsdp 2        # two replicas, each sharded over four
+    torchrun --nproc_per_node=4 examples/train_lm.py --config examples/configs/fsdp_tp.toml    # all of it from a file
+    torchrun --nproc_per_node=4 examples/train_lm.py --parallel tensor=2 compile=true          # or by keys
     torchrun --nproc_per_node=2 examples/train_lm.py --resume        # go on from the newest checkpoint
+    torchrun --nproc_per_node=2 --max-restarts=3 examples/train_lm.py --auto-resume    # go on by itself after a crash
     python examples/train_lm.py                                      # one process
 
 The default text is the source code of Python's standard library; `--data PATH...` takes other files or folders. The
 folder `--out` (runs/train_lm) receives metrics.jsonl, loss.png and checkpoints/. `--help` lists all options.
 
-Ctrl-C (SIGINT) or SIGTERM ends the job after the current step with a checkpoint and exit status 0. (torchrun, itself
-interrupted too, adds its own SignalException report and exits with 1.) A mistake in the options, the data or the
+Ctrl-C (SIGINT), SIGTERM or SIGUSR1 ends the job after the current step with a checkpoint and exit status 0; with
+`--auto-resume` 75, which has a launcher start it again. (torchrun, itself interrupted too, adds its own SignalException
+report and exits with 1.) launch/ has recipes for more than one machine. A mistake in the options, the data or the
 checkpoint is one message from rank 0 and exit status 2 from every rank.
 
 Reading order: this file, building.py (the sharding), model.py, data.py, checkpoint.py. The rest serves them.
@@ -27,7 +31,7 @@ from typing import NoReturn
 import checkpoint
 import torch
 import torch.nn.functional as F
-from building import build_mesh, build_model, build_optimizer, learning_rate
+from building import build_model, build_optimizer, learning_rate, local_part
 from data import Batch, BatchPlan, Corpus, load_corpus
 from options import Options, parse_options
 from reporting import Report, plot_losses
@@ -37,6 +41,7 @@ from runtime import (
     UsageError,
     World,
     choose_device,
+    crash,
     leave,
     mean_over_ranks,
     on_every_rank,
@@ -51,6 +56,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
 from fsdp2.checkpoint import SaveHandle
+from fsdp2.optim import clip_grad_norm_
+from fsdp2.parallel import build_meshes
 
 PROMPT = b"def "
 
@@ -68,8 +75,11 @@ def main() -> NoReturn:
         leave(world, error)
     if device.type == "cpu" and world.size > 1:
         torch.set_num_threads(1)  # the ranks share the cores
-    Job(options, world, device, corpus, saved).run(stop)
-    leave(world)
+    try:
+        steps_done = Job(options, world, device, corpus, saved).run(stop)
+    except BaseException:
+        crash()
+    leave(world, again=options.auto_resume and steps_done < options.steps)
 
 
 class Job:
@@ -79,8 +89,8 @@ class Job:
         self, options: Options, world: World, device: torch.device, corpus: Corpus, saved: checkpoint.Saved | None
     ) -> None:
         self.options, self.world, self.device, self.corpus = options, world, device, corpus
-        mesh = build_mesh(options, world, device)
-        self.model = build_model(options, mesh, device)
+        self.meshes = build_meshes(options.parallel, device.type)
+        self.model = build_model(options, self.meshes, device)
         self.optimizer = build_optimizer(options, self.model)
         if saved is not None:
             checkpoint.load(saved, self.model, self.optimizer)
@@ -88,10 +98,15 @@ class Job:
         self.newest = str(saved.path) if saved is not None else None
         self.pending: SaveHandle | None = None
         self.plan = BatchPlan(
-            options.seq_len, options.batch_size, options.grad_accum, world.rank, world.size, options.seed
+            options.seq_len,
+            options.batch_size,
+            options.grad_accum,
+            self.meshes.data_rank,  # ranks that share a sequence or a layer read the same batch
+            self.meshes.data_ranks,
+            options.seed,
         )
         self.report = Report(options.out, self.first_step, options.steps, active=world.leads)
-        self.report.settings(describe(options, corpus, self.plan, self.model, mesh))
+        self.report.settings(describe(options, corpus, self.plan, self.model, self.meshes.root))
         self.fingerprint = fingerprint(options, corpus, self.plan)
         if saved is not None:
             self.report.note(f"going on from {saved.path}")
@@ -99,14 +114,17 @@ class Job:
             if changed:
                 self.report.note(f"note: the result will differ from that of an uninterrupted run: {changed}")
 
-    def run(self, stop: StopRequest) -> None:
-        """Train to the end or to a stop request; leave a checkpoint, the loss curve and, at the end, a sample."""
+    def run(self, stop: StopRequest) -> int:
+        """Train to the end or to a stop request; leave a checkpoint, the loss curve and, at the end, a sample.
+
+        Returns the number of steps done since the very start of the run.
+        """
         options, report = self.options, self.report
         with report:
             if self.first_step == 0:
                 self.validate(0)
             step = self.train(stop)
-            if step == options.steps:
+            if step == options.steps > self.first_step:
                 self.validate(step)
             self.save(step)
             self.finish_save()
@@ -116,10 +134,11 @@ class Job:
             report.note(f"stopped after step {step}")
             if self.newest is not None:
                 report.note(f"to go on, run the same command with --resume {self.newest}")
-        elif options.sample_bytes:
+        elif options.sample_bytes and self.meshes.context is None:  # a text that grows has no equal parts
             report.sample(
                 generate(self.model, PROMPT, options.sample_bytes, options.seq_len, self.device, options.seed)
             )
+        return step
 
     def train(self, stop: StopRequest) -> int:
         """The loop; returns the number of steps done since the very start of the run."""
@@ -153,15 +172,22 @@ class Job:
         for number, batch in enumerate(microbatches, start=1):
             # Up to the last microbatch, gradients add up unsharded on each rank without communication.
             self.model.set_requires_gradient_sync(number == self.options.grad_accum)
-            loss = cross_entropy(self.model, batch) / self.options.grad_accum
+            loss = self.loss(batch) / self.options.grad_accum
             loss.backward()
             total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
+        # torch's own takes the parameters of one mesh; tensor parallelism makes a second one.
+        clip = nn.utils.clip_grad_norm_ if self.meshes.tensor is None else clip_grad_norm_
+        norm = clip(self.model.parameters(), self.options.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean over this rank's tokens; all ranks have equally many."""
+        inputs, targets, positions = local_part(batch, self.meshes)
+        return F.cross_entropy(self.model(inputs, positions).flatten(0, 1).float(), targets.flatten())
 
     def log(self, step: int, lr: float, losses: list[Tensor], norm: Tensor, since: float) -> None:
         """Report one interval. Only here is a GPU waited for; the mean and the norm are collectives."""
@@ -181,7 +207,7 @@ class Job:
     def validate(self, step: int) -> None:
         self.model.eval()
         batches = self.plan.valid(self.corpus.valid, self.options.eval_batches, self.device)
-        losses = torch.stack([cross_entropy(self.model, batch) for batch in batches])
+        losses = torch.stack([self.loss(batch) for batch in batches])
         self.report.valid(step, mean_over_ranks(losses.mean()))
 
     def save(self, step: int) -> None:
@@ -200,11 +226,6 @@ class Job:
             self.pending = None
             if self.world.leads:
                 checkpoint.forget_old(self.options.out, self.options.keep)
-
-
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,302 @@
+"""Fine-tune a model that lies in a Hugging Face folder, and leave a folder that `transformers` loads.
+
+    torchrun --nproc_per_node=2 examples/finetune.py                                  # LoRA on a tiny model made here
+    torchrun --nproc_per_node=8 examples/finetune.py --model models/Llama-3.1-8B --data texts/ --bf16
+    torchrun --nproc_per_node=8 examples/finetune.py --model ... --train 'lm_head.*' 'model.layers.31.*'
+    torchrun --nproc_per_node=2 examples/finetune.py --save adapter                   # only the LoRA matrices, for peft
+
+`--model` is a folder with config.json, safetensors files and a tokenizer. Each rank reads from the files the rows that
+its shards need, and nothing else; nobody ever holds the whole model. `--out` receives the same kind of folder.
+
+Reading order: `build` (meta device, LoRA, sharding, loading), `train`, `save`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from data import Batch, BatchPlan, load_corpus
+from lora import add_lora, lora_layers
+from numpy.typing import NDArray
+from runtime import (
+    UsageError,
+    World,
+    choose_device,
+    crash,
+    leave,
+    mean_over_ranks,
+    on_every_rank,
+    on_rank_zero,
+    start_world,
+)
+from safetensors.torch import save_file
+from tiny_model import make_tiny_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, checkpoint
+from fsdp2.init import deferred
+from fsdp2.wrap import auto_shard, transformer_blocks
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's folder: configuration, tokenizer
+NOT_COPIED = ("*.index.json", "checkpoint.json")  # these speak of the weights
+
+
+@dataclass(frozen=True)
+class Options:
+    """The parsed command line; the fields are named as the options are."""
+
+    model: Path | None
+    data: list[Path]
+    out: Path
+    lora: int
+    lora_alpha: float
+    lora_targets: list[str]
+    train: list[str]
+    save: str
+    steps: int
+    batch_size: int
+    seq_len: int
+    lr: float
+    bf16: bool
+    seed: int
+    device: str
+    check: bool
+
+
+def parse_options(arguments: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="finetune.py",
+        description="Fine-tune a Hugging Face folder, sharded over the ranks of a torchrun job.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="folder with config.json, *.safetensors and tokenizer; none: a tiny one is made")
+    add("--data", type=Path, nargs="+", default=[Path(asyncio.__file__).parent], help="files or folders of text")
+    add("--out", type=Path, default=Path("runs/finetuned"), help="folder for the result; must be new or empty")
+    add("--lora", type=int, default=8, metavar="RANK", help="rank of the LoRA matrices")
+    add("--lora-alpha", type=float, default=16.0, help="their weight, times the rank")
+    add("--lora-targets", nargs="+", default=["q_proj", "v_proj"], help="last names of the layers that get them")
+    add("--train", nargs="+", default=[], metavar="PATTERN", help="train these parameters themselves, without LoRA")
+    add("--save", choices=("merged", "adapter"), default="merged", help="whole model, or the LoRA matrices for peft")
+    add("--steps", type=int, default=50, help="optimizer steps")
+    add("--batch-size", type=int, default=8, help="sequences per rank")
+    add("--seq-len", type=int, default=128, help="tokens per sequence")
+    add("--lr", type=float, default=1e-2, help="learning rate, constant")
+    add("--bf16", action="store_true", help="compute in bfloat16; what is trained stays float32")
+    add("--seed", type=int, default=0, help="decides the first LoRA matrices and the batches")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one")
+    add("--check", action="store_true", help="load the result with transformers and compare its logits")
+    try:
+        options = Options(**vars(parser.parse_args(arguments)))
+    except (argparse.ArgumentError, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code == 0:  # --help
+            raise
+        raise UsageError(f"{error} (see --help)") from error
+    if options.train and options.save == "adapter":
+        raise UsageError("--save adapter needs LoRA matrices, and --train makes none: leave one of the two out")
+    return options
+
+
+def main() -> NoReturn:
+    world = start_world()
+    try:
+        options = on_every_rank(lambda: parse_options(sys.argv[1:]))
+        device = on_every_rank(lambda: choose_device(options.device, world))
+        base = on_rank_zero(lambda: prepare_folders(options))
+        train_tokens, valid_tokens = on_every_rank(lambda: load_tokens(options, base))
+        model = on_every_rank(lambda: build(options, base, world, device))
+    except UsageError as error:
+        leave(world, error)
+    try:
+        plan = BatchPlan(options.seq_len, options.batch_size, 1, world.rank, world.size, options.seed)
+        valid = list(plan.valid(valid_tokens, 2, device))
+        say(world, f"before: validation loss {validate(model, valid):.4f} nats/token")
+        train(options, model, plan, train_tokens, device, world)
+        say(world, f"after:  validation loss {validate(model, valid):.4f} nats/token")
+        save(options, model, base, world)
+        if options.check and options.save == "merged":
+            check(options, model, valid[0][0], world)
+    except BaseException:
+        crash()
+    leave(world)
+
+
+def say(world: World, text: str) -> None:
+    if world.leads:
+        print(text, flush=True)
+
+
+def prepare_folders(options: Options) -> Path:
+    """The folder of the base model. On rank 0 alone."""
+    if options.out.exists() and any(options.out.iterdir()):
+        raise UsageError(f"--out {options.out} is not empty: choose another folder, or remove it")
+    if options.model is not None:
+        if not (options.model / "config.json").is_file():
+            raise UsageError(f"--model {options.model} has no config.json: it is no folder in Hugging Face's layout")
+        return options.model
+    base = options.out.with_name(options.out.name + "-base")
+    make_tiny_model(base)
+    print(f"no --model: made a tiny Llama in {base}", flush=True)
+    return base
+
+
+def load_tokens(options: Options, base: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Training and validation text, as the tokenizer of the base model sees it."""
+    corpus = load_corpus(options.data, options.seq_len)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    sides = [side.tobytes().decode("utf-8", "replace") for side in (corpus.train, corpus.valid)]
+    train, valid = (np.array(tokenizer(side, add_special_tokens=False, verbose=False)["input_ids"]) for side in sides)
+    for name, tokens in (("training", train), ("validation", valid)):
+        if len(tokens) <= options.seq_len:
+            raise UsageError(f"the {name} text has {len(tokens)} tokens, and one sequence needs {options.seq_len + 1}")
+    return train, valid
+
+
+def build(options: Options, base: Path, world: World, device: torch.device) -> FSDPModule:
+    """The sharded model with the weights of the folder, all but a few of them frozen. Collective."""
+    config = AutoConfig.from_pretrained(base)
+    config.use_cache = False
+    # No memory yet: `deferred` notes how parameters and buffers are made, and `replay` below makes what no file has.
+    with deferred(seed=options.seed) as recording:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if not options.train:
+            add_lora(model, options.lora_targets, options.lora, options.lora_alpha)
+    freeze(model, options.train or ["*.lora_a", "*.lora_b"])
+
+    policy = MixedPrecisionPolicy()
+    if options.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    auto_shard(model, transformer_blocks(), mesh=mesh, mp_policy=policy)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "still on the meta device": that is what replay is for
+        loaded = checkpoint.load(base, model=model, strict=False, cast=True)
+    missing = [name for name in loaded.missing if ".lora_" not in name]
+    if missing or loaded.unexpected:
+        raise UsageError(f"{base} does not fit its config.json: missing {missing}, unexpected {loaded.unexpected}")
+    recording.replay(model)  # the LoRA matrices, and buffers that are in no file
+    return model
+
+
+def freeze(model: nn.Module, trained: Sequence[str]) -> None:
+    """Leave only the parameters whose names match a pattern to be trained. Before sharding."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(fnmatch(name, pattern) for pattern in trained))
+    unused = [pattern for pattern in trained if not any(fnmatch(name, pattern) for name, _ in model.named_parameters())]
+    if unused and len(unused) == len(trained):
+        some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+        raise UsageError(f"--train {' '.join(unused)} matches no parameter; they are called {some}, ...")
+
+
+def train(
+    options: Options, model: FSDPModule, plan: BatchPlan, tokens: NDArray[Any], device: torch.device, world: World
+) -> None:
+    """Frozen parameters have no gradient, hence no reduction and no optimizer state."""
+    model.reshard()  # the forwards of `validate` left the root's parameters gathered; optimizers want the shards
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    say(world, f"training {sum(p.numel() for p in trained):,} of {total:,} parameters on {world.size} rank(s)")
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0, fused=True)
+    model.train()
+    for step in range(1, options.steps + 1):
+        for batch in plan.train(tokens, step, device):
+            loss = cross_entropy(model, batch)
+            loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0 or step == options.steps:
+            mean = mean_over_ranks(loss)
+            say(world, f"step {step:>4}  loss {mean:.4f}")
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(input_ids=inputs).logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: list[Batch]) -> float:
+    model.eval()
+    return mean_over_ranks(torch.stack([cross_entropy(model, batch) for batch in batches]).mean())
+
+
+def save(options: Options, model: FSDPModule, base: Path, world: World) -> None:
+    """What was trained, as a folder for others. Collective."""
+    if options.save == "adapter":
+        save_adapter(options, model, base, world)
+    else:
+        model.reshard()
+        merged = {f"{name}.weight": layer.merged_weight() for name, layer in lora_layers(model)}
+        state = {
+            name: merged.get(name, parameter.detach())
+            for name, parameter in model.named_parameters()
+            if not name.endswith((".lora_a", ".lora_b"))
+        }
+        # All ranks write their rows of whole tensors into model.safetensors; nothing is gathered.
+        checkpoint.save(options.out, model=state, consolidated=True)
+    if world.leads:
+        for pattern in COPIED:
+            for path in base.glob(pattern):
+                if not any(fnmatch(path.name, other) for other in NOT_COPIED):
+                    shutil.copy(path, options.out)
+    dist.barrier()  # nobody reads the folder before it is complete
+    say(world, f"saved {options.out}")
+
+
+def save_adapter(options: Options, model: nn.Module, base: Path, world: World) -> None:
+    """The LoRA matrices alone, in peft's format. They are small: each is gathered. Collective."""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model):
+        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            matrix = getattr(layer, ours).detach()
+            whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
+            tensors[f"base_model.model.{name}.{theirs}.weight"] = whole.contiguous().cpu()
+    if world.leads:
+        options.out.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, options.out / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(base.resolve()),
+            "r": options.lora,
+            "lora_alpha": options.lora_alpha,
+            "target_modules": options.lora_targets,
+        }
+        (options.out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def check(options: Options, model: nn.Module, tokens: Tensor, world: World) -> None:
+    """Compare the logits of the saved folder, as transformers loads it, to those of the sharded model. Collective."""
+    whole = AutoModelForCausalLM.from_pretrained(options.out, dtype=torch.float32).to(tokens.device).eval()
+    ours, theirs = model(input_ids=tokens).logits.float(), whole(input_ids=tokens).logits
+    difference = mean_over_ranks((ours - theirs).abs().max())
+    say(world, f"checked: logits of {options.out} differ by {difference:.1e}")
+    allowed = 0.1 if options.bf16 else 1e-4
+    if difference > allowed:
+        raise RuntimeError(f"{options.out}: logits differ by {difference}, more than {allowed}: {asdict(options)}")
+
+
+if __name__ == "__main__":
+    main()
