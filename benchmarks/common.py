@@ -7,6 +7,7 @@ them alike, and compared by their ratio within each round.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -351,10 +352,34 @@ def _commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write_json(path: Path, result: dict[str, Any]) -> None:
+def write_json(path: Path, result: dict[str, Any], indent: int | None = 2) -> None:
     """The raw data of a run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """`--out`, and how much is run: `--short` for a first look within a minute, `--dry-run` to see that it runs."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--short", action="store_true", help="fewer sizes and rounds: about a minute")
+    size.add_argument("--dry-run", action="store_true", help="as little as possible, for tests; figures mean nothing")
+    parser.add_argument("--out", type=Path, help="where to write (default: below results/; --short: below runs/)")
+
+
+def apply_size_options(
+    parser: argparse.ArgumentParser, short: Mapping[str, Any], dry_run: Mapping[str, Any]
+) -> argparse.Namespace:
+    """The command line, where `--short` and `--dry-run` stand for other defaults; what is given besides still holds."""
+    options = parser.parse_args()
+    parser.set_defaults(**(dry_run if options.dry_run else short if options.short else {}))
+    return parser.parse_args()
+
+
+def out_path(options: argparse.Namespace, results: Path, name: str) -> Path:
+    """Where to write: `--out`, or `name` below `results`, which only a full run may overwrite."""
+    if options.short or options.dry_run:
+        results = ROOT / "runs" / "benchmarks" / results.parent.name
+    return options.out or results / name
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

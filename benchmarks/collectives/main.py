@@ -1,6 +1,7 @@
 """How long does each `Comm` take to move a unit's bytes, beside the backend's own collective? See README.md.
 
-python benchmarks/collectives/main.py                                # 1 KB to 16 MB, 2 ranks: about a minute
+python benchmarks/collectives/main.py                                # 1 KB to 256 MB, 2 ranks: some minutes
+python benchmarks/collectives/main.py --short                        # 1 KB to 16 MB: half a minute
 python benchmarks/collectives/main.py --ranks 4 --sizes 1e3 1e8 256e6 --rounds 11
 torchrun --nproc-per-node 8 benchmarks/collectives/main.py --device cuda
 """
@@ -28,19 +29,22 @@ from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "backend"
+SIZES = [1e3, 16e3, 256e3, 1e6, 4e6, 16e6, 64e6, 256e6]
+SHORT = {"sizes": [1e3, 256e3, 16e6], "rounds": 7}
+DRY_RUN = {"sizes": [1e3], "rounds": 1, "warmup": 1}
 BYTES_A_STEP = 4e6  # small operands travel several times in a timed step, or the clock would measure the barrier
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes (ignored under torchrun)")
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1e3, 16e3, 256e3, 4e6, 16e6], help="bytes in fp32")
+    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="bytes in fp32")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each variant")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each variant before")
     parser.add_argument("--threads", type=int, default=1, help="torch.set_num_threads")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
-    return parser.parse_args()
+    common.add_size_options(parser)
+    return common.apply_size_options(parser, SHORT, DRY_RUN)
 
 
 class PlainMemory:
@@ -156,7 +160,7 @@ def measure(options: argparse.Namespace) -> None:
             cases[kind].append(case)
     if dist.get_rank() != 0:
         return
-    path = options.out or RESULTS / f"{options.device}_{size}ranks.json"
+    path = common.out_path(options, RESULTS, f"{options.device}_{size}ranks.json")
     command = " ".join(["python", "benchmarks/collectives/main.py", *sys.argv[1:]])
     facts = common.provenance(options.device)
     result = {"question": "collectives", "command": command, **facts, "rounds": options.rounds, "cases": cases}

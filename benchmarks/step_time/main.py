@@ -2,6 +2,7 @@
 
 python benchmarks/step_time/main.py                                      # the table in README.md
 python benchmarks/step_time/main.py --ranks 4 --rounds 10 --dtype mixed
+python benchmarks/step_time/main.py --shape deep                         # more and smaller blocks
 python benchmarks/step_time/main.py --profile fsdp2-true                 # where the time of one variant goes
 """
 
@@ -25,6 +26,10 @@ from benchmarks import common
 
 RESULTS = Path(__file__).parent / "results"
 PROFILED_STEPS = 10
+# As many parameters in large blocks and in small ones: 8 of 3.2 million each, 32 of 0.8 million.
+SHAPES: dict[str, dict[str, int]] = {"wide": {}, "deep": {"blocks": 32, "dim": 256, "heads": 4}}
+SHORT = {"rounds": 7, "warmup": 2}
+DRY_RUN = {"rounds": 1, "warmup": 1, "blocks": 2, "dim": 32, "heads": 2, "batch": 1, "length": 16}
 
 
 def parse() -> argparse.Namespace:
@@ -38,11 +43,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--baseline", choices=common.PEERS, default="torch-fsdp2-true", metavar="VARIANT")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "mixed"], default=defaults.dtype)
     parser.add_argument("--device", choices=["cpu", "cuda"], default=defaults.device)
+    parser.add_argument("--shape", choices=SHAPES, default="wide", help="other defaults for what follows")
     for field in ("blocks", "dim", "heads", "vocab", "batch", "length"):
         parser.add_argument(f"--{field}", type=int, default=getattr(defaults, field))
     parser.add_argument("--profile", choices=common.PEERS, metavar="VARIANT", help="profile this one instead; rank 0")
-    parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
-    options = parser.parse_args()
+    common.add_size_options(parser)
+    shape = SHAPES[parser.parse_known_args()[0].shape]
+    parser.set_defaults(**shape)
+    options = common.apply_size_options(parser, SHORT, DRY_RUN)
     if options.profile is None and options.baseline not in options.variants:
         parser.error(
             f"the baseline {options.baseline} is not among the variants: name it, or choose one with --baseline"
@@ -94,7 +102,9 @@ def measure(options: argparse.Namespace) -> None:
         "losses": losses,
     }
     if dist.get_rank() == 0:
-        path = options.out or RESULTS / f"{options.device}_{dist.get_world_size()}ranks_{options.dtype}.json"
+        shape = "" if options.shape == "wide" else f"_{options.shape}"
+        name = f"{options.device}_{dist.get_world_size()}ranks_{options.dtype}{shape}.json"
+        path = common.out_path(options, RESULTS, name)
         common.write_json(path, result)
         print(f"Wall time of the slowest rank:\n\n{report(timings.wall, options.baseline)}\n")
         print(f"Processor time of a rank:\n\n{report(timings.cpu, options.baseline)}")

@@ -1,0 +1,169 @@
+"""The benchmarks run: each at its smallest size, as a user starts it, so that they do not rot. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
+from benchmarks.memory.tracking import Kind, Tracker, timeline
+from fsdp2._torch import all_gather_flat
+
+# In a process of pytest's, threads of other tests may be there; the forked one uses none of what they held.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    pytest.mark.timeout(320),
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_SECONDS = 300  # seconds on a quiet machine; others may be busy
+
+# Program -> the file that a figure is drawn from.
+PROGRAMS = {
+    "step_time": "cpu_2ranks_float32.json",
+    "host_overhead": "cpu_fake.json",
+    "memory": "cpu_2ranks_float32.json",
+    "world_size": "cpu_fake.json",
+    "collectives": "cpu_2ranks.json",
+}
+
+
+def run(*arguments: str | Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each program, filled by the tests of `test_a_program_runs`."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs(results: Path, name: str) -> None:
+    out = results / name / PROGRAMS[name]
+    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out)
+    assert "| --: |" in printed, "no table for the README"
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert {"question", "command", "date", "hardware", "versions", "ranks"} <= set(result)
+    if name == "memory":
+        whole = result["unit_bytes"]["root"] + result["workload"]["blocks"] * result["unit_bytes"]["block"]
+        for name, peaks in result["peaks"].items():
+            assert peaks["shards"] == pytest.approx(whole / 2, rel=0.02), name  # padded
+            assert peaks["allocated"] >= peaks["unsharded"] > 0, name
+
+
+def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    there = {name for name in PROGRAMS if (results / name).exists()}  # fewer when only some tests are run
+    run("-m", "benchmarks.figures", "--source", results, "--folder", tmp_path)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == there
+    assert all(path.stat().st_size < 60_000 for path in tmp_path.iterdir()), "too large to be committed"
+
+
+def test_the_programs_of_a_full_run_exist() -> None:
+    pytest.importorskip("matplotlib")
+    for mode in ([], ["--short"]):
+        lines = [line for line in run("-m", "benchmarks.all", "--print", *mode).splitlines() if line.startswith("==")]
+        assert len(lines) >= len(PROGRAMS)
+        for line in lines:
+            assert Path(line.split()[3]).is_file(), line
+
+
+def test_a_tracker_follows_storages_that_are_resized_and_dropped() -> None:
+    numel = 1000
+    with Tracker() as tracker:
+        param = nn.Parameter(torch.zeros(numel))
+        tracker.mark(param, Kind.PARAMETER)
+        since = tracker.now
+        other = param.detach() * 2
+        with torch.no_grad():
+            param.untyped_storage().resize_(0)
+        other = other[:10].clone()
+        other.add_(1)
+    moments = timeline(tracker, since, tracker.now)
+    held = [(moment.nbytes[Kind.PARAMETER], moment.nbytes[Kind.OTHER]) for moment in moments]
+    assert held[0] == (4 * numel, 0)
+    assert (4 * numel, 4 * numel) in held
+    assert held[-1] == (0, 4 * 10)
+
+
+def test_a_tracker_tells_what_is_communicated_and_what_is_a_gradient() -> None:
+    kinds = in_fake_rank(FakeRank(0, 4), _kinds)
+    assert kinds == {"parameter": 4 * 64, "gradient": 4 * 64, "communication": 4 * 100}
+
+
+def _kinds() -> dict[str, int]:
+    linear = nn.Linear(8, 8, bias=False)
+    with Tracker() as tracker:
+        tracker.follow(linear)
+        buffer = torch.zeros(100)
+        dist.all_reduce(buffer)
+        linear(torch.ones(1, 8)).sum().backward()
+        buffer.add_(1)
+    last = timeline(tracker, 0, tracker.now)[-1].nbytes
+    return {kind.name.lower(): last[kind] for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.COMMUNICATION)}
+
+
+def test_the_collectives_of_a_step_can_be_run_alone() -> None:
+    calls, again, values = in_fake_rank(FakeRank(1, 4), _replayed)
+    assert calls == again == ["all_reduce 3", "all_gather 3 -> 12"]
+    assert values == [1.0] * 12, "the recorded step's own memory was written to"
+
+
+def _replayed() -> tuple[list[str], list[str], list[float]]:
+    group = dist.group.WORLD
+    assert group is not None
+    gathered, own = torch.zeros(12), torch.ones(3)
+
+    def step() -> None:
+        dist.all_reduce(own)
+        torch.zeros(5)  # computing is not recorded
+        all_gather_flat(gathered, own, group)
+
+    replay = collectives_of(step)
+    calls = _named(step)
+    own.zero_()
+    return calls, _named(replay), gathered.tolist()
+
+
+def _named(step: Any) -> list[str]:
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "allgather" in str(function):
+                names.append(f"all_gather {args[1].numel()} -> {args[0].numel()}")
+            elif "allreduce" in str(function):
+                names.append(f"all_reduce {args[0][0].numel()}")
+            return function(*args, **(kwargs or {}))
+
+    with Names():
+        step()
+    return names
+
+
+@pytest.mark.parametrize("backend", ["fake", "silent"])
+def test_a_rank_that_fails_says_so(backend: str) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank=3, ranks=8.*nothing to divide by"):
+        in_fake_rank(FakeRank(3, 8, backend), _fail)
+
+
+def _fail() -> None:
+    raise ZeroDivisionError("nothing to divide by")

@@ -1,0 +1,124 @@
+"""Initialisation on a GPU: the values are those of one process on that GPU, and in mode "counter" those of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from benchmarks.gpu import groups
+from benchmarks.gpu.model import SHAPES, Llama
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+RANKS = 4
+
+FILLS: dict[str, Callable[[torch.Tensor], object]] = {
+    "normal": lambda t: t.normal_(0.5, 0.02),
+    "uniform": lambda t: t.uniform_(-0.3, 0.7),
+    "bernoulli": lambda t: t.bernoulli_(0.3),
+    "random": lambda t: t.random_(3, 100),
+    "exponential": lambda t: t.exponential_(1.7),
+    "cauchy": lambda t: t.cauchy_(0.1, 3.0),
+    "log normal": lambda t: t.log_normal_(0.3, 0.7),
+    "geometric": lambda t: t.geometric_(0.013),
+    "truncated": lambda t: nn.init.trunc_normal_(t, std=0.7),
+    "xavier": lambda t: nn.init.xavier_uniform_(t),
+}
+
+
+class Weight(nn.Module):
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1003, 259, device=device, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) -> None:
+    for mode in ("sequential", "counter"):
+        with torch.no_grad(), fsdp2.init.seeded(7, mode=mode):
+            whole = Weight(DEVICE, dtype)
+            FILLS[name](whole.weight)
+        with groups.simulated(RANKS):
+            sharded = Weight(DEVICE, dtype)
+            fsdp2.fully_shard(sharded, mesh=init_device_mesh(DEVICE.type, (RANKS,)))
+            with torch.no_grad(), fsdp2.init.seeded(7, mode=mode):
+                FILLS[name](sharded.weight)
+            assert isinstance(sharded.weight, DTensor)
+            rows = sharded.weight.to_local()
+            assert torch.equal(rows, whole.weight[: rows.shape[0]]), mode
+
+
+@pytest.mark.parametrize("name", FILLS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_counter_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal."""
+    values = []
+    for device in (torch.device("cpu"), DEVICE):
+        tensor = torch.zeros(517, 263, device=device, dtype=dtype)
+        with torch.no_grad(), fsdp2.init.seeded(3, mode="counter"):
+            FILLS[name](tensor)
+        values.append(tensor.cpu())
+    assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
+
+
+def test_generators_are_left_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.randn(3), torch.randn(3, device=DEVICE)
+    torch.manual_seed(1)
+    with fsdp2.init.seeded(5):
+        torch.randn(7, device=DEVICE)
+    for left, right in zip((torch.randn(3), torch.randn(3, device=DEVICE)), expected, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_deferred_model_is_the_eager_one(offload: bool) -> None:
+    """Built on the GPU, recorded and run again there for one parameter at a time."""
+    shape = SHAPES["tiny"]
+
+    def build() -> Llama:
+        torch.manual_seed(11)
+        with DEVICE:
+            return Llama(shape)
+
+    eager = {name: param.detach().clone() for name, param in build().named_parameters()}
+    with groups.simulated(RANKS):
+        mesh = init_device_mesh(DEVICE.type, (RANKS,))
+        options = {"offload_policy": fsdp2.CPUOffloadPolicy()} if offload else {}
+        with fsdp2.init.deferred() as recording:
+            model = build()
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mesh=mesh, **options)
+        fsdp2.fully_shard(model, mesh=mesh, **options)
+        fsdp2.init.materialize(model, recording)
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor)
+            rows = param.to_local()
+            assert rows.device.type == ("cpu" if offload else DEVICE.type)
+            assert torch.equal(rows.to(DEVICE), eager[name][: rows.shape[0]]), name
+        model(torch.zeros(2, 8, dtype=torch.int64, device=DEVICE))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_materialize(offload: bool) -> None:
+    """On the meta device, then memory where the parameters belong; replicas are compared over the mesh's own device."""
+    with groups.simulated(RANKS):
+        mesh = init_device_mesh(DEVICE.type, (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+        options = {"offload_policy": fsdp2.CPUOffloadPolicy()} if offload else {}
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 32))
+        fsdp2.fully_shard(model, mesh=mesh, **options)
+        fsdp2.init.materialize(model, seed=0)
+        for param in model.parameters():
+            assert isinstance(param, DTensor)
+            assert param.to_local().device.type == ("cpu" if offload else DEVICE.type)
+        assert all(buffer.device.type == DEVICE.type for buffer in model.buffers())
+        assert model(torch.randn(4, 32, device=DEVICE)).isfinite().all()

@@ -1,0 +1,139 @@
+"""The scripts of benchmarks/gpu run: each of them here on the CPU, with tiny models. What they measure needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import delays, measure, sanitize, step
+from benchmarks.gpu.groups import Wire
+from benchmarks.gpu.model import SHAPES, Llama, flops_per_token
+from benchmarks.gpu.variants import VARIANTS
+
+FOLDER = Path(step.__file__).parent
+DRY = ["--device", "cpu", "--size", "tiny"]
+
+
+def commands_of_run() -> dict[str, list[str]]:
+    """Name of each step of run.sh that is a script: its words."""
+    text = (FOLDER / "run.sh").read_text().replace("\\\n", " ")
+    lines = [shlex.split(line) for line in re.findall(r"^ +bench (?!\()(.*)$", text, re.MULTILINE)]
+    return {name: words for name, *words in lines}
+
+
+def test_every_command_of_run_is_understood() -> None:
+    parsers = {"step.py": step.parse, "delays.py": delays.parse, "sanitize.py": sanitize.parse}
+    commands = commands_of_run()
+    assert len(commands) == 7
+    for script, *arguments in commands.values():
+        options = parsers[script]([*arguments, *DRY])
+        if script == "step.py":
+            assert set(options.variants.split(",")) <= set(VARIANTS)
+        else:
+            assert set(options.settings.split(",")) <= set(delays.SETTINGS)
+    subprocess.run(["bash", "-n", str(FOLDER / "run.sh")], check=True)
+
+
+def test_variants_train_and_agree() -> None:
+    """The sharded ones compute the same, bit for bit: torch's, and ours with any lanes."""
+    losses = {}
+    for name in ("none", "floor", "torch", "torch-lists", "fsdp2", "fsdp2-flat", "fsdp2-all", "fsdp2-auto"):
+        result = step.run_one(step.parse([*DRY, "--group", "copy", "--steps", "1"]), name)
+        losses[name] = result["losses"]
+        assert len(result["step_s"]) == 1 and result["memory_bytes"] is result["timeline_s"] is result["mfu"] is None
+    assert all(value == losses["torch"] for name, value in losses.items() if name not in ("none", "floor"))
+    assert losses["none"] != losses["torch"]
+    assert losses["none"] == pytest.approx(losses["torch"], rel=0.1)
+
+
+@pytest.mark.parametrize("group", ["nothing", "timed", "nccl"])
+def test_groups(group: str) -> None:
+    result = step.run_one(step.parse([*DRY, "--group", group, "--steps", "1"]), "fsdp2")
+    assert result["about"]["ranks"] == (1 if group == "nccl" else 8)
+    assert len(result["losses"]) == step.WARMUP + 1 + 3 + 1  # timed, for memory, for the timeline
+
+
+def test_step_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    step.main([*DRY, "--variants", "fsdp2", "--rounds", "1", "--steps", "1", "--out", str(out)])
+    assert [each["variant"] for each in json.loads(out.read_text())["results"]] == ["fsdp2"]
+    assert "| fsdp2 |" in capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_delays(tmp_path: Path) -> None:
+    out = tmp_path / "delays.json"
+    delays.main([*DRY, "--settings", "microbatches,offload", "--steps", "1", "--out", str(out)])
+    report = json.loads(out.read_text())["settings"]
+    assert {name: of["changed_by"] for name, of in report.items()} == {"microbatches": [], "offload": []}
+    assert len(report["microbatches"]["expected"]) == 3 + 1  # a loss of each, and the parameters
+
+
+def test_delays_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "delays.json"
+    arguments = ["--ranks-on-gpu", "2", "--settings", "direct", "--steps", "1", "--out", str(out)]
+    delays.main([*DRY, *arguments])
+    assert json.loads(out.read_text())["about"]["ranks"] == 2
+
+
+def test_a_change_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(setting: Any, where: str | None, *_: Any) -> list[str]:
+        return ["other" if where == "reduce" else "same"]
+
+    monkeypatch.setattr(delays, "train", train)
+    with pytest.raises(SystemExit, match="direct"):
+        delays.main([*DRY, "--settings", "direct", "--out", str(tmp_path / "d.json")])
+    assert json.loads((tmp_path / "d.json").read_text())["settings"]["direct"]["changed_by"] == ["reduce"]
+
+
+def test_sanitizer(tmp_path: Path) -> None:
+    out = tmp_path / "sanitizer.json"
+    sanitize.main([*DRY, "--settings", "lists", "--steps", "1", "--out", str(out)])
+    assert json.loads(out.read_text())["complaints"] == {}
+
+
+def test_timeline() -> None:
+    """Two steps: kernels from 0 to 40 and from 60 to 100 us, a collective from 30 to 70, of which 20 are exposed; what
+    is copied on its stream belongs to it."""
+    compute, network = {"stream": 7}, {"stream": 20}
+    events: list[dict[str, Any]] = [
+        {"cat": "kernel", "name": "gemm", "ts": 0, "dur": 30, "args": compute},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 25, "dur": 15, "args": compute},
+        {"cat": "kernel", "name": "gemm", "ts": 60, "dur": 40, "args": compute},
+        {"cat": "kernel", "name": "spin_kernel(long)", "ts": 30, "dur": 10, "args": network},
+        {"cat": "kernel", "name": "copy", "ts": 40, "dur": 30, "args": network},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 500},
+    ]
+    found = measure.timeline(events, steps=2)
+    assert found is not None and found.kernels == 1.5
+    seconds = (found.compute, found.idle, found.communication, found.exposed)
+    assert seconds == pytest.approx((40e-6, 10e-6, 20e-6, 10e-6))
+    assert measure.timeline([], steps=2) is None
+
+
+def test_wire_times() -> None:
+    assert Wire(bandwidth_bytes=1e9, latency_s=1e-3).seconds(1e6) == pytest.approx(2e-3)
+    assert Wire(delay_s=0.5).seconds(1e6) == 0.5
+
+
+def test_model_is_what_readme_says() -> None:
+    with torch.device("meta"):
+        model = Llama(SHAPES["1b"])
+    numel = sum(param.numel() for param in model.parameters())
+    assert f"{numel / 1e9:.3f} billion" in (FOLDER / "README.md").read_text()
+    in_products = numel - model.tokens.weight.numel()
+    assert flops_per_token(SHAPES["1b"]) == pytest.approx(6 * in_products, rel=0.2)
