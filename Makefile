@@ -1,6 +1,7 @@
 # make train    train a small language model on two ranks          make test     all checks and tests: what CI runs
-# make lint     ruff and mypy alone                                make bench    the step-time benchmark
+# make lint     ruff and mypy alone                                make bench    a short version of every benchmark, and figures
 # make docs     the API reference, from the docstrings        make fuzz     ten minutes of hostile checkpoints
+# make test-clients   torchtitan, Accelerate, transformers, peft, torchao, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
@@ -12,11 +13,12 @@ ARGS   ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+CLIENTS   := .venv-clients
 
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test lint bench docs fuzz clean
+.PHONY: train test test-clients lint bench docs fuzz clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -30,7 +32,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/step_time/main.py $(ARGS)
+	$(BIN)/python -m benchmarks.all --short $(ARGS)
 
 # setuptools comes first and the package is built with it, so that the constraints also bind the build, with any pip.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -44,6 +46,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    --no-build-isolation --editable '.[dev,examples]'
 	@touch $@
 
+# The clients have an environment of their own: their versions must not bind ours.
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest tests/clients --durations=15 $(ARGS)
+
+$(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
+	@$(PYTHON) -m venv $(CLIENTS)
+	@echo "Installing into $(CLIENTS), once; this takes some minutes."
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt torch setuptools wheel
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
+	    --no-build-isolation --editable '.[clients]'
+	@touch $@
+
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_checkpoint --seconds 600 $(ARGS)
 
@@ -52,6 +66,6 @@ docs: $(INSTALLED)
 	$(BIN)/pdoc --docformat google --output-directory build/api fsdp2 fsdp2.events
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info runs
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 import fsdp2
-from fsdp2 import checkpoint, events, init
+from fsdp2 import checkpoint, compat, events, init, parallel
 
 HEAD = """# API reference
 
@@ -33,6 +33,8 @@ def page() -> str:
             table("Methods of a sharded module (`FSDPModule`)", methods),
             table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
+            table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
+            table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
         ]
     )

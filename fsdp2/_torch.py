@@ -289,7 +289,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of this name; operators take texts. torch's own collectives for compiled code ask so."""
-    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)
+    module: Any = distributed_c10d  # torch's own hints know the name only as a type of its own
+    group: dist.ProcessGroup = module._resolve_process_group(name)
     return group
 
 

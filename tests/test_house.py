@@ -60,7 +60,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.context", "runtime.hooks"),
     ("runtime.in_flight", "runtime.memory", "runtime.param_group"),
     ("runtime.assembly", "runtime.finalization", "runtime.gradients"),
-    ("runtime.extended", "runtime.reduction"),
+    ("runtime.extended", "runtime.inner", "runtime.reduction"),
     ("runtime.reduction_plan",),
     ("runtime.channel", "runtime.gather"),
     ("runtime.naming", "runtime.quantised"),

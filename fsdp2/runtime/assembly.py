@@ -18,6 +18,7 @@ from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extended import ExtendedGather
 from fsdp2.runtime.gather import Gather
+from fsdp2.runtime.inner import InnerShards
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
@@ -44,10 +45,7 @@ class Assembly:
         self.copies: list[torch.Tensor] = []
         self.complete_at: list[int] | None = None
         self.used_at: list[int] = []
-        self._inner_at: list[int] | None = None  # the versions of the shards that the inner shards are of
-        self._inner: FlatStorage | None = None
-        self._inner_shards: list[torch.Tensor] = []
-        self._inner_gather: Gather | None = None
+        self._inner: InnerShards | None = None
         with torch.inference_mode(False), torch.no_grad():
             is_late = {param: self._travels_packed(param) for param in params if not param.is_extended}
             self._early = self._make_flat([param for param, late in is_late.items() if not late])
@@ -56,7 +54,7 @@ class Assembly:
             self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
             self.storage: Storage = Storages([self._early, self._late, *self._extended.values()])
             if params[0].outer is not None:
-                self._make_inner()
+                self._inner = InnerShards(params, channel)
 
     def _travels_packed(self, param: ManagedParameter) -> bool:
         comm, itemsize = self._channel.comm, param.compute_dtype.itemsize
@@ -81,21 +79,6 @@ class Assembly:
             param.make_unsharded(param.from_memory(storage.view(offset, shape, dtype)))
         return storage
 
-    def _make_inner(self) -> None:
-        """The inner shards: padded pieces of the shard axis, in the compute dtype."""
-        params = self._params
-        rank = self._channel.roles.shard_rank
-        offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
-        self._inner = FlatStorage(total, self._channel.roles.device)
-        self._inner.alloc()
-        fulls = []
-        for param, offset in zip(params, offsets, strict=True):
-            fulls.append(self._inner.view(offset, param.layout.local_shape(rank), param.compute_dtype))
-            self._inner_shards.append(fulls[-1].view(-1))
-        layouts = [param.outer for param in params if param.outer is not None]
-        self._inner_gather = Gather(layouts, fulls, self._channel.roles.replicate, self._channel.base)
-        self._inner.free()
-
     # --- one unshard -------------------------------------------------------------------------------------------------
 
     def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
@@ -107,9 +90,9 @@ class Assembly:
             # by this stream, as all that reads them.
             pairs = zip(self._params, shards, strict=True)
             shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
-        if self._inner_gather is not None:
-            self._gather_inner(fqn, shards, versions)
-            shards = self._inner_shards
+        if self._inner is not None:
+            self._inner.gather(fqn, shards, versions)
+            shards = self._inner.flats
         if self._channel.roles.shard_group is None:
             self.storage.alloc()
             self._copy(shards)
@@ -162,17 +145,8 @@ class Assembly:
 
     def free_inner(self) -> None:
         """The shards will change, or did: gather them anew next time."""
-        self._inner_at = None
         if self._inner is not None:
             self._inner.free()
-
-    def _gather_inner(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
-        if self._inner_at == versions:
-            return
-        assert self._inner is not None and self._inner_gather is not None
-        self._inner.alloc()
-        self._inner_gather.finish(fqn, self._inner_gather.start(fqn, shards))
-        self._inner_at = versions
 
     def _sources(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self._extended:

@@ -30,7 +30,7 @@ from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.storage import Storage
-from fsdp2.runtime.streams import Streams
+from fsdp2.runtime.streams import Streams, without_grad
 
 __all__ = ["Keep", "Memory", "ParamGroup", "Phase"]
 
@@ -126,7 +126,7 @@ class ParamGroup:
         # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
         in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
         resharded = streams.record() if in_use else None
-        with torch.no_grad(), streams.gathering():
+        with without_grad(), streams.gathering():
             # Unsharded storage and the packed buffer: allocated, filled and freed on this stream. The compute stream
             # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
             # of that use. The second never leaves this stream.
@@ -152,7 +152,7 @@ class ParamGroup:
         return self._assembly
 
     def _finish(self, assembly: Assembly, pending: Pending | None, axis: Axis | None) -> None:
-        with torch.no_grad():
+        with without_grad():
             assembly.finish(self.fqn, pending, axis)
 
     def wait_for_unshard(self) -> None:

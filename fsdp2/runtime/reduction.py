@@ -68,7 +68,6 @@ class Reduction:
         self._settings = settings
         self._streams = streams
         ordered = [contributions[index] for index in plan.order]
-        self._params = [each.param for each in ordered]
         self._partials = [each.partial for each in ordered]
         self._grads = [each.grad for each in ordered if each.grad is not None]
         self._flat: torch.Tensor | None = None
@@ -90,7 +89,7 @@ class Reduction:
                 return self.advance()
         if next(self._run, True) is None:
             return True
-        self._params, self._partials, self._kept, self._apart, self._flat = [], [], [], None, None
+        self._partials, self._kept, self._apart, self._flat = [], [], None, None
         return False
 
     def finish(self) -> None:
@@ -154,7 +153,7 @@ class Reduction:
                 done = streams.record()
         if not streams.lazy:
             yield
-        if done is not None and self._params[0].plan.home != roles.device:
+        if done is not None and self._plan.params[0].plan.home != roles.device:
             done.synchronize()  # the optimizer reads host memory, which no stream orders
         streams.wait(done)
         self._hand_over()  # [6]
@@ -220,7 +219,7 @@ class Reduction:
         num_packed = len(self._plan.packed_layouts)
         outputs = self._outputs() if num_packed < len(grads) else []
         for index in range(num_packed, len(grads)):
-            param, output = self._params[index], outputs[index]
+            param, output = self._plan.params[index], outputs[index]
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
             numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
@@ -232,7 +231,7 @@ class Reduction:
         """Add the outputs to what waits for an all-reduce."""
         if self._is_abandoned:
             return
-        for param, output in zip(self._params, self._outputs(), strict=True):
+        for param, output in zip(self._plan.params, self._outputs(), strict=True):
             param.partial = output if param.partial is None else param.partial.add_(output)
 
     def _over_replicas(self, average: bool) -> Pending:
@@ -254,7 +253,7 @@ class Reduction:
         assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
-        for param, output in zip(self._params, self._outputs(), strict=True):
+        for param, output in zip(self._plan.params, self._outputs(), strict=True):
             assert param.outer is not None
             layouts.append(param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
@@ -303,7 +302,7 @@ class Reduction:
 
     def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
         """A reduced gradient where the sharded parameter lives; offloaded, the copy is complete at `_hand_over`."""
-        plan = self._params[0].plan
+        plan = self._plan.params[0].plan
         if grad.device == plan.home:
             return grad
         self._kept.append(grad)
@@ -312,7 +311,8 @@ class Reduction:
     def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
         """Where the result for each contribution is: in which 1-D tensor, from which element on."""
         if self._apart is not None:
-            return self._apart, [output.storage_offset() for output in self._apart]  # a view where nothing was cast
+            # Views where nothing was cast.
+            return self._apart, [int(output.storage_offset()) for output in self._apart]
         assert self._flat is not None
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
@@ -322,7 +322,7 @@ class Reduction:
             return
         old, new = [], []
         hooked = []
-        for param, output, offset, spec in zip(self._params, *self._reduced(), self._plan.grad_specs, strict=True):
+        for param, output, offset, spec in zip(self._plan.params, *self._reduced(), self._plan.grad_specs, strict=True):
             sharded = param.sharded
             local = param.geometry.local_view(output, offset)
             if (grad := sharded.grad) is None:

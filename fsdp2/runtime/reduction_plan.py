@@ -1,7 +1,7 @@
 """`ReductionPlan`: what is the same each time that the same parameters of a group are reduced. Layer: runtime."""
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,9 @@ class ReductionPlan:
         wire_dtype: in which they travel to be summed.
         order: of the contributions: packed ones first, so that their outputs are one piece of the flat output; those
             without a gradient last.
+        params: in that order.
         sizes: elements of the outputs, in that order.
-        numel, scattered_numel, packed_numel: elements of all outputs, of those with a gradient, of the packed ones.
+        scattered_numel, packed_numel: elements of the outputs with a gradient, of the packed ones.
         packed_layouts: of the packed ones.
         grad_dtypes, grad_specs: of the sharded gradients.
         casts_outputs: whether these, or where they live, differ from the reduction's.
@@ -49,10 +50,10 @@ class ReductionPlan:
         self.order = sorted(
             range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)
         )
-        params = [params[index] for index in self.order]
+        self.params = params = [params[index] for index in self.order]
         num_packed, num_scattered = lanes.count(Lane.PACKED), len(lanes) - lanes.count(None)
         self.sizes = [param.layout.padded_numel for param in params]
-        self.numel, self.scattered_numel = sum(self.sizes), sum(self.sizes[:num_scattered])
+        self.scattered_numel = sum(self.sizes[:num_scattered])
         self.packed_numel = sum(self.sizes[:num_packed])
         self.packed_layouts = [param.layout for param in params[:num_packed]]
         self.grad_dtypes = [param.grad_dtype for param in params]
@@ -60,6 +61,11 @@ class ReductionPlan:
             param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
         ]
         self.casts_outputs = set(self.grad_dtypes) != {self.dtype} or params[0].plan.home != channel.roles.device
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all outputs."""
+        return sum(self.sizes)
 
     def _lane(self, contribution: Contribution) -> Lane | None:
         if contribution.grad is None:

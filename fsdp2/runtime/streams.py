@@ -13,9 +13,14 @@ from functools import cache
 
 import torch
 
-__all__ = ["Streams", "streams_for"]
+__all__ = ["Streams", "streams_for", "without_grad"]
 
 _NOTHING = nullcontext()
+
+
+def without_grad() -> AbstractContextManager[object]:
+    """`torch.no_grad()` where it has an effect; in backward it has none, and costs 2 us."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class Streams:
