@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import local_store, store_of
 from fsdp2.checkpoint.state import World
-from fsdp2.errors import CheckpointError
+from fsdp2.errors import CheckpointError, CorruptError, MismatchError
 
 __all__ = ["Agreement", "world_of"]
 
@@ -210,7 +210,10 @@ class Agreement:
         self._failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
-            raise CheckpointError(f"{self._purpose} failed: {outcome}")
+            # Of the same kind on all ranks, whichever found it first.
+            name = outcome.split(": ", 2)[1]
+            kind = next((each for each in (CorruptError, MismatchError) if each.__name__ == name), CheckpointError)
+            raise kind(f"{self._purpose} failed: {outcome}")
 
     def _absent(self) -> str:
         """Who has not reported, in words."""
