@@ -11,6 +11,7 @@ from math import log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from uuid import uuid4
 from warnings import warn
 
 import torch
@@ -47,8 +48,8 @@ def tune_lanes(model: nn.Module, *, file: str | os.PathLike[str] | None = None) 
     Args:
         model: all units in it are tuned.
         file: where answers are kept, in JSON: found there, by hardware, backend, ranks and version of torch, on every
-            rank, nothing is measured. Otherwise the first rank of each mesh adds what was measured. The folder must
-            exist.
+            rank, nothing is measured. Otherwise the first rank of each mesh adds what was measured. What cannot
+            be read or written is a warning, and the ranks measure.
 
     Returns:
         For each mesh, by a description that is also its key in `file`: the limit in bytes of a shard; None where the
@@ -68,6 +69,8 @@ def tune_lanes(model: nn.Module, *, file: str | os.PathLike[str] | None = None) 
     if not units:
         raise ArgumentError(f"tune_lanes: nothing in this {type(model).__name__} is sharded; call fully_shard first")
     groups = [group for unit in units for group in unit.groups]
+    for unit in units:
+        unit.reshard_all()
     answers: dict[str, int | None] = {}
     limits: dict[MeshRoles, int | None] = {}
     for roles in dict.fromkeys(group.roles for group in groups):
@@ -117,11 +120,20 @@ def _agreed(key: str, roles: MeshRoles, comm: Comm, file: Path | None) -> int | 
     half = len(times) // 2
     sizes = [size for size, _ in times[:half]]
     limit = best_limit(dict(zip(sizes, slowest, strict=False)), dict(zip(sizes, slowest[half:], strict=True)))
+    comm.release()
     if file is not None and roles.shard_rank == 0 and roles.replicate_rank == 0:
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        new.write_text(json.dumps(_read(file) | {key: limit}, indent=1))
-        new.replace(file)
+        _write(file, {**_read(file), key: limit})
     return limit
+
+
+def _write(file: Path, answers: Mapping[str, int | None]) -> None:
+    """All at once. An error is a warning: the other ranks have their answer, and go on."""
+    new = file.with_name(f".{file.name}.{uuid4().hex}")
+    try:
+        new.write_text(json.dumps(answers, indent=1))
+        new.replace(file)
+    except OSError as error:
+        warn(f"tune_lanes: {file} could not be written, and the next run will measure again: {error}", stacklevel=2)
 
 
 def _read(file: Path) -> dict[str, int | None]:
@@ -131,7 +143,7 @@ def _read(file: Path) -> dict[str, int | None]:
         return {key: each if each is None else int(each) for key, each in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
         warn(f"tune_lanes: {file} is not one of its files, and is written anew: {error}", stacklevel=2)
         return {}
 

@@ -281,3 +281,25 @@ def test_separate_groups_of_a_hybrid_mesh(rank: int, world_size: int) -> None:
     dist.all_reduce(total, group=other)
     assert total.item() == sum(mates)
     assert separate_group(mesh.get_group("replicate")) is not other
+
+
+@on_ranks(2)
+def test_complex_rows_are_gathered(rank: int, world_size: int) -> None:
+    """`torch.distributed` views them as real ones for the backend; the group's own method does not."""
+    group = dist.group.WORLD
+    assert group is not None
+    operand = Operand(torch.zeros(4, dtype=torch.complex64), range(0, 5, 2))
+    operand.row(rank).fill_(complex(rank, 1))
+    FlatComm().all_gather([operand], group).wait()
+    assert operand.full.tolist() == [1j, 1j, 1 + 1j, 1 + 1j]
+
+
+@on_ranks(2)
+def test_a_group_of_one(rank: int, world_size: int) -> None:
+    """Sharded replicas of which one is left: nothing travels, and nothing is summed."""
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    assert isinstance(alone, dist.ProcessGroup)
+    output = torch.empty(3)
+    source = Operand(torch.arange(3.0), [0, 3])
+    GlooComm().reduce_scatter([Scatter(source, output)], alone, average=True).wait()
+    assert output.tolist() == [0, 1, 2]

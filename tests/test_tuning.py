@@ -128,3 +128,25 @@ def test_nothing_to_tune(rank: int, world_size: int) -> None:
         tune_lanes(nn.Linear(2, 2))
     one = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     assert tune_lanes(one) == {}
+
+
+@on_ranks(2)
+def test_a_file_that_cannot_be_written(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The rank that writes once raised, while the other went on into a step that it waited in."""
+    plain = nn.Sequential(nn.Linear(4, 4))
+    model = model_of(None, plain)
+    with pytest.warns(UserWarning, match="could not be written") if rank == 0 else nullcontext():
+        answers = tune_lanes(model, file=tmp_path / "no such folder" / "lanes.json")
+    assert same_on_all(answers)
+    check_step(model, plain, rank, world_size)
+
+
+@on_ranks(2)
+def test_while_a_gather_is_under_way(rank: int, world_size: int) -> None:
+    """The gather that was issued on the old lanes was looked for among those on the new ones."""
+    plain = nn.Sequential(nn.Linear(4, 4))
+    model = model_of(None, plain)
+    handle = model.unshard(async_op=True)
+    tune_lanes(model)
+    handle.wait()
+    check_step(model, plain, rank, world_size)

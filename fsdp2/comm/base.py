@@ -129,6 +129,9 @@ class Comm(ABC):
         other.direct_min_bytes = num_bytes
         return other
 
+    def release(self) -> None:  # noqa: B027 - most keep nothing
+        """Give back the memory that is kept for later calls."""
+
     @abstractmethod
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         """Fill every operand from all ranks; the caller has filled its own range."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.wire import is_narrow, sum_rows
 
@@ -35,6 +36,8 @@ class ScratchPool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of at least `nbytes`: the smallest free one that serves, otherwise a new one."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         fitting = [index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
         if not fitting:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -42,7 +45,8 @@ class ScratchPool:
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Let the next caller use `buffer`."""
-        self.free.append(buffer)
+        if buffer.numel():
+            self.free.append(buffer)
         self.free.sort(key=torch.Tensor.numel)
         del self.free[: -self.max_kept]
 
@@ -86,6 +90,10 @@ class GlooComm(Comm):
     def __init__(self) -> None:
         self.pool = ScratchPool()
 
+    def release(self) -> None:
+        """See `Comm.release`."""
+        self.pool.free.clear()
+
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         """See `Comm.all_gather`."""
         rank, size = group.rank(), group.size()
@@ -105,6 +113,9 @@ class GlooComm(Comm):
         two ranks need no memory beside it."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
+        if size == 1:
+            foreach_copy([each.output for each in scatters], [each.source.row(0) for each in scatters])
+            return Works([])
         in_place = not is_narrow(scatters)
         spare = size - 1 - in_place
         sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # what travels has the source's dtype

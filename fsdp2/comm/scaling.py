@@ -5,7 +5,7 @@ divisor is divided away before the sum and the rest after it.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -41,7 +41,7 @@ def fp16_factors(factor: float) -> tuple[float, float]:
     return float(pre), factor / pre
 
 
-@cache
+@lru_cache(maxsize=256)  # the factor may be another one in each step
 def scaling_for(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
 ) -> Scaling:

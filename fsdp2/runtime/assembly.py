@@ -55,6 +55,7 @@ class Assembly:
             self.storage: Storage = Storages([self._early, self._late, *self._extended.values()])
             if params[0].outer is not None:
                 self._inner = InnerShards(params, channel)
+            self._late.free()
 
     def _travels_packed(self, param: ManagedParameter) -> bool:
         comm, itemsize = self._channel.comm, param.compute_dtype.itemsize
@@ -127,6 +128,8 @@ class Assembly:
             extended.take_inner()
         gather = self._gather_over(axis, plain=True)
         self._take(gather)
+        for extended in self._extended.values():
+            extended.take_inner()  # once more: what else was taken is not needed
         return gather.start(fqn, self.copies)
 
     def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
@@ -173,9 +176,10 @@ class Assembly:
                     layouts.append(param.layout.over(axis.size))
                     fulls.append(param.whole)
             with torch.inference_mode(False), torch.no_grad():
+                stays = self._late.is_taken  # kept at its address
                 self.storage.alloc()
                 self._gathers[key] = Gather(layouts, fulls, axis, self._channel.comm)
-                if self._can_wait(self._gathers[key]):
+                if not stays and self._can_wait(self._gathers[key]):
                     self._late.free()
         return self._gathers[key]
 

@@ -290,12 +290,16 @@ class ParamGroup:
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that have no data yet."""
-        return [param.fqn for param in self.params if param.held.is_meta]
+        return [param.fqn for param in self.params if self._at_rest(param).is_meta]
 
     def not_at_home(self) -> list[tuple[str, torch.device]]:
         """FQNs and devices of parameters that are to be offloaded, but are not."""
         return [
-            (param.fqn, param.held.device)
+            (param.fqn, self._at_rest(param).device)
             for param in self.params
-            if isinstance(param.plan.offload, CPUOffloadPolicy) and param.held.device != param.plan.home
+            if isinstance(param.plan.offload, CPUOffloadPolicy) and self._at_rest(param).device != param.plan.home
         ]
+
+    def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
+        """The sharded parameter, or what a loader has put in its place since."""
+        return param.held if self.phase is Phase.SHARDED else param.sharded

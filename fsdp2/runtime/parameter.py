@@ -325,7 +325,7 @@ class ManagedParameter:
 
     @property
     def held(self) -> torch.Tensor:
-        """What the module holds now: `sharded`, or what a loader has put in its place since."""
+        """What the module holds now."""
         current = self.slots[0].get()
         return self.sharded if current is None else current
 

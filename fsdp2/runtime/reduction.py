@@ -122,7 +122,8 @@ class Reduction:
             grads = self._take_grads(dtype)
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
-            self._keep(grads)
+            if not streams.lazy or self._plan.wire_dtype == dtype:
+                self._keep(grads)
             pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
             del grads
             if pending is not None:

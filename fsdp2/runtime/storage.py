@@ -57,6 +57,11 @@ class FlatStorage:
         if self._storage.size() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether it has its memory now."""
+        return self._storage.size() == self.nbytes
+
     def free(self) -> None:
         """Give the memory back; views keep their shapes and must not be read."""
         self._storage.resize_(0)
