@@ -1,7 +1,8 @@
 """Every private name of torch that fsdp2 touches, and every public one whose name depends on the version; a few lines
 each. Ground layer; a torch upgrade touches this file.
 
-Checked on torch 2.13.0 (CPU). Each function names the private thing and why no public one serves.
+Checked on torch 2.13.0, and with a core of the tests on 2.11.0, 2.14.1 and 2.15.0; on the CPU. Each function names the
+private thing and why no public one serves.
 """
 
 from collections.abc import Callable, Sequence
