@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -221,12 +222,13 @@ def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _rank(rank: int, options: argparse.Namespace, out: Path) -> None:
-    """One of several processes on one GPU."""
+def _rank(rank: int, options: argparse.Namespace, out: Path, meeting: str) -> None:
+    """One of several processes on one GPU, which meet at a file."""
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", 0)
     groups.take_gpu()
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:gloo", rank=rank, world_size=options.ranks_on_gpu)
+    world = options.ranks_on_gpu
+    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     report = check_all(options, device)
     if rank == 0:
         common.write_json(out, {"about": common.provenance(device.type), "settings": report})
@@ -239,10 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = "delays.json" if options.ranks_on_gpu == 1 else f"delays-{options.ranks_on_gpu}-ranks.json"
     out = options.out or RESULTS / name
     if options.ranks_on_gpu > 1:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29517"))
-        torch.multiprocessing.start_processes(
-            _rank, (options, out), nprocs=options.ranks_on_gpu, start_method="forkserver"
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            arguments_of_rank = (options, out, f"{folder}/meeting")
+            torch.multiprocessing.start_processes(
+                _rank, arguments_of_rank, nprocs=options.ranks_on_gpu, start_method="forkserver"
+            )
     else:
         common.write_json(out, run_simulated(options))
     report = json.loads(out.read_text())
