@@ -1,7 +1,7 @@
 """The figures of README.md, from the raw data of the benchmarks. Nothing is measured here.
 
 python -m benchmarks.figures                                                  # results/ -> docs/figures/
-python -m benchmarks.figures --source runs/benchmarks --folder /tmp/figures   # what --short left behind
+python -m benchmarks.figures --source runs/benchmarks --folder runs/figures   # what --short left behind
 
 A figure whose data is not there is left out. Titles state what was found, and are computed from the data.
 """
