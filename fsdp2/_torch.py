@@ -6,6 +6,7 @@ private thing and why no public one serves.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "allows_direct_slots",
     "attention_op",
     "backward_is_running",
+    "base_of",
     "chunk_cat",
     "composable_apis",
     "concatenate_meshes",
@@ -39,8 +41,10 @@ __all__ = [
     "foreach_multiply",
     "foreach_norm",
     "func_transforms_are_active",
+    "grad_of",
     "group_allocates",
     "group_named",
+    "local_of",
     "local_store",
     "local_tensor",
     "make_dtensor",
@@ -57,6 +61,7 @@ __all__ = [
     "set_fully_shard_state",
     "set_local_tensor",
     "shard_dim",
+    "spec_of",
     "split_factor",
     "storage_key",
     "store_of",
@@ -173,6 +178,15 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
     its address would be 0 for every empty shard."""
     storage: int = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+# For `map` over all parameters in each step: no Python frame for each.
+# `Tensor.grad`, and what `local_tensor` gets; of a DTensor `_spec`: mesh, placements, global shape and dtype; and
+# `Tensor._base`: the tensor that it is a view of, or None.
+grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
+spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -141,7 +141,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
-        unit.refresh_groups()
+        unit.move_groups()
         for param, grad_dtype in explicit:
             param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]

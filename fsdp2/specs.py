@@ -17,6 +17,7 @@ Where a model-parallel axis cuts the very dim that we shard, it cuts first, and 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +62,7 @@ class ParamSpecs:
 
     def _spec(self, form: str, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
         if (form, dtype) not in self._known:
-            self._known[form, dtype] = make_spec(mesh, placements, self.shape, self.stride, dtype)
+            self._known[form, dtype] = make_spec(mesh, _interned(placements), self.shape, self.stride, dtype)
         return self._known[form, dtype]
 
     def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
@@ -70,6 +71,15 @@ class ParamSpecs:
             mine if axis in self.data_axes else wanted
             for axis, (mine, wanted) in enumerate(zip(grad.placements, self.inner_placements, strict=True))
         )
+
+
+# Equal ones by their classes and values.
+_placements: dict[Any, tuple[Placement, ...]] = {}
+
+
+def _interned(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """One object for all that are equal: what asks about many parameters can compare identities."""
+    return _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
 
 
 def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> ParamSpecs:

@@ -316,7 +316,12 @@ class LiveBytes(TorchDispatchMode):
                 self.storages.setdefault(id(tensor.untyped_storage()), weakref.ref(tensor.untyped_storage()))
         alive = [storage for weak in self.storages.values() if (storage := weak()) is not None]
         self.storages = {id(storage): weakref.ref(storage) for storage in alive}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        nbytes = end = 0
+        for storage in sorted(alive, key=lambda each: (each.data_ptr(), -each.nbytes())):
+            if storage.data_ptr() + storage.nbytes() > end:  # shards have storages of their own on shared memory
+                nbytes += storage.nbytes()
+                end = storage.data_ptr() + storage.nbytes()
+        self.peak = max(self.peak, nbytes)
         return result
 
 

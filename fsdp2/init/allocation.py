@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, parameter_slots, version
 from fsdp2.runtime.root import units_below
+from fsdp2.runtime.together import Places
 
 __all__ = ["Fresh", "allocate", "tensors_of"]
 
@@ -47,16 +48,20 @@ def allocate(
     """
     units = units_below(model)
     home = device or (units[0].device if units else torch.device("cpu"))
-    of_unit = {param.sharded: param.plan.home for unit in units for param in unit.params}
     chosen = {tensor for name, tensor in tensors_of(model, every_name=True) if tensor.is_meta and wanted(name)}
+    of_unit = {param.sharded: param for unit in units for param in unit.params}
+    places = Places([p for p in group.params if p.sharded in chosen] for unit in units for group in unit.groups)
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         slots = parameter_slots(module)
         for name, param in slots.items():
             if param in chosen:
                 assert param is not None
-                if param not in made:
-                    made[param] = _parameter_like(param, of_unit.get(param) or _device_of(param, home))
+                if param not in made and (managed := of_unit.get(param)) is not None:
+                    placed = places.parameter_for(managed)
+                    made[param] = _parameter_like(param, managed.plan.home) if placed is None else placed
+                elif param not in made:
+                    made[param] = _parameter_like(param, _device_of(param, home))
                 new = made[param]
                 assert isinstance(new, nn.Parameter)
                 slots[name] = new

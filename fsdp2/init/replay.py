@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from fsdp2._torch import make_parameter, parameter_slots, split_factor, subclassed_parameter
+from fsdp2._torch import local_tensor, make_parameter, parameter_slots, split_factor, subclassed_parameter
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.init.ledger import Ledger
 from fsdp2.init.restore import restore
@@ -22,6 +22,7 @@ from fsdp2.init.tape import Cell, Tape, Window
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.together import Places
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["fill"]
@@ -93,6 +94,11 @@ class _Search:
         self._device = device
         self._by_managed = ledger.managed()
         self._planned: set[torch.Tensor] = set()
+        self._places = Places(
+            [param for param in group.params if param.sharded.is_meta]
+            for unit in units_below(module)
+            for group in unit.groups
+        )
         self._filled: dict[torch.Tensor, torch.Tensor] = {}  # what took their places
 
     def _fqn(self, module: nn.Module | None, name: str) -> str:
@@ -118,7 +124,7 @@ class _Search:
             return
         window = recorded.check(fqn, param.plan.specs.shape)
         _check_placements(fqn, param.plan.specs.inner_placements)
-        self._add(param.sharded, window, partial(_put_rows, param))
+        self._add(param.sharded, window, partial(_put_rows, param, self._places))
 
     def unsharded(self, managed: set[nn.Parameter]) -> None:
         """The parameters that no unit below manages."""
@@ -222,19 +228,19 @@ def _check_placements(fqn: str, placements: Sequence[Placement]) -> None:
             raise UnsupportedError(f"replay: '{fqn}' has placement {placement}; expected Shard or Replicate")
 
 
-def _put_rows(param: ManagedParameter, whole: torch.Tensor) -> None:
+def _put_rows(param: ManagedParameter, places: Places, whole: torch.Tensor) -> None:
     """This rank's rows of the whole, in fresh memory where sharded parameters live, padded as they are."""
     specs, before = param.plan.specs, param.sharded
     if specs.inner_mesh is not None:
         whole = _model_parallel_part(whole, specs.inner_mesh, specs.inner_placements)
     rows = param.geometry.cut(whole)
-    flat = torch.zeros(
-        param.local_layout[0].padded_numel, dtype=param.dtype, device=param.plan.home, pin_memory=param.plan.pins
-    )
-    local = flat[: rows.numel()].view(rows.shape)
-    local.copy_(rows)
-    new = make_parameter(param.from_memory(local), specs.sharded(param.dtype), before.requires_grad)
-    new.__dict__.update(before.__dict__)
+    new = places.parameter_for(param)
+    if new is None:
+        local = param.from_memory(rows.to(param.plan.home, copy=True, memory_format=torch.contiguous_format))
+        new = make_parameter(local, specs.sharded(param.dtype), before.requires_grad)
+        new.__dict__.update(before.__dict__)
+    else:
+        param.to_memory(local_tensor(new)).copy_(rows)
     param.put(new)
     param.refresh()
 

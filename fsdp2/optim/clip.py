@@ -5,13 +5,14 @@ once for each mesh axis; for several meshes in one call they fail. Here: one for
 all-reduce of one number (`norms` says when), one foreach multiplication.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import foreach_multiply, local_tensor
+from fsdp2._torch import foreach_multiply, local_of
+from fsdp2.adjacent import runs_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
 
@@ -58,8 +59,9 @@ def clip_grad_norm_(
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
     parameters = _list(parameters)
-    total = _total_norm(parameters, [param.grad for param in parameters], norm_type, error_if_nonfinite, foreach)
-    clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    grads = [param.grad for param in parameters]
+    total, joined = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
+    _scale(_joined(grads) if joined is None else joined, max_norm, total, foreach)
     return total
 
 
@@ -82,7 +84,7 @@ def get_total_norm(
         norm = fsdp2.optim.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
     """
     tensors = _list(tensors)
-    return _total_norm(tensors, tensors, norm_type, error_if_nonfinite, foreach)
+    return _total_norm(tensors, tensors, norm_type, error_if_nonfinite, foreach)[0]
 
 
 def clip_grads_with_norm_(
@@ -102,9 +104,17 @@ def clip_grads_with_norm_(
         total_norm: 0-dim and plain.
         foreach: False takes the tensors one by one.
     """
+    _scale(_joined(param.grad for param in _list(parameters)), max_norm, total_norm, foreach)
+
+
+def _joined(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Their local tensors, neighbours as one."""
+    return [run.tensor for run in runs_of([_local(grad) for grad in grads if grad is not None])]
+
+
+def _scale(grads: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor, foreach: bool | None) -> None:
     factor = (float(max_norm) / (total_norm + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
-        grads = [_local(param.grad) for param in _list(parameters) if param.grad is not None]
         for (device, _), list_ in by_device_and_dtype(grads).items():
             if foreach is None or foreach:
                 foreach_multiply(list_, factor.to(device))
@@ -119,12 +129,12 @@ def _total_norm(
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
     norm_type = float(norm_type)
     if not (norm_type > 0 or norm_type == -inf):
         raise ArgumentError(f"norm_type: expected a number above 0, inf or -inf, got {norm_type}")
     with torch.no_grad():
-        total = norm_of(like, tensors, norm_type, foreach is None or foreach)
+        total, joined = norm_of(like, tensors, norm_type, foreach is None or foreach)
         if error_if_nonfinite and not total.isfinite():
             here = [index for index, tensor in enumerate(tensors) if tensor is not None and not _is_finite(tensor)]
             raise RuntimeError(
@@ -132,7 +142,7 @@ def _total_norm(
                 f"rank the gradients of parameters number {here} hold values that are not finite. Skip this step, "
                 "or pass error_if_nonfinite=False to scale by such a norm anyway."
             )
-    return total
+    return total, joined
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -140,7 +150,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,13 +5,14 @@ DTensors, and all that torch builds on that (schedulers, `GradScaler`, `state_di
 works. Only within `step` its param groups and its state hold plain tensors on the same memory::
 
     step    the closure, if there is one
-            param groups: each DTensor parameter -> its local tensor, with the local gradient
-            state:        each DTensor           -> its local tensor
+            param groups: DTensor parameters -> their local tensors, with the local gradients; neighbours in memory
+                          -> one tensor over all of them
+            state:        DTensors           -> their local tensors; of neighbours one
             the torch optimizer's own step
-            state:        what is new -> a DTensor like its parameter; param groups: as before
+            state:        what is new -> DTensors like their parameters; param groups: as before
 
-The parameters and the state that one sees from outside are the truth: what is kept from step to step is compared with
-them, by identity, before it is used. So whatever replaces a parameter's storage or the state is taken up.
+The parameters and the state that one sees from outside are the truth (see `SteppedRun`). So whatever replaces a
+parameter's storage or the state is taken up.
 
 This is right for optimizers that treat each element by itself, and only for those.
 """
@@ -20,14 +21,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError
+from fsdp2.optim.run import SteppedRun, identical, runs_to_step
 
 __all__ = ["LocalOptimizer", "local_optimizer"]
 
@@ -47,15 +48,19 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
+# After so many steps in which no run has changed: see whether parameters that were left alone have neighbours now.
+REJOIN = frozenset(4**power for power in range(1, 16))
+
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-State = dict[Any, Any]
 
 
 def local_optimizer(
     kind: type[torch.optim.Optimizer], params: Params, *, elementwise: bool = False, **options: Any
 ) -> "LocalOptimizer":
     """Make a `kind` that steps on the local shards of its DTensor parameters: the same values to the last bit, without
-    DTensor's dispatch of every operation on every parameter, and without communication.
+    DTensor's dispatch of every operation on every parameter, and without communication. Neighbours in memory, as the
+    shards of a unit are, are stepped as one tensor. (With ``fused=True`` on the CPU that may change the last bit: torch
+    rounds the elements at a tensor's end, which fill no vector of the processor, otherwise than the rest.)
 
     The result is a `kind` as well as a `LocalOptimizer`. Outside of `step` nothing differs from ``kind(params,
     **options)``: the param groups hold the DTensors; the state consists of DTensors like their parameters (counters
@@ -100,13 +105,15 @@ def local_optimizer(
 class LocalOptimizer(torch.optim.Optimizer):
     """Base class of what `local_optimizer` makes, for `isinstance`."""
 
+    _joins = False  # whether neighbours may be stepped as one tensor: only what we know to be elementwise
+
     def __init__(self, params: Params, **options: Any):
-        self._entries: dict[DTensor, _Entry] = {}
+        self._taken: list[_Taken] = []
         super().__init__(params, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """After a copy, and for `load_state_dict`."""
-        self._entries = {}
+        self._taken = []
         super().__setstate__(state)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -123,17 +130,52 @@ class LocalOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         inner = _without_hooks(super().step)
-        self._entries = _entries_of(self.param_groups, self._entries)
-        with _on_locals(self, self._entries):
+        try:
+            self._taken = [
+                self._take(group["params"], self._taken[index] if index < len(self._taken) else None)
+                for index, group in enumerate(self.param_groups)
+            ]
+        except BaseException:
+            self._taken = []  # and with it the gradients
+            raise
+        with _on_locals(self, self._taken):
             inner(self)
         # As after operations on the DTensors: autograd notices the change of what it may have saved.
-        torch.autograd.graph.increment_version(list(self._entries))
+        stepped = [param for each in self._taken for run in each.runs if run.has_grad for param in run.params]
+        torch.autograd.graph.increment_version([*stepped, *map(local_tensor, stepped)])
         return loss
+
+    def _take(self, held: list[torch.Tensor], before: "_Taken | None") -> "_Taken":
+        """The parameters of one group with this step's gradients; runs as before, where nothing else has changed."""
+        if before is None or not identical(held, before.snapshot):
+            return self._begin(held)
+        kept: list[SteppedRun] = []
+        failed: list[SteppedRun] = []
+        for run in before.runs:
+            (kept if run.enter(self.state) else failed).append(run)
+        if failed:
+            params = [param for run in failed for param in run.params]
+            return before._replace(held=held, runs=[*kept, *runs_to_step(params, self.state, self._joins)], steady=0)
+        steady = before.steady + 1
+        if self._joins and steady in REJOIN and any(len(run.params) == 1 for run in kept) and not _is_capturing():
+            return self._begin(held)._replace(steady=steady)
+        return before._replace(held=held, steady=steady)
+
+    def _begin(self, held: list[torch.Tensor]) -> "_Taken":
+        sharded = [param for param in held if isinstance(param, DTensor)]
+        plain = [param for param in held if not isinstance(param, DTensor)]
+        return _Taken(held, list(held), runs_to_step(sharded, self.state, self._joins), plain, 0)
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being made: then no value may be looked at."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @cache
 def _local_class(kind: Any) -> Any:
-    return type(f"Local{kind.__name__}", (LocalOptimizer, kind), {"__doc__": kind.__doc__})
+    own = {"__doc__": kind.__doc__, "_joins": kind in ELEMENTWISE}
+    return type(f"Local{kind.__name__}", (LocalOptimizer, kind), own)
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,130 +185,59 @@ def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return unwrapped
 
 
-class _Entry:
-    """One DTensor parameter between outside and inside.
-
-    Args:
-        param: as it is outside.
+class _Taken(NamedTuple):
+    """The parameters of one param group in a step.
 
     Attributes:
-        base, pointer: the local tensor and its address.
-        local: what the torch optimizer sees: a tensor of its own on that memory, which can have a gradient. A 0-dim one
-            appears with one dim, so that its state differs from counters.
-        state: what the torch optimizer sees; None before there is any.
-        outside, inside: the values of the state out there and of `state`, when they were last the same.
+        held: the group's own list.
+        snapshot: what was in it when `runs` were made.
+        runs: of the DTensors.
+        plain: the others.
+        steady: steps since runs last changed.
     """
 
-    __slots__ = ("base", "inside", "local", "outside", "pointer", "state")
-
-    def __init__(self, param: torch.Tensor):
-        self.base = local_tensor(param)
-        self.pointer = self.base.data_ptr()
-        local = self.base.detach()
-        self.local = local if local.ndim else local.view(1)
-        self.state: State | None = None
-        self.outside: list[Any] = []
-        self.inside: list[Any] = []
-
-    def is_of(self, base: torch.Tensor) -> bool:
-        """Whether that is still where the parameter has its values."""
-        return base is self.base and base.data_ptr() == self.pointer
-
-    def enter(self, param: DTensor, outer: State | None) -> State | None:
-        """Take the gradient in; the state for the torch optimizer."""
-        if param.grad is not None:
-            grad = _local_grad(param, param.grad)
-            if grad.dtype != self.local.dtype:
-                self.local.grad_dtype = grad.dtype
-            self.local.grad = grad if grad.ndim else grad.view(1)
-        if outer is None:
-            self.state = None
-        elif self.state is None or not _identical(outer.values(), self.outside):
-            self.state = {key: self._inner(value) for key, value in outer.items()}
-            self.inside = []
-        return self.state
-
-    def leave(self, param: DTensor, outer: State, inner: State) -> None:
-        """Bring the state outside up to date; let go of the gradient."""
-        self.local.grad = None
-        if inner is self.state and _identical(inner.values(), self.inside):
-            return
-        for key in outer.keys() - inner.keys():
-            del outer[key]
-        for key, value in inner.items():
-            known = outer.get(key)
-            if not isinstance(known, DTensor) or local_tensor(known) is not value:
-                outer[key] = self._distributed(value, param)
-        self.state = inner
-        self.inside = list(inner.values())
-        self.outside = [outer[key] for key in inner] if list(outer) == list(inner) else []
-
-    def _inner(self, value: Any) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        tensor = local_tensor(value)
-        return tensor if tensor.ndim else tensor.view(1)
-
-    def _distributed(self, value: Any, param: DTensor) -> Any:
-        """State of the shape of the local tensor as a DTensor like the parameter; other state as it is."""
-        if not isinstance(value, torch.Tensor) or value.shape != self.local.shape:
-            return value
-        spec = make_spec(param.device_mesh, param.placements, param.shape, param.stride(), value.dtype)
-        return make_dtensor(value.view(self.base.shape), spec)
-
-
-def _identical(these: Iterable[Any], those: Sequence[Any]) -> bool:
-    """The same objects; `==` would compare the elements of tensors."""
-    values = list(these)
-    return len(values) == len(those) and all(map(is_, values, those))
-
-
-def _local_grad(param: DTensor, grad: torch.Tensor) -> torch.Tensor:
-    if not isinstance(grad, DTensor):
-        raise ArgumentError(
-            f"a DTensor parameter of shape {tuple(param.shape)} has a gradient that is a plain {type(grad).__name__}: "
-            "set a DTensor with the parameter's placements"
-        )
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return local_tensor(grad)
-
-
-def _entries_of(groups: list[dict[str, Any]], known: dict[DTensor, _Entry]) -> dict[DTensor, _Entry]:
-    """One for each DTensor parameter: the known one, unless the parameter has other storage by now."""
-    entries: dict[DTensor, _Entry] = {}
-    for group in groups:
-        for param in group["params"]:
-            if isinstance(param, DTensor):
-                entry = known.get(param)
-                entries[param] = entry if entry is not None and entry.is_of(local_tensor(param)) else _Entry(param)
-    return entries
+    held: list[torch.Tensor]
+    snapshot: list[torch.Tensor]
+    runs: list[SteppedRun]
+    plain: list[torch.Tensor]
+    steady: int
 
 
 @contextmanager
-def _on_locals(optimizer: torch.optim.Optimizer, entries: dict[DTensor, _Entry]) -> Iterator[None]:
+def _on_locals(optimizer: torch.optim.Optimizer, taken: Sequence[_Taken]) -> Iterator[None]:
     """Put local tensors into the optimizer's groups and state, and DTensors back afterwards."""
     groups, state = optimizer.param_groups, optimizer.state
-    before = [group["params"] for group in groups]
-    inner: defaultdict[Any, State] = defaultdict(dict)
+    runs = [run for each in taken for run in each.runs]
+    inner: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
     try:
-        for param, entry in entries.items():
-            entered = entry.enter(param, state.get(param))
-            if entered is not None:
-                inner[entry.local] = entered
-        for params in before:
-            inner.update((param, state[param]) for param in params if param not in entries and param in state)
-        for group, params in zip(groups, before, strict=True):
-            group["params"] = [entries[param].local if param in entries else param for param in params]
+        for run in runs:
+            if run.state is not None:
+                inner[run.local] = run.state
+        for group, each in zip(groups, taken, strict=True):
+            inner.update((param, state[param]) for param in each.plain if param in state)
+            group["params"] = [*(run.local for run in each.runs), *each.plain]
         optimizer.state = inner
         yield
     finally:
-        for group, params in zip(groups, before, strict=True):
-            group["params"] = params
+        for group, each in zip(groups, taken, strict=True):
+            group["params"] = each.held
         optimizer.state = state
-        for param, entry in entries.items():
-            if (now := inner.pop(entry.local, None)) is not None:
-                entry.leave(param, state.setdefault(param, {}), now)
+        _give_places(state, inner, taken)
+        for run in runs:
+            if (now := inner.pop(run.local, None)) is not None:
+                run.leave(state, now)
             else:
-                entry.local.grad = None
+                run.local.grad = None
         state.update(inner)
+
+
+def _give_places(state: dict[Any, Any], inner: dict[Any, Any], taken: Sequence[_Taken]) -> None:
+    """New entries of `state` in the order of the parameters, whatever runs they are in: that is the same on all ranks,
+    and who gathers the state goes by it."""
+    for each in taken:
+        new: set[torch.Tensor] = {param for param in each.plain if param in inner and param not in state}
+        for run in each.runs:
+            new.update(run.params if run.state is None and run.local in inner else [])
+        for param in each.held if new else ():
+            if param in new:
+                state.setdefault(param, {})

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fsdp2._torch import foreach_norm, local_tensor
+from fsdp2._torch import foreach_norm, local_of, spec_of
+from fsdp2.adjacent import runs_of
 
 __all__ = ["by_device_and_dtype", "norm_of"]
 
@@ -93,12 +94,18 @@ class Bucket:
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
     """In the order of first appearance, which is the same on all ranks."""
     kinds: dict[tuple[int, tuple[Placement, ...]], Kind] = {}
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] | None = None
     for index, tensor in enumerate(tensors):
-        mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
-        key = (id(mesh), placements)
-        if key not in kinds:
-            kinds[key] = Kind(mesh, placements, [])
-        kinds[key].indices.append(index)
+        before = mesh, placements
+        if isinstance(tensor, DTensor):
+            spec = spec_of(tensor)
+            mesh, placements = spec.mesh, spec.placements
+        else:
+            mesh, placements = None, ()
+        if before[0] is not mesh or before[1] is not placements:  # hashing placements takes long
+            kind = kinds.setdefault((id(mesh), placements), Kind(mesh, placements, []))
+        kind.indices.append(index)
     return list(kinds.values())
 
 
@@ -122,8 +129,9 @@ def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
 
 def norm_of(
     like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None], norm_type: float, foreach: bool
-) -> torch.Tensor:
-    """The norm of all elements of `tensors`; 0-dim, the same on every rank.
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """The norm of all elements of `tensors`; 0-dim, the same on every rank. And this rank's parts of them, neighbours
+    as one tensor, where that had to be worked out.
 
     Collective over the meshes of `like`, also for a rank on which all tensors are None.
 
@@ -135,20 +143,22 @@ def norm_of(
     """
     kinds = kinds_of(given if tensor is None else tensor for given, tensor in zip(like, tensors, strict=True))
     buckets = buckets_of(kinds)
-    wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in like)
+    wide = not {tensor.dtype for tensor in like}.isdisjoint((torch.float64, torch.complex128))
     dtype = torch.float64 if wide else torch.float32
     device = _device_of(kinds, like)
     locals_ = _locals_of(kinds, tensors)
     parts = []
     for bucket in buckets:
         present = [local for index in bucket.indices if (local := locals_[index]) is not None and local.numel()]
-        parts.append(_power(present, norm_type, dtype, device, foreach))
+        joined = [run.tensor for run in runs_of(present)]
+        parts.append(_power(joined, norm_type, dtype, device, foreach))
     for ranks, group in {ranks: group for bucket in buckets for ranks, group in bucket.cuts.items()}.items():
         cut = [index for index, bucket in enumerate(buckets) if ranks in bucket.cuts]
         for index, part in zip(cut, _all_reduced([parts[index] for index in cut], norm_type, group), strict=True):
             parts[index] = part
     home = next((tensor.device for tensor in locals_ if tensor is not None), device)
-    return _root(torch.stack(parts), norm_type).to(home)
+    has_all = len(buckets) == 1 and len(buckets[0].indices) == len(tensors) and not any(k.is_partial for k in kinds)
+    return _root(torch.stack(parts), norm_type).to(home), joined if has_all else None
 
 
 def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
@@ -177,7 +187,7 @@ def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) ->
                 tensor = whole[index]
                 if isinstance(tensor, DTensor):
                     whole[index] = tensor.redistribute(placements=summed)
-    return [local_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in whole]
+    return [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in whole]
 
 
 def _power(

@@ -85,8 +85,9 @@ class Assembly:
     def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
         """Issue the all-gather of unit `fqn` from its flat `shards`, which are of these `versions`; `finish` must
         follow."""
-        device = self._channel.roles.device
+        device, stay = self._channel.roles.device, not self._extended
         if self._params[0].plan.home != device:
+            stay = False
             # Offloaded: over as they are, cast there. A copy that does both casts on the CPU, which waits for it. Owned
             # by this stream, as all that reads them.
             pairs = zip(self._params, shards, strict=True)
@@ -100,7 +101,7 @@ class Assembly:
             return None
         gather = self._gather_over(self._channel.roles.shard)
         self._take(gather)
-        return gather.start(fqn, self._sources(shards))
+        return gather.start(fqn, self._sources(shards), stay)
 
     def _take(self, gather: Gather) -> None:
         """The memory that `gather` needs from its start on."""
@@ -151,9 +152,9 @@ class Assembly:
         if self._inner is not None:
             self._inner.free()
 
-    def _sources(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _sources(self, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._extended:
-            return list(shards)
+            return shards
         sources = []
         for param, shard in zip(self._params, shards, strict=True):
             extended = self._extended.get(param)
@@ -197,6 +198,11 @@ class Assembly:
         if param.aliases and param.whole is not None:
             return param.whole.untyped_storage() is param.flat.untyped_storage()
         return param.unsharded.dtype == param.compute_dtype
+
+    def forget_shards(self) -> None:
+        """The shards are other tensors now: keep no reference to those that were."""
+        for gather in self._gathers.values():
+            gather.forget_shards()
 
     def forget_gathers(self) -> None:
         """The channel changed."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2._torch import foreach_copy
+from fsdp2.adjacent import addresses_of, joint_copies
 from fsdp2.comm.base import Comm, Operand, Pending
 from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.events import emit
@@ -22,6 +23,8 @@ from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
 
 __all__ = ["Gather", "named"]
+
+_Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class named:
@@ -88,11 +91,12 @@ class Gather:
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]
-        self._dtype = dtypes[0] if len(set(dtypes)) == 1 else None
         # Apart by dtype: one call for several wrote garbage on CUDA until https://github.com/pytorch/pytorch/pull/173531.
-        self._copies = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
-        self._numel = axis.size * sum(layout.padded_numel for layout in layouts)
-        self._nbytes = sum(operand.full.nbytes for operand in self.operands)
+        self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
+        self._known: tuple[list[int], list[_Copies]] = [], []
+        numel = axis.size * sum(layout.padded_numel for layout in layouts)
+        nbytes = sum(operand.full.nbytes for operand in self.operands)
+        self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
@@ -103,9 +107,13 @@ class Gather:
         segment = -(-segment // max(itemsizes)) * max(itemsizes)
         self._packed = FlatStorage(size * segment, fulls[0].device)
         self._packed.alloc()
+        views = {
+            dtype: self._packed.view(0, (size, segment // dtype.itemsize), dtype)
+            for dtype in {fulls[index].dtype for index in indices}
+        }
         for index, offset in zip(indices, offsets, strict=True):
             layout, full = layouts[index], fulls[index]
-            columns = self._packed.view(0, (size, segment // full.itemsize), full.dtype)
+            columns = views[full.dtype]  # one for all of a dtype: its parts are neighbours
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
             for source, destination in interleave(columns, start, full, layout):
@@ -118,20 +126,38 @@ class Gather:
             whole = self._packed.view(0, (size * numel,), dtype)
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
-    def start(self, fqn: str, shards: Sequence[torch.Tensor]) -> Pending | None:
-        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels."""
+    def start(self, fqn: str, shards: Sequence[torch.Tensor], stay: bool = False) -> Pending | None:
+        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels.
+
+        Args:
+            stay: these tensors will be there the next time too, so what was worked out of them is kept.
+        """
         if self._packed is not None:
             self._packed.alloc()
-        if self._dtype is not None:
-            foreach_copy(self._own, shards)
-        else:
-            for indices in self._copies:
-                foreach_copy([self._own[i] for i in indices], [shards[i] for i in indices])
+        for destinations, sources in self._copies(shards, stay):
+            foreach_copy(destinations, sources)
         if not self.operands:
             return None
-        emit("all_gather", fqn, self._numel, self._nbytes, self._dtype, self._axis.size)
+        emit("all_gather", fqn, *self._travels, self._axis.size)
         with named("all-gather", fqn, self._axis):
             return self._comm.all_gather(self.operands, self._axis.group)
+
+    def forget_shards(self) -> None:
+        """Keep no reference to shards of earlier calls."""
+        self._known = [], []
+
+    def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> "list[_Copies]":
+        """The copies in, of each dtype; with `stay` as few as there can be."""
+        addresses = addresses_of(shards) if stay else None
+        if addresses is not None and addresses == self._known[0]:
+            return self._known[1]
+        copies: list[_Copies] = [(self._own, shards)]
+        if len(self._by_dtype) > 1:
+            copies = [([self._own[i] for i in indices], [shards[i] for i in indices]) for indices in self._by_dtype]
+        if addresses is not None:
+            copies = [joint_copies(*pair) for pair in copies]
+            self._known = addresses, copies
+        return copies
 
     def finish(self, fqn: str, pending: Pending | None) -> None:
         """Wait for the collective that `start` issued, and copy out of the packed buffer; on the same stream."""

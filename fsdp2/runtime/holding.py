@@ -83,13 +83,23 @@ class Holding(ABC):
                 f"unit '{self.fqn}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
                 f"{elsewhere}. Materialise or move them there: model.to_empty(device='cpu') or model.to('cpu')."
             )
-        self.refresh_groups()
+        for group in self._sharded_groups():
+            group.refresh()
 
     def refresh_groups(self) -> None:
-        """The same without the check, for when a model is being materialised."""
-        for group in (*self.groups, *self.borrowed):
-            if group.phase is Phase.SHARDED:
-                group.refresh()
+        """The same without the checks, for when a model is being materialised or loaded."""
+        for group in self._sharded_groups():
+            group.refresh()
+
+    def move_groups(self) -> None:
+        """The same after the module was moved or converted: shards are in new memory, which nobody else knows, so that
+        they may as well be put together."""
+        for group in self._sharded_groups():
+            if group.refresh():
+                group.lay_together()
+
+    def _sharded_groups(self) -> list[ParamGroup]:
+        return [group for group in (*self.groups, *self.borrowed) if group.phase is Phase.SHARDED]
 
     # --- forms -------------------------------------------------------------------------------------------------------
 

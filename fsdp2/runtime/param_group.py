@@ -31,12 +31,15 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.storage import Storage
 from fsdp2.runtime.streams import Streams, without_grad
+from fsdp2.runtime.together import in_memory_order, lay_together
 
 __all__ = ["Keep", "Memory", "ParamGroup", "Phase"]
 
 
 class Phase(Enum):
     """Which form the parameters of a group have."""
+
+    __hash__ = object.__hash__  # in C: each step looks moves up
 
     SHARDED = "sharded"
     GATHERING = "gathering"  # the module holds the form it had before, the all-gather is under way
@@ -89,8 +92,9 @@ class ParamGroup:
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
-        self.params = list(params)
         self.channel = Channel(params[0].roles)
+        self.params = in_memory_order(params, self.channel)
+        lay_together(self.params)
         self.gradients = Gradients(self.params, self.channel, on_ready)
         self.fqn = ""
         self.smaller: MeshRoles | None = None
@@ -271,16 +275,25 @@ class ParamGroup:
 
     # --- following the sharded parameters ----------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Take up parameters that were moved, converted or replaced. Only while sharded."""
+    def refresh(self) -> bool:
+        """Take up parameters that were moved, converted or replaced. Only while sharded. Returns whether any was."""
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
         self._table = None
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.local_numel] for param in self.params]
+            if self._assembly is not None:
+                self._assembly.forget_shards()
         if any(changed) and self._assembly is not None and not self._assembly.fits():
             self._assembly = None
             self.gradients.forget_unsharded()
+        return any(changed)
+
+    def lay_together(self) -> None:
+        """Put the shards into one piece of memory, if they are not. Only while sharded, after `refresh`."""
+        if lay_together(self.params):
+            self._shards = []
+            self.refresh()
 
     def channel_changed(self) -> None:
         """The channel has another `Comm`: plans made for the last one are void."""

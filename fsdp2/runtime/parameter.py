@@ -30,6 +30,7 @@ from fsdp2._torch import (
     set_local_tensor,
     subclassed_parameter,
 )
+from fsdp2.adjacent import carved_of
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
@@ -344,7 +345,10 @@ class ManagedParameter:
         local, layout = local_tensor(current), self.local_layout[0]
         in_memory = local if is_wrapper(local) else self.to_memory(local)
         fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
-        if fits and (not self.plan.pins or local.is_meta or local.is_pinned()):
+        own = carved_of(in_memory)
+        if own is not None and own.numel() == layout.padded_numel:
+            self.flat = own
+        elif fits and (not self.plan.pins or local.is_meta or local.is_pinned()):
             self.flat = in_memory.reshape(-1)
         else:
             local, self.flat = self._padded(in_memory)

@@ -40,6 +40,8 @@ __all__ = ["Stage", "Unit", "has_forward", "unit_of"]
 class Stage(Enum):
     """Where a unit is in its iteration."""
 
+    __hash__ = object.__hash__  # in C: each step looks moves up
+
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -1,0 +1,192 @@
+"""Tensors that stand end to end in memory, seen as one: an elementwise operation on that is the same operation on each
+of them, and costs one call. Layer: below the layout.
+
+Neighbours are found, never assumed: who asks gets fewer, larger tensors where the memory allows it, and the tensors
+themselves where it does not. Two kinds of tensors can be neighbours:
+
+* views of one tensor, such as the gradients of a group, which its reduction leaves in one flat output;
+* tensors that `carve` made, such as the shards of a group. Each has a storage of its own, so that to all others they
+  are tensors like any: saving one writes only that one, and no two look tied.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import compress, count, pairwise
+from operator import add, attrgetter
+from typing import NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2._torch import base_of
+from fsdp2.layout import dense_strides
+
+__all__ = [
+    "Run",
+    "Span",
+    "addresses_of",
+    "can_carve",
+    "carve",
+    "carved_of",
+    "joint_copies",
+    "over",
+    "runs_of",
+    "span_of",
+]
+
+_is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
+_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_nbytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+
+# From each carved tensor to what it was carved from.
+_carved = WeakIdKeyDictionary()
+
+
+def can_carve(tensor: torch.Tensor) -> bool:
+    """Whether parts of `tensor` can have storages of their own on its memory (by DLPack). On the CPU only, until it has
+    been tried on others: who records streams or shares handles with other processes looks for whole allocations."""
+    # The storage's device: a stand-in of `fsdp2.init.deferred` says that it is on another.
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
+
+
+def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which lives as long as one of
+    them. Each has a storage and a version counter of its own. (A DTensor on one can be deep-copied; on a view that does
+    not begin where its storage does, it cannot: torch takes the place for an address.)
+
+    Args:
+        flat: 1-D, contiguous, of ``sum(sizes)`` elements; `can_carve`.
+    """
+    pieces, start = [], 0
+    base = base_of(flat)
+    whole = _carved.get(flat if base is None else base, flat if base is None else base)
+    with torch.inference_mode(False), torch.no_grad():
+        for size in sizes:
+            piece = from_dlpack(flat[start : start + size])
+            _carved[piece] = whole
+            pieces.append(piece)
+            start += size
+    return pieces
+
+
+def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The carved tensor at whose beginning `tensor` stands, without gaps."""
+    base = base_of(tensor)
+    if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
+        return None
+    return base if base.dtype is tensor.dtype else None
+
+
+class Span(NamedTuple):
+    """The addresses of a dense tensor's elements, from the first up to `end`, in the storage of `whole`, which is of
+    the same dtype."""
+
+    whole: torch.Tensor
+    address: int
+    end: int
+
+
+def span_of(tensor: torch.Tensor) -> Span | None:
+    """The span; None for a tensor with gaps between its elements, or one that does not lie in a larger one."""
+    base = base_of(tensor)
+    whole = _carved.get(tensor if base is None else base, base)
+    if whole is None or whole.dtype is not tensor.dtype or not _is_dense(tensor):
+        return None
+    address = tensor.data_ptr()
+    return Span(whole, address, address + tensor.nbytes) if over(whole, address, tensor.nbytes) is not None else None
+
+
+def over(whole: torch.Tensor, address: int, nbytes: int) -> torch.Tensor | None:
+    """What stands at these addresses, 1-D; None if that is not in the storage of `whole`. (What was said to lie there
+    may have been given other memory: by `.data`, or by `share_memory_`.)"""
+    storage = whole.untyped_storage()
+    offset, itemsize = address - storage.data_ptr(), whole.itemsize
+    if offset < 0 or offset + nbytes > storage.nbytes() or offset % itemsize:
+        return None
+    return whole.as_strided((nbytes // itemsize,), (1,), offset // itemsize)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or dense_strides(tensor.shape, tensor.stride()) == tensor.stride()
+
+
+class Run(NamedTuple):
+    """Neighbours.
+
+    Attributes:
+        tensor: over all of them, 1-D; one that has no neighbours is itself.
+        indices: which of the tensors, in memory order.
+    """
+
+    tensor: torch.Tensor
+    indices: list[int]
+
+
+def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
+    """The tensors as runs, as few as there can be; each tensor is in one. Their order depends on the order of the
+    tensors and on what lies beside what, never on addresses: ranks must add up norms alike. (By operations on whole
+    lists, since clipping does this to all gradients in each step.)"""
+    bases = [tensor if base is None else base for tensor, base in zip(tensors, map(base_of, tensors), strict=True)]
+    distinct = dict(zip(map(id, bases), bases, strict=True))
+    origins = {key: _carved.get(base, base) for key, base in distinct.items()}
+    numbers = dict(zip(dict.fromkeys(map(id, origins.values())), count()))  # by first appearance
+    wholes = list({id(whole): whole for whole in origins.values()}.values())
+    number_of = {key: numbers[id(whole)] for key, whole in origins.items()}
+    keys = map(number_of.__getitem__, map(id, bases))
+    addresses = list(map(_address_of, tensors))
+    ends = map(add, addresses, map(_nbytes_of, tensors))
+    spans = list(zip(keys, addresses, ends, count()))
+    result = []
+    if not all(map(_is_contiguous, tensors)) or len({each.dtype for each in (*tensors, *wholes)}) > 1:
+        fit = [
+            wholes[span[0]].dtype is each.dtype and _is_dense(each) for span, each in zip(spans, tensors, strict=True)
+        ]
+        result = [Run(tensor, [index]) for index, tensor in enumerate(tensors) if not fit[index]]
+        spans = list(compress(spans, fit))
+    spans.sort()
+    breaks = [after for after in range(1, len(spans)) if spans[after - 1][::2] != spans[after][:2]]
+    for first, after in pairwise([0, *breaks, len(spans)] if spans else []):
+        indices = [index for _, _, _, index in spans[first:after]]
+        key, address, _, _ = spans[first]
+        joined = over(wholes[key], address, spans[after - 1][2] - address) if after > first + 1 else None
+        if joined is None:
+            result += [Run(tensors[index], [index]) for index in indices]
+        else:
+            result.append(Run(joined, indices))
+    return result
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where each begins; None within transforms of `torch.func`, whose tensors have no memory that one can see."""
+    try:
+        return list(map(_address_of, tensors))
+    except RuntimeError:
+        return None
+
+
+def joint_copies(
+    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same copies, as few as there can be: where both sides go on where those before ended, they are one copy.
+
+    Args:
+        destinations, sources: 1-D; of each pair the same size.
+    """
+    joint: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    sides = [(tensors, [span_of(tensor) for tensor in tensors]) for tensors in (destinations, sources)]
+    first = 0
+    for after in range(1, len(destinations) + 1):
+        if after < len(destinations) and all(_continue(spans[after - 1], spans[after]) for _, spans in sides):
+            continue
+        for (tensors, spans), result in zip(sides, joint, strict=True):
+            begin, end = spans[first], spans[after - 1]
+            joined = None
+            if after > first + 1 and begin is not None and end is not None:
+                joined = over(begin.whole, begin.address, end.end - begin.address)
+            result += tensors[first:after] if joined is None else [joined]
+        first = after
+    return joint
+
+
+def _continue(before: Span | None, after: Span | None) -> bool:
+    return before is not None and after is not None and before.whole is after.whole and before.end == after.address

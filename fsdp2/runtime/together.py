@@ -1,0 +1,127 @@
+"""The small shards of a group in one piece of memory, in the order in which their gradients come out of a reduction.
+Layer: runtime, below the param group.
+
+Nothing depends on it. But an optimizer can then step a group, a clip scale it, and an all-gather copy it in, as one
+tensor (`fsdp2.adjacent`) where there would be one for each parameter.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from fsdp2._torch import local_tensor, make_parameter, set_local_tensor
+from fsdp2.adjacent import can_carve, carve, span_of
+from fsdp2.layout import Lane, choose_lane
+from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.parameter import ManagedParameter
+
+__all__ = ["Places", "in_memory_order", "lay_together"]
+
+# Of a shard. For a larger one a call of its own is nothing beside the arithmetic, and to move it is a copy that one
+# would notice: `fully_shard` of a billion parameters took half as long again.
+MOST_BYTES = 1 << 20
+
+
+def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:
+    """The parameters of a group, the same way on all ranks, so that those that may become one are neighbours: what is
+    reduced through one buffer before what is reduced directly, as in the reduction's output; and matrices before
+    vectors, since weight decay often differs between them."""
+
+    def place(param: ManagedParameter) -> tuple[bool, bool]:
+        comm, itemsize = channel.comm, param.reduce_dtype.itemsize
+        lane = choose_lane(param.layout, itemsize, comm.scatter_direct_min_bytes, comm.direct_allows_uneven)
+        return lane is not Lane.PACKED, len(param.sharded.shape) < 2
+
+    return sorted(params, key=place)
+
+
+def lay_together(params: Sequence[ManagedParameter]) -> bool:
+    """Move shards into one piece of memory for each dtype and device, one after the other with their padding. Where
+    they are already, or are on the meta device, nothing happens. Returns whether any moved.
+
+    Only for shards that nobody but the parameters knows yet: who holds a local tensor would hold a copy.
+    """
+    kinds = _kinds([param for param in params if can_carve(param.flat)], lambda param: param.flat.device)
+    moving = [members for members in kinds if not _are_together(members)]
+    with torch.inference_mode(False), torch.no_grad():
+        for members in moving:
+            for param, piece in zip(members, _pieces(members, members[0].flat.device), strict=True):
+                piece.copy_(param.flat)
+                param.flat = piece
+                set_local_tensor(param.sharded, _local_on(piece, param), param.plan.specs.sharded(param.dtype))
+    return bool(moving)
+
+
+class Places:
+    """Memory for shards that are on the meta device: one piece for each dtype and device of a group, taken when the
+    first of its parameters asks. So nothing has to move afterwards, and no group is there twice.
+
+    Args:
+        groups: the parameters of each group that will ask.
+    """
+
+    def __init__(self, groups: Iterable[Sequence[ManagedParameter]]):
+        self._kinds = {
+            param: members
+            for params in groups
+            for members in _kinds(params, lambda each: each.plan.home)
+            for param in members
+        }
+        self._pieces: dict[ManagedParameter, torch.Tensor] = {}
+
+    def parameter_for(self, param: ManagedParameter) -> nn.Parameter | None:
+        """A sharded parameter to take the place of `param`'s, zero with its padding; None for one that is special."""
+        if param not in self._kinds:
+            return None
+        if param not in self._pieces:
+            members = self._kinds[param]
+            self._pieces.update(zip(members, _pieces(members, param.plan.home), strict=True))
+        local = _local_on(self._pieces.pop(param), param)
+        new = make_parameter(local, param.plan.specs.sharded(param.dtype), param.sharded.requires_grad)
+        new.__dict__.update(param.sharded.__dict__)
+        return new
+
+
+def _local_on(flat: torch.Tensor, param: ManagedParameter) -> torch.Tensor:
+    """`param`'s local tensor at the beginning of `flat`."""
+    layout, rank = param.local_layout
+    return param.from_memory(flat[: param.local_numel].view(layout.local_shape(rank)))
+
+
+def _kinds(
+    params: Iterable[ManagedParameter], device_of: Callable[[ManagedParameter], torch.device]
+) -> list[list[ManagedParameter]]:
+    """Those that should be neighbours."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[ManagedParameter]] = {}
+    for param in params:
+        if _should_have_neighbours(param):
+            kinds.setdefault((param.dtype, device_of(param)), []).append(param)
+    return list(kinds.values())
+
+
+def _should_have_neighbours(param: ManagedParameter) -> bool:
+    """Small shards, which are plain tensors; not used in place, where alignment matters, and not pinned: copies from
+    pinned memory are waited for by allocation."""
+    if is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
+        return False
+    return 0 < param.flat.nbytes <= MOST_BYTES
+
+
+def _pieces(members: Sequence[ManagedParameter], device: torch.device) -> list[torch.Tensor]:
+    """Memory for each, zero, end to end where that can be."""
+    sizes, dtype = [param.flat.numel() for param in members], members[0].dtype
+    with torch.inference_mode(False), torch.no_grad():
+        if can_carve(torch.empty(0, device=device)):
+            return carve(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes)
+        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+
+def _are_together(members: Sequence[ManagedParameter]) -> bool:
+    spans = [span_of(param.flat) for param in members]
+    return all(
+        one is not None and other is not None and one.whole is other.whole and one.end == other.address
+        for one, other in pairwise(spans)
+    )

@@ -1,0 +1,97 @@
+"""`fsdp2.adjacent`: neighbours in memory are found where they are, and only there."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+
+from fsdp2.adjacent import carve, joint_copies, runs_of, span_of
+
+
+def views(flat: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Views of `flat` end to end."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+
+
+def indices(tensors: list[torch.Tensor]) -> list[list[int]]:
+    return sorted(run.indices for run in runs_of(tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_carved_tensors_are_tensors_like_any(dtype: torch.dtype) -> None:
+    """Storage, version counter and file of their own, on one piece of memory that lives as long as one of them."""
+    flat = torch.arange(12).to(dtype)
+    expected = flat.clone()
+    pieces = carve(flat, [4, 1, 7])
+    assert [piece.data_ptr() - flat.data_ptr() for piece in pieces] == [n * dtype.itemsize for n in (0, 4, 5)]
+    assert [piece.untyped_storage().nbytes() for piece in pieces] == [n * dtype.itemsize for n in (4, 1, 7)]
+    del flat
+    assert torch.equal(torch.cat([piece.view(torch.uint8) for piece in pieces]), expected.view(torch.uint8))
+    before = pieces[1]._version
+    pieces[0].zero_()
+    assert pieces[1]._version == before
+    file = io.BytesIO()
+    torch.save(pieces[2], file)
+    assert file.tell() < 2000
+    file.seek(0)
+    assert torch.equal(torch.load(file).view(torch.uint8), pieces[2].view(torch.uint8))
+
+
+def test_carved_neighbours_are_one_run() -> None:
+    pieces = carve(torch.arange(12.0), [4, 6, 2])
+    shaped = [pieces[0].view(2, 2), pieces[1].view(3, 2).t(), pieces[2]]
+    (run,) = runs_of(shaped)
+    assert run.indices == [0, 1, 2]
+    run.tensor.mul_(2)
+    assert torch.equal(shaped[1].t().flatten(), 2.0 * torch.arange(4, 10))
+
+
+def test_views_of_one_tensor_in_any_order() -> None:
+    one, two, three, four = views(torch.zeros(20), (2, 3), (4,), (5,), (5,))
+    assert indices([three, one, two]) == [[1, 2, 0]]
+    assert indices([one, four, three]) == [[0], [2, 1]], "a gap"
+    assert indices([one, two.clone(), three]) == [[0], [1], [2]]
+
+
+def test_what_is_no_neighbour() -> None:
+    flat = torch.zeros(12)
+    one, two = views(flat, (2, 3), (2, 3))
+    assert span_of(flat) is None, "nothing that it lies in"
+    assert indices([one[:, :2], two]) == [[0], [1]], "gaps inside"
+    assert indices([one, one, two]) == [[0], [1, 2]], "overlaps"
+    assert indices([one, two.view(torch.int32)]) == [[0], [1]], "another dtype"
+    assert indices([one, torch.zeros(0), two]) == [[0, 2], [1]]
+    other = carve(torch.zeros(12), [6, 6])
+    assert indices([other[0], carve(torch.zeros(12), [6, 6])[1]]) == [[0], [1]], "another piece of memory"
+
+
+def test_a_run_of_one_is_the_tensor_itself() -> None:
+    tensor = torch.zeros(2, 3)
+    (run,) = runs_of([tensor])
+    assert run.tensor is tensor
+
+
+def test_copies_are_joined_where_both_sides_go_on() -> None:
+    into, of = torch.zeros(20), torch.arange(20.0)
+    sizes = [3, 4, 5, 2]
+    destinations = list(into[:14].split(sizes))
+    sources = carve(of[:14].clone(), sizes)
+    joint = joint_copies(destinations, sources)
+    assert [len(side) for side in joint] == [1, 1]
+    torch._foreach_copy_(*joint)
+    assert torch.equal(into[:14], of[:14])
+
+    into.zero_()
+    broken = [sources[0], sources[1].clone(), *sources[2:]]
+    joint = joint_copies(destinations, broken)
+    assert [tensor.numel() for tensor in joint[1]] == [3, 4, 7]
+    torch._foreach_copy_(*joint)
+    assert torch.equal(into[:14], of[:14])
+
+    apart = [into[0:3], into[4:8]]
+    assert len(joint_copies(apart, sources[:2])[0]) == 2, "a gap on the other side"
+    assert joint_copies([], []) == ([], [])
