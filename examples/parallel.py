@@ -125,7 +125,9 @@ def main() -> None:
         dist.all_reduce(loss := loss.detach(), group=meshes.loss.get_group())
         if model.head and dist.get_rank() % (dist.get_world_size() // num_stages) == 0:  # one rank of the last stage
             print(f"epoch {epoch}  loss {loss.item() / meshes.loss.size():.4f}", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # at an ordinary end a thread of gloo may abort the process (torch 2.13), see `leave` in runtime.py
 
 
 if __name__ == "__main__":

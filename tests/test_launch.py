@@ -356,10 +356,30 @@ def test_yaml_says_what_the_tools_expect() -> None:
     assert {"name", "num_nodes", "resources", "file_mounts", "setup", "run"} <= sky.keys()
 
 
-def test_ray_train_runs(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
+def start_with_ray(cluster: Cluster, out: Path) -> None:
     """Where Ray is installed."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    command = [LAUNCH / "ray_train.py", "--workers", "2", "--cpu", "--", *OPTIONS, *TEXT, "--out", tmp_path / "out"]
-    cluster.start(sys.executable, *command)
+    command = [LAUNCH / "ray_train.py", "--workers", "2", "--cpu", "--", *OPTIONS, *TEXT, "--out", out]
+    cluster.start(sys.executable, *command, RAY_AUTH_MODE="disabled")  # or it writes a token into the home folder
+
+
+def test_ray_train_runs(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
+    start_with_ray(cluster, tmp_path / "out")
     assert cluster.finish() == [0], cluster.output
     assert_same_run(tmp_path / "out", whole)
+
+
+def test_ray_train_starts_killed_workers_again(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
+    """SIGKILL to one worker: Ray ends the other one, and starts both anew in processes of their own."""
+    out = tmp_path / "out"
+    start_with_ray(cluster, out)
+    first = int(cluster.wait_for(r"pid=(\d+)\) world_rank=1,")[1])
+    cluster.wait_for(f"saving .*step-{2 * SAVE_EVERY:08d}")
+    os.kill(first, signal.SIGKILL)
+    killed = len(cluster.output)
+    second = int(cluster.wait_for(r"pid=(\d+)\) world_rank=1,", behind=killed)[1])
+    assert cluster.finish() == [0], cluster.output
+    assert second != first
+    assert re.search(rf"going on from {out}/checkpoints/step-000000\d[05]\b", cluster.output[killed:]), cluster.output
+    assert f"step-{STEPS:08d}" not in cluster.output[:killed]
+    assert_same_run(out, whole)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from threading import RLock
 from typing import Any
 
+from fsdp2.compat import clients
 from fsdp2.compat.names import HOME
 from fsdp2.compat.replacements import public_replacements
 from fsdp2.compat.torch_modules import holders, is_fsdp2s_own, is_torchs_own, loaded
@@ -32,6 +33,8 @@ def install() -> None:
     Raises:
         OrderError: a module that is not torch's has imported one of the names already; the message says which. Nothing
             is changed then.
+        UnsupportedError: a client that was told to shard is too old to use FSDP2 (also from its own import, later);
+            a warning if it was not told to. The message says which version does.
 
     Example::
 
@@ -47,8 +50,10 @@ def install() -> None:
         ours = public_replacements()
         torchs = {name: home[name] for name in ours if name in home}
         _check_in_time(torchs)
+        clients.check_loaded()
         _exchange(torchs, ours)
         FSDPModule._get_fsdp_state = state_view  # type: ignore[assignment,method-assign]
+        clients.watch()
         _torchs.update(torchs)
 
 
@@ -58,6 +63,7 @@ def uninstall() -> None:
     Modules that imported a name meanwhile keep ours, unless they are torch's own. What is sharded stays so.
     """
     with _lock:
+        clients.unwatch()
         _exchange(public_replacements(), dict(_torchs))
         FSDPModule._get_fsdp_state = _get_fsdp_state  # type: ignore[method-assign]
         _torchs.clear()

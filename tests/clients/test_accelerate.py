@@ -7,6 +7,8 @@ it that its devices are accelerators, by the one field of its state that says so
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.clients.clients import Run, library_of, run_both, run_script
+from tests.clients.clients import ROOT, TIMEOUT_S, Run, library_of, run_both, run_script
 
 VOCAB, DIM, LAYERS, LENGTH = 64, 32, 3, 8
 LAYERWISE = {"auto_wrap_policy": "transformer_based_wrap"}
@@ -190,11 +192,11 @@ PLAN = {f"self_attn.{name}_proj": ColwiseParallel for name in ("q", "k", "v")} |
 PLAN |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel, "mlp.down_proj": RowwiseParallel}
 
 
-def train_tensor_parallel() -> Run:
+def train_tensor_parallel(replicate: int = 1) -> Run:
     set_up()
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE)
-    parallel = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    parallel = ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=2, tp_size=2)
     accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=parallel)
     model = llama()
     for layer in model.model.layers:
@@ -204,11 +206,20 @@ def train_tensor_parallel() -> Run:
     transformers.integrations.tensor_parallel.ReplicateParallel = ReplicateParallel
     model, optim, data = accelerator.prepare(model, optim, loader())
     losses, norms = steps(accelerator, model, optim, batches(data, 4))
-    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)})
+    weight = model.model.layers[0].mlp.up_proj.weight
+    notes = {"mesh": weight.device_mesh.shape}
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
 
 
 def test_parallelism_config_with_tensor_parallelism() -> None:
     run_both(train_tensor_parallel, 4).assert_equal()
+
+
+def test_parallelism_config_with_all_three() -> None:
+    """2 x 2 x 2: replicas of shards of tensor-parallel parts."""
+    both = run_both(train_tensor_parallel, 8, replicate=2)
+    both.assert_equal()
+    assert both.ours[0].notes == both.torch[0].notes == {"mesh": (2, 2, 2)}
 
 
 def prepare_tensor_parallel() -> Run:
@@ -228,6 +239,35 @@ def prepare_tensor_parallel() -> Run:
 def test_tensor_parallelism_needs_a_class_that_transformers_removed() -> None:
     """When this fails, `ReplicateParallel` above can go."""
     run_script(prepare_tensor_parallel, 4, "torch")
+
+
+# --- accelerate launch ------------------------------------------------------------------------------------------------
+
+LAUNCH = """--use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no
+    --dynamo_backend no --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap Block"""
+PROGRAM = Path(__file__).with_name("accelerate_program.py")
+
+
+def launch(out: Path, *words: str) -> list[dict[str, Any]]:
+    """What each rank of the program wrote. It is started as its users do; `words` go before its name."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH.split(), *words, PROGRAM, out]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": str(out.parent)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert job.returncode == 0, job.stderr
+    return [torch.load(f"{out}.{rank}") for rank in range(2)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two processes need two GPUs, or none")
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """`accelerate launch -m fsdp2.compat program.py`: the plugin is the one of the command line."""
+    torchs, ours = launch(tmp_path / "torch"), launch(tmp_path / "fsdp2", "-m", "fsdp2.compat")
+    for their_rank, our_rank in zip(torchs, ours, strict=True):
+        for which, result in (("torch.distributed.fsdp", their_rank), ("fsdp2.module", our_rank)):
+            units = [name for name, homes in result.pop("homes").items() if which in homes]
+            assert units == ["", "0", "1", "2"], which
+        torch.testing.assert_close(our_rank, their_rank, rtol=0, atol=0)
+    assert len(ours[0]["losses"]) == 4 and ours[0]["losses"] != ours[1]["losses"]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -224,8 +224,8 @@ def test_experts_on_their_own_mesh(tmp_path: Path) -> None:
     paths = {"source": str(tmp_path / "source"), "target": str(tmp_path / "target")}
     degrees = {"fsdp_size": 4, "ep_size": 2, "ep_implementation": "all_to_all"}
     both = run_both(load_sharded, 4, **paths, degrees=degrees, data_ranks=[0, 1, 2, 3])
-    # Four ranks: gloo's ring and our rank order add in different orders.
-    both.assert_equal(rtol=1e-5, atol=1e-6)
+    # Four ranks: gloo's ring and our rank order add in different orders, and Adam's division makes the most of it.
+    both.assert_equal(rtol=1e-5, atol=1e-5)
 
 
 def load_and_train(source: str, folder: str) -> Run:
