@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from fsdp2 import optim
+from fsdp2 import fully_shard, optim
 
 RESULTS = Path(__file__).parent / "results"
 MAX_NORM = 1.0
@@ -37,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps of each variant before")
     parser.add_argument("--threads", type=int, default=1, help="torch.set_num_threads")
     parser.add_argument("--params", type=int, default=300, help="half of them matrices, half vectors")
+    parser.add_argument("--unit", type=int, default=12, help="parameters of a unit")
     parser.add_argument("--rows", type=int, default=64, help="of a matrix")
     parser.add_argument("--dim", type=int, default=64, help="columns of a matrix; a vector has four times as many")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -44,20 +46,32 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Shards:
-    """Sharded parameters with gradients, as `fully_shard` leaves them; `flat` is the same, one plain local tensor."""
+class Block(nn.Module):
+    """A unit: matrices and vectors in turn, each with a gradient of its own."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        shapes = [(options.rows, options.dim) if index % 2 else (4 * options.dim,) for index in range(options.unit)]
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum((weight * weight).sum() for weight in self.weights)
+
+
+class Shards:
+    """Sharded parameters with gradients, where a backward of `shard`'s `fully_shard` leaves them."""
+
+    def __init__(self, options: argparse.Namespace, shard: Callable[..., Any]) -> None:
         mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-        generator = torch.Generator().manual_seed(0)
-        self.params: list[nn.Parameter] = []
-        self.grads: list[torch.Tensor] = []
-        for index in range(options.params):
-            shape = (options.rows, options.dim) if index % 2 else (4 * options.dim,)
-            for held in (self.params, self.grads):
-                whole = torch.randn(shape, generator=generator).to(options.device)
-                held.append(distribute_tensor(whole, mesh, [Shard(0)]))
-            self.params[-1] = nn.Parameter(self.params[-1])
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(options) for _ in range(options.params // options.unit)))
+        for block in model:
+            shard(block.to(options.device), mesh=mesh)
+        shard(model, mesh=mesh)
+        model(torch.zeros((), device=options.device)).backward()
+        self.params = list(model.parameters())
+        self.grads: list[torch.Tensor] = [param.grad for param in self.params if param.grad is not None]
+        self.model = model
 
     def locals(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         """Plain parameters and gradients on the same memory."""
@@ -77,11 +91,13 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None],
     def add(name: str, params: list[nn.Parameter], grads: list[torch.Tensor], *calls: Callable[[], Any]) -> None:
         result[name] = (lambda: set_grads(params, grads), lambda: [call() for call in calls])
 
-    for name, clip in (("torch", nn.utils.clip_grad_norm_), ("fsdp2", optim.clip_grad_norm_)):
-        shards = Shards(options)
+    clips = ("torch", torch_fully_shard, nn.utils.clip_grad_norm_), ("fsdp2", fully_shard, optim.clip_grad_norm_)
+    for name, shard, clip in clips:
+        shards = Shards(options, shard)
         add(f"{name} clip", shards.params, shards.grads, lambda s=shards, c=clip: c(s.params, MAX_NORM))
     for kind, settings in IMPLEMENTATIONS.items():
-        theirs, ours, floor = Shards(options), Shards(options), Shards(options)
+        theirs, ours = Shards(options, torch_fully_shard), Shards(options, fully_shard)
+        floor = Shards(options, torch_fully_shard)
         stepper = torch.optim.AdamW(theirs.params, **settings)
         add(f"torch AdamW {kind}", theirs.params, theirs.grads, stepper.step)
         stepper = optim.local_optimizer(torch.optim.AdamW, ours.params, **settings)
@@ -89,32 +105,10 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None],
         params, grads = floor.locals()
         stepper = torch.optim.AdamW(params, **settings)
         add(f"plain AdamW {kind}", params, grads, stepper.step)
-    add_flat(options, add)
+    values = [param.detach().flatten() for param in floor.locals()[0]]
+    flat = nn.Parameter(torch.cat(values))
+    add("flat AdamW fused", [flat], [torch.randn_like(flat)], torch.optim.AdamW([flat], fused=True).step)
     return result
-
-
-def add_flat(options: argparse.Namespace, add: Callable[..., None]) -> None:
-    """One flat tensor for all parameters, which fsdp2 does not offer: with the copies that it would need."""
-    params, grads = Shards(options).locals()
-    values: list[torch.Tensor] = [param.detach() for param in params]
-    flat = nn.Parameter(torch.cat([value.flatten() for value in values]))
-    flat_grad = torch.zeros_like(flat)
-    sizes = [value.numel() for value in values]
-    inside = [piece.view(value.shape) for piece, value in zip(flat.detach().split(sizes), values, strict=True)]
-    grads_inside = [piece.view(value.shape) for piece, value in zip(flat_grad.split(sizes), values, strict=True)]
-    stepper = torch.optim.AdamW([flat], fused=True)
-
-    def copy_grads() -> None:
-        torch._foreach_copy_(grads_inside, grads)
-
-    def copy_in() -> None:
-        torch._foreach_copy_(inside, values)
-
-    def copy_out() -> None:
-        torch._foreach_copy_(values, inside)
-
-    add("flat AdamW fused, gradients copied", [flat], [flat_grad], copy_grads, stepper.step)
-    add("flat AdamW fused, all copied", [flat], [flat_grad], copy_grads, copy_in, stepper.step, copy_out)
 
 
 def first_calls(chosen: dict[str, tuple[Callable[[], None], Callable[[], Any]]]) -> dict[str, float]:
