@@ -172,13 +172,14 @@ def test_a_file_where_the_run_should_be(tmp_path: Path) -> None:
 
 # --- ranks that do not agree ------------------------------------------------------------------------------------------
 
-TIMEOUT_S = 3.0  # a rank on a busy machine takes a second to do its part
+WAITING = ("step", "a rank that raises before")  # where ranks wait for others in vain
 
 
 def disagreeing(rank: int, root: str, about: str) -> float:
     """Save step 2, but this rank's way; how long it took to fail."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    options: dict[str, Any] = {"timeout_s": TIMEOUT_S, "step": 2, "extra": {"a": 1}}
+    # Where all come, nobody waits as long, unless a busy machine stops a rank, or the store, for seconds.
+    options: dict[str, Any] = {"timeout_s": 3 if about in WAITING else 20, "step": 2, "extra": {"a": 1}}
     state = tensors(2, mesh)
     other = rank == 1
     if about == "step":
@@ -240,7 +241,7 @@ def test_ranks_that_disagree(tmp_path: Path, about: str) -> None:
         if about == "a rank that raises before" and rank == 1:
             continue
         assert outcome.raised("FSDPError"), outcomes
-        assert float(outcome.text.split()[0]) < TIMEOUT_S + 30, outcome  # it did not hang
+        assert float(outcome.text.split()[0]) < 30, outcome  # it did not hang
         assert re.search(DISAGREEMENTS[about], outcome.text), outcome
     for folder in tmp_path.glob("disk of *"):
         assert checkpoint.checkpoints(folder) == []
