@@ -8,8 +8,7 @@ import zlib
 import pytest
 
 from fsdp2.checkpoint import checksum as module
-from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, num_blocks, use_isal
-from fsdp2.errors import UnsupportedError
+from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, num_blocks
 
 
 def test_crc32_is_the_one_of_everybody() -> None:
@@ -20,20 +19,18 @@ def test_crc32_is_the_one_of_everybody() -> None:
 
 def test_isal_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("isal")
-    monkeypatch.setattr(module, "_crc32", zlib.crc32)  # undone at the end
+    assert module._crc32 is not zlib.crc32, "it is installed, and not used"
     blocks = [bytes(size % 251 for size in range(length)) for length in (0, 1, 63, 4096, BLOCK)]
-    before = [checksum(block) for block in blocks]
-    use_isal()
-    assert module._crc32 is not zlib.crc32
-    assert [checksum(block) for block in blocks] == before
+    found = [checksum(block) for block in blocks]
+    monkeypatch.setattr(module, "_crc32", zlib.crc32)
+    assert [checksum(block) for block in blocks] == found
 
 
-def test_an_absent_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is missing is an error that says what to install, never something else in silence."""
+def test_without_it_the_standard_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an extra."""
     monkeypatch.setitem(sys.modules, "isal", None)
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'fsdp2\[isal\]'"):
-        use_isal()
+    assert module._fastest_crc32() is zlib.crc32
 
 
 def test_number_of_blocks() -> None:

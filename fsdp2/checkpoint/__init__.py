@@ -1,7 +1,6 @@
 """Sharded checkpoints: saved without communication, loaded into any sharding, never half there."""
 
 from fsdp2.checkpoint.background import SaveHandle
-from fsdp2.checkpoint.checksum import use_isal
 from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.retention import checkpoints, latest, prune
@@ -35,6 +34,5 @@ __all__ = [
     "prune",
     "save",
     "stored",
-    "use_isal",
     "verify",
 ]

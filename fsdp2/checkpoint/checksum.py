@@ -9,9 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from fsdp2.errors import UnsupportedError
-
-__all__ = ["ALGORITHM", "BLOCK", "WIDTH", "checksum", "num_blocks", "use_isal"]
+__all__ = ["ALGORITHM", "BLOCK", "WIDTH", "checksum", "num_blocks"]
 
 BLOCK = 1 << 20
 
@@ -21,33 +19,25 @@ Buffer = bytes | bytearray | memoryview
 ALGORITHM = "crc32"
 WIDTH = 8
 
-# What computes CRC-32 in this process: see `use_isal`.
-_crc32: Callable[[Buffer], int] = zlib.crc32
+
+def _fastest_crc32() -> Callable[[Buffer], int]:
+    """Intel's ISA-L where the package isal is installed (the extra `fsdp2[isal]`), else the standard library's: the
+    same values, several times as fast, so neither writing nor reading depends on which it is."""
+    try:
+        isal_zlib: Any = import_module("isal.isal_zlib")
+    except ImportError:
+        return zlib.crc32
+    fastest: Callable[[Buffer], int] = isal_zlib.crc32
+    return fastest
+
+
+_crc32 = _fastest_crc32()
 
 
 def checksum(data: Buffer) -> str:
-    """CRC-32 as the standard library has it (1.5-2 GB/s a core; the GIL is released), or ISA-L."""
+    """CRC-32, with the GIL released. zlib's does 1.5 to 2 GB/s a core, which is most of the work of a load of files
+    that are in memory."""
     return f"{_crc32(data):08x}"
-
-
-def use_isal() -> None:
-    """Compute CRC-32 with Intel's ISA-L from now on, in this process: the same values, several times as fast. Files do
-    not depend on it, neither to be written nor to be read. Without it, checking is most of the work of a load of files
-    that are in memory.
-
-    Raises:
-        UnsupportedError: the package isal is not installed.
-
-    Example::
-
-        fsdp2.checkpoint.use_isal()  # once, before saving and loading
-    """
-    global _crc32
-    try:
-        isal_zlib: Any = import_module("isal.isal_zlib")
-    except ImportError as error:
-        raise UnsupportedError("use_isal: the package isal is missing: pip install 'fsdp2[isal]'") from error
-    _crc32 = isal_zlib.crc32
 
 
 def num_blocks(nbytes: int) -> int:
