@@ -45,7 +45,7 @@ Homes = dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]
 Sums = dict[str, list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a tensor that this rank writes.
 

@@ -42,7 +42,7 @@ MAX_WORLD = 1 << 20
 SECTIONS = ("model", "optimizer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """What a manifest says of one tensor.
 
@@ -148,9 +148,10 @@ class Manifest:
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
         for table in body["tables"]:
             grids = [Grid(_sizes(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
+            tilings: dict[Any, Tiling] = {}
             for section, names in table["tensors"].items():
                 for name, row in names.items():
-                    records[section][name] = _record(name, row, grids, file)
+                    records[section][name] = _record(name, row, grids, tilings, file)
             for section, names in table["aliases"].items():
                 aliases[section].update(names)
             for section, value in table["values"].items():
@@ -197,7 +198,8 @@ def table_of(
     return {"meshes": meshes, "tensors": tensors, "aliases": dict(aliases), "values": dict(values)}
 
 
-def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], file: str) -> Record:
+def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], tilings: dict[Any, Tiling], file: str) -> Record:
+    """A row of a table. Tensors that are cut alike share one tiling, which knows then what was asked of it before."""
     dtype, shape, mesh, cuts = row
     grid = grids[mesh]
     pairs = tuple((int(axis), int(dim)) for axis, dim in cuts)
@@ -208,7 +210,10 @@ def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], file: str) -> 
     in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
     if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
         raise CorruptError(f"{file}: the record of '{name}' is not in order: {str(row)[:80]}")
-    return Record(dtype, Tiling(_sizes(shape), grid, pairs))
+    key = (_sizes(shape), mesh, pairs)
+    if key not in tilings:
+        tilings[key] = Tiling(key[0], grid, pairs)
+    return Record(dtype, tilings[key])
 
 
 def _listed(name: object, files: Iterable[str], file: str) -> str:

@@ -22,7 +22,7 @@ from fsdp2.init.allocation import allocate, tensors_of
 __all__ = ["Matching", "Need"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Need:
     """A tensor of this rank to be filled, which fits what is stored.
 

@@ -106,23 +106,22 @@ def _noting(
     param: torch.Tensor, fqn: str, state: State, world: World, ranks: tuple[int, ...]
 ) -> Callable[[str, torch.Tensor], dict[str, Any]]:
     """What notes a tensor of a parameter's state among the entries, and how to make it anew."""
+    like = entry_of(fqn, param, world, ranks)
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{path}.{fqn}"
         check_name(name, state.entries)
-        state.entries[name], form = _entry(name, tensor, param, world, ranks)
+        state.entries[name], form = _entry(name, tensor, like, world, ranks)
         return {"as": form}
 
     return leaf
 
 
-def _entry(
-    name: str, tensor: torch.Tensor, param: torch.Tensor, world: World, ranks: tuple[int, ...]
-) -> tuple[Entry, Any]:
-    """(entry, form). The form is "param" for what is made like the parameter, "local" for this rank's part of that as a
-    plain tensor, "plain" for a plain tensor that all ranks have, else the placements of a DTensor on the parameter's
-    mesh."""
-    like = entry_of(name, param, world, ranks)
+def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tuple[int, ...]) -> tuple[Entry, Any]:
+    """(entry, form) of a tensor of the state of the parameter whose entry is `like`. The form is "param" for what is
+    made like the parameter, "local" for this rank's part of that as a plain tensor, "plain" for a plain tensor that all
+    ranks have, else the placements of a DTensor on the parameter's mesh."""
+    param = like.outside
     if isinstance(tensor, DTensor):
         entry = entry_of(name, tensor, world, ranks)
         if tensor.shape == param.shape and entry.tiling == like.tiling:
@@ -232,6 +231,7 @@ class OptimizerTarget:
 
     def _making(self, param: torch.Tensor, fqn: str, stored: Stored) -> Callable[[dict[str, Any]], Any]:
         """What makes the tensor of a note: the one that is there, or a new one."""
+        like = entry_of(fqn, param, self.world, self.ranks)
 
         def make(note: dict[str, Any]) -> Any:
             path = note["$tensor"]
@@ -244,7 +244,7 @@ class OptimizerTarget:
             tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(name, param, note.get("as"), info)
-            self.entries[name], _ = _entry(name, tensor, param, self.world, self.ranks)
+            self.entries[name], _ = _entry(name, tensor, like, self.world, self.ranks)
             return tensor
 
         return make

@@ -8,7 +8,6 @@ dtype, an accelerator, the odd ends of a checked block) it goes through the buff
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from threading import Lock, local
 from typing import Protocol
 
@@ -32,7 +31,7 @@ RUN = 16 * BLOCK  # bytes of one task
 MAX_OPEN_FILES = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """A part of a tensor to fill from a piece.
 
@@ -148,7 +147,7 @@ class _Buffers(local):
         return self._buffer[:nbytes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PieceBytes:
     """The row-major bytes of a piece's values, wherever they are in its file.
 
@@ -161,7 +160,7 @@ class PieceBytes:
     piece: StoredPiece
     verify: bool
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """How many there are."""
         return self.piece.box.numel * ITEMSIZES[self.piece.dtype]
@@ -219,7 +218,7 @@ class _Task(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Direct:
     """Bytes that go to memory as they are.
 
@@ -264,7 +263,7 @@ class _Direct:
             at = stop
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Copied:
     """A box whose elements are copied out of the buffer: rows of which only some columns are wanted, another dtype,
     another device.

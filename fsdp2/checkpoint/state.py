@@ -53,22 +53,23 @@ class World:
     def tiling(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> Tiling:
         """The tiling of a DTensor of a model that `ranks` have, in ranks of this group."""
         tiling, mesh = tiling_of(tensor, name), tensor.device_mesh
-        key = (tiling, ranks)
+        key = (id(tiling), id(ranks))  # to hash thousands of ranks for each tensor would take as long as all the rest
         if key not in self._tilings:
             own = self.grid(tiling.grid, name)
             known = tiling if own is tiling.grid else replace(tiling, grid=own)
             root = grid_of(root_mesh(mesh))
             if len(own.ranks) < len(ranks) and set(root.ranks) <= set(self.ranks):
                 known = with_siblings(known, self.grid(root, name), frozenset(ranks))
-            self._tilings[key] = known
-        return self._tilings[key]
+            self._tilings[key] = known, (tiling, ranks)
+        return self._tilings[key][0]
 
     @cached_property
     def _grids(self) -> dict[Grid, Grid]:
         return {}
 
     @cached_property
-    def _tilings(self) -> dict[tuple[Tiling, tuple[int, ...]], Tiling]:
+    def _tilings(self) -> dict[tuple[int, int], tuple[Tiling, object]]:
+        """With what the keys are the addresses of, which must stay where it is."""
         return {}
 
     def _numbered(self, grid: Grid, name: str) -> Grid:
@@ -84,7 +85,7 @@ class World:
             ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """This rank's part of a tensor.
 

@@ -108,9 +108,16 @@ class Tiling:
         cut = {axis for axis, _ in self.cuts}
         return coordinates is not None and all(axis in cut or not at for axis, at in enumerate(coordinates))
 
-    def owners(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """(rank, its box) of all owners whose boxes meet `wanted`: work in proportion to their number."""
-        yield from self._owners(wanted, whole(self.shape), 0, [0] * len(self.grid.shape))
+    def owners(self, wanted: Box) -> Sequence[tuple[int, Box]]:
+        """(rank, its box) of all owners whose boxes meet `wanted`: work in proportion to their number, once for all
+        tensors of this kind."""
+        if wanted not in self._owned:
+            self._owned[wanted] = [*self._owners(wanted, whole(self.shape), 0, [0] * len(self.grid.shape))]
+        return self._owned[wanted]
+
+    @cached_property
+    def _owned(self) -> dict[Box, Sequence[tuple[int, Box]]]:
+        return {}
 
     def _owners(self, wanted: Box, box: Box, depth: int, coordinates: list[int]) -> Iterator[tuple[int, Box]]:
         if depth == len(self.cuts):
