@@ -16,9 +16,12 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.adjacent import runs_of
 from fsdp2.optim import clip_grad_norm_, get_total_norm, local_optimizer
+from fsdp2.optim import local as optim_local
+from fsdp2.optim.run import runs_to_step
 from fsdp2.runtime.unit import unit_of
 from tests.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.ranks import on_ranks
+from tests.test_local_optimizer import assert_same
 
 EVEN, UNEVEN = 12, 11
 
@@ -242,6 +245,39 @@ def test_counters_written_behind_autograds_back(rank: int, world_size: int, how:
                 counter.numpy()[...] = 100.0
     assert optimizer.state[model.blocks[0].norm.bias]["step"] == 102
     assert optimizer.state[model.blocks[0].norm.weight]["step"] == 4
+
+
+@on_ranks(2)
+def test_other_experts_without_gradients_each_time(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs were made anew in each step in which one had changed: with half of the experts without gradients, other
+    ones each time, a step took longer than if each parameter was stepped by itself."""
+    ours, theirs = sharded(depth=4), sharded(depth=4)
+    options: dict[str, Any] = {"lr": 1e-3, "momentum": 0.5}
+    optimizers = (
+        local_optimizer(torch.optim.SGD, ours.parameters(), **options),
+        torch.optim.SGD(theirs.parameters(), **options),
+    )
+    made = []
+    monkeypatch.setattr(optim_local, "runs_to_step", lambda *args: made.append(args[2]) or runs_to_step(*args))
+
+    def train(steps: range, share: float) -> None:
+        for step in steps:
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                numbers = random.Random(step)
+                optimizer.zero_grad()
+                backward(model, step, rank)
+                for param in model.parameters():
+                    if numbers.random() < share:
+                        param.grad = None
+                optimizer.step()
+
+    train(range(40), 0.5)
+    assert_same(*optimizers)
+    assert len(made) <= 6, "made in most steps"
+    # As soon as they all have gradients for long enough, neighbours are stepped as one again.
+    train(range(40, 40 + 300), 0.0)
+    assert_same(*optimizers)
+    assert sum(len(run.params) > 1 for taken in optimizers[0]._taken for run in taken.runs) >= 4
 
 
 @on_ranks(2)

@@ -48,8 +48,11 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
-# After so many steps in which no run has changed: see whether parameters that were left alone have neighbours now.
-REJOIN = frozenset(4**power for power in range(1, 16))
+# Steady steps (no run changes) before parameters that are stepped by themselves are tried as neighbours again; four
+# times as many after each try. Runs that fail are made anew at once, unless they have failed again and again: where
+# half of the experts have no gradient, other ones each time, all would be made anew in each step.
+PATIENCE = 4
+AT_ONCE, LONGEST = PATIENCE**3, PATIENCE**6
 
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 
@@ -153,18 +156,21 @@ class LocalOptimizer(torch.optim.Optimizer):
         failed: list[SteppedRun] = []
         for run in before.runs:
             (kept if run.enter(self.state) else failed).append(run)
+        longer = min(PATIENCE * before.wait, LONGEST)
         if failed:
             params = [param for run in failed for param in run.params]
-            return before._replace(held=held, runs=[*kept, *runs_to_step(params, self.state, self._joins)], steady=0)
+            wait = PATIENCE if before.steady >= PATIENCE else longer if before.wait <= AT_ONCE else before.wait
+            runs = runs_to_step(params, self.state, self._joins and wait <= AT_ONCE)
+            return before._replace(held=held, runs=[*kept, *runs], steady=0, wait=wait)
         steady = before.steady + 1
-        if self._joins and steady in REJOIN and any(len(run.params) == 1 for run in kept) and not _is_capturing():
-            return self._begin(held)._replace(steady=steady)
+        if self._joins and steady >= before.wait and any(len(run.params) == 1 for run in kept) and not _is_capturing():
+            return self._begin(held)._replace(wait=longer)
         return before._replace(held=held, steady=steady)
 
     def _begin(self, held: list[torch.Tensor]) -> "_Taken":
         sharded = [param for param in held if isinstance(param, DTensor)]
         plain = [param for param in held if not isinstance(param, DTensor)]
-        return _Taken(held, list(held), runs_to_step(sharded, self.state, self._joins), plain, 0)
+        return _Taken(held, list(held), runs_to_step(sharded, self.state, self._joins), plain, 0, PATIENCE)
 
 
 def _is_capturing() -> bool:
@@ -193,7 +199,8 @@ class _Taken(NamedTuple):
         snapshot: what was in it when `runs` were made.
         runs: of the DTensors.
         plain: the others.
-        steady: steps since runs last changed.
+        steady: steps since runs were last made.
+        wait: so many of them until parameters without neighbours are tried again.
     """
 
     held: list[torch.Tensor]
@@ -201,6 +208,7 @@ class _Taken(NamedTuple):
     runs: list[SteppedRun]
     plain: list[torch.Tensor]
     steady: int
+    wait: int
 
 
 @contextmanager

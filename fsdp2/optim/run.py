@@ -81,9 +81,6 @@ class SteppedRun:
         if len(grads) > 1:
             addresses = list(map(_address_of, map(local_of, grads)))
             self._grads = list(map(spec_of, grads)), [address - addresses[0] for address in addresses]
-        elif grads:
-            self._grads = [], [0]
-        self.has_grad = bool(grads)
         taken = self._take_grads()
         assert taken
         self._outers = list(map(states.get, self.params))
@@ -107,9 +104,10 @@ class SteppedRun:
     def _take_grads(self) -> bool:
         if len(self.params) == 1:
             grad = self.params[0].grad
+            self.has_grad = False
             if grad is not None:
                 self._set_grad(_local_grad(self.params[0], grad))
-            return (grad is not None) == bool(self._grads[1])
+            return True
         grads = list(map(grad_of, self.params))
         specs, places = self._grads
         if not all(map(isinstance, grads, repeat(DTensor))) or not identical(map(spec_of, grads), specs):
@@ -127,6 +125,7 @@ class SteppedRun:
         if grad.dtype != self.local.dtype:
             self.local.grad_dtype = grad.dtype
         self.local.grad = grad if grad.ndim else grad.view(1)
+        self.has_grad = True
 
     def _joined(self, values: Sequence[Any]) -> Any:
         """One value for the run from the values of its parameters, which are alike."""
