@@ -36,7 +36,7 @@ from tests.hostile_checkpoints import (
     whole,
 )
 
-FUZZ_S = 25
+FUZZ_S = 60
 
 
 @pytest.fixture
