@@ -217,7 +217,7 @@ def collectives(data: dict[str, Any]) -> Figure:
         axes.set_xlabel("bytes")
         axes.set_title(kind, loc="left", fontsize=9)
     panels[0].set_ylabel(f"CPU / {data['backend']}'s own")
-    panels[1].legend(frameon=False, fontsize=8)
+    panels[1].legend(frameon=False, fontsize=8, loc="upper left")
     parts = " and ".join(f"{least[kind]:.2f}" for kind in kinds)
     headline(figure, f"Point to point, large all-gathers and reduce-scatters take {parts} of gloo's own")
     return figure
