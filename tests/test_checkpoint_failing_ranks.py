@@ -395,7 +395,7 @@ state = {"w": torch.arange(8.0)}
 handle = checkpoint.save(root, model=state, optimizer=state, step=1, async_op=True)
 state["w"].zero_()
 if how == "interrupted":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background inherits that it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     time.sleep(60)  # until then
 elif how == "raises":
