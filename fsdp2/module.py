@@ -62,9 +62,9 @@ class UnshardHandle:
 class GradientReductionHandle:
     """Reductions under way, from ``module.finalize_backward(async_op=True)``."""
 
-    def __init__(self, context: Context, ticket: Ticket):
+    def __init__(self, context: Context | None, ticket: Ticket | None):
         self._context = context
-        self._ticket = ticket
+        self._ticket = ticket  # None: there was nothing to reduce
 
     def wait(self) -> None:
         """Make the sharded gradients complete. Waiting again does nothing.
@@ -72,7 +72,8 @@ class GradientReductionHandle:
         Raises:
             OrderError: `reset_iter_state` was called since.
         """
-        self._context.finish_ticket(self._ticket)
+        if self._context is not None and self._ticket is not None:
+            self._context.finish_ticket(self._ticket)
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
@@ -209,11 +210,11 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         if context is None:
             if not unit.settings.manual_finalization:
                 raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
-            return None
+            return GradientReductionHandle(None, None) if async_op else None
         if context.root is not unit:
             raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
         ticket = context.finalize(async_op)
-        return None if ticket is None else GradientReductionHandle(context, ticket)
+        return GradientReductionHandle(context, ticket) if async_op else None
 
     # --- ours --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from tests.parity_models import Layers, batch, full, mesh_2d, shard_blocks
 from tests.ranks import on_ranks
 from tests.tp_models import mesh_of
 
+CPU = [torch.profiler.ProfilerActivity.CPU]
 NORMS = [1, 2, 3, 0.5, inf, -inf]
 SHAPES = [(8, 3), (5, 2), (1, 4), (3,)]  # 4 ranks: even; uneven with one empty; only one rank has rows; one empty
 
@@ -50,7 +51,7 @@ def plain_clip(wholes: Sequence[Tensor], max_norm: float, norm_type: float) -> t
 def all_reduces() -> Iterator[list[int]]:
     """The number of elements of each all-reduce, however it is called."""
     numels: list[int] = []
-    with torch.profiler.profile(record_shapes=True, activities=[torch.profiler.ProfilerActivity.CPU]) as log:
+    with torch.profiler.profile(record_shapes=True, acc_events=True, activities=CPU) as log:
         yield numels
     for event in log.events():
         if event.name in ("c10d::allreduce_", "_c10d_functional::all_reduce"):

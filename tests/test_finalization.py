@@ -199,17 +199,43 @@ def test_manual_finalisation_of_a_child(rank: int, world_size: int, before_first
         enable_and_run()
 
 
+@on_ranks(2, 4)
+def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
+    """SPEC 194: as by the pipelines of torch 2.15 that split backward: weights' gradients come from `autograd.grad`, so
+    that no hook tells of them."""
+    plain = Layers(2)
+    model = sharded(plain, reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    loss = model(batch(0, rank, 4)).square().mean()
+    params = [param for param in model.parameters() if not isinstance(param, DTensor)]
+    assert len(params) == len(list(plain.parameters()))
+    for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.grad = grad
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    model.finalize_backward(async_op=True).wait()
+    assert is_sharded(model)
+
+    def by_one(copied: nn.Module, each: int) -> None:
+        copied(batch(0, each, 4)).square().mean().backward()
+
+    assert_gradients(model, mean_gradients(plain, world_size, by_one))
+
+
 @on_ranks(2)
 def test_nothing_to_finalise(rank: int, world_size: int) -> None:
     """SPEC 195: before the first forward, and after a backward that reached no parameter that is trained."""
     model = sharded(Layers(2, root_weight=False))
     with events.record() as log:
         assert model.finalize_backward() is None
+        model.finalize_backward(async_op=True).wait()  # SPEC 196: always a handle; torch's pipelining waits for it
     assert not log
     model.requires_grad_(False)
     model(batch(0, rank, 4).requires_grad_()).sum().backward()
     with events.record() as log:
         assert model.finalize_backward() is None
+        model.finalize_backward(async_op=True).wait()
     assert count(log, "reduce_scatter") == {"reduce_scatter": 0}
     assert is_sharded(model) and all(param.grad is None for param in model.parameters())
 

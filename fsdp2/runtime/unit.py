@@ -283,6 +283,8 @@ class Unit(Holding):
             self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
+                if self.context.finalization.is_ending:
+                    group.gradients.note_arrived()  # a pipeline that splits backward sets those of weights by hand
                 self._reduce(group, settings, at_end=True)
         for group in self.groups:
             group.gradients.expect_all()
