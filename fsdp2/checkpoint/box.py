@@ -11,7 +11,7 @@ from math import prod
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 
-__all__ = ["Box", "Cover", "boxes_of_flat_range", "flat_range", "whole"]
+__all__ = ["Box", "Cover", "boxes_of_flat_range", "flat_range", "flat_range_within", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,11 @@ class Box:
 def whole(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def flat_range_within(box: Box, outer: Box) -> tuple[int, int] | None:
+    """The range of row-major indices of `box` within `outer`, if they are contiguous there; else None."""
+    return (0, box.numel) if box == outer else flat_range(box.within(outer), outer.shape)
 
 
 def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:

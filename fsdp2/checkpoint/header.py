@@ -18,6 +18,7 @@ __all__ = ["MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DEPTH = 100  # of JSON: what walks over it may recurse
+CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
 
 
@@ -148,13 +149,10 @@ def parse_json(text: bytes, file: str) -> Any:
         content = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{file}: not valid JSON ({type(error).__name__}: {error})") from error
-    level = [content]
+    level = [content] if type(content) in CONTAINERS else []
     for _ in range(MAX_DEPTH):
-        level = [item for value in level if isinstance(value, (dict, list)) for item in _items(value)]
+        items = (value.values() if type(value) is dict else value for value in level)
+        level = [item for inner in items for item in inner if type(item) in CONTAINERS]
     if level:
         raise CorruptError(f"{file}: JSON nested more than {MAX_DEPTH} levels deep")
     return content
-
-
-def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
@@ -168,11 +168,11 @@ class PieceBytes:
     def fetch(self, reader: Reader, start: int, into: memoryview) -> None:
         """Read bytes from `start`; in a consolidated file they may lie apart."""
         piece, itemsize = self.piece, ITEMSIZES[self.piece.dtype]
-        within = piece.box.within(piece.container)
-        place = flat_range(within, piece.container.shape)
+        place = flat_range_within(piece.box, piece.container)
         if place is not None:
             reader.read_into(piece.offset + place[0] * itemsize + start, into)
             return
+        within = piece.box.within(piece.container)
         filled, first = 0, start // itemsize
         for box in boxes_of_flat_range(piece.box.shape, first, first + into.nbytes // itemsize):
             moved = Box(tuple(a + b for a, b in zip(box.start, within.start, strict=True)), box.shape)
@@ -306,8 +306,7 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
     if box is None or not box.numel:
         return
     source = PieceBytes(request.name, piece, verify and bool(piece.sums))
-    there = flat_range(box.within(request.box), request.box.shape)
-    here = flat_range(box.within(piece.box), piece.box.shape)
+    there, here = flat_range_within(box, request.box), flat_range_within(box, piece.box)
     as_it_is = is_plain_memory(target) and target.dtype == DTYPES[piece.dtype]
     if there is None or here is None or not as_it_is:
         for part in _split(box, piece, source.verify):

@@ -50,26 +50,34 @@ class World:
             self._grids[grid] = self._numbered(grid, name)
         return self._grids[grid]
 
-    def tiling(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> Tiling:
-        """The tiling of a DTensor of a model that `ranks` have, in ranks of this group."""
-        tiling, mesh = tiling_of(tensor, name), tensor.device_mesh
-        key = (id(tiling), id(ranks))  # to hash thousands of ranks for each tensor would take as long as all the rest
-        if key not in self._tilings:
-            own = self.grid(tiling.grid, name)
-            known = tiling if own is tiling.grid else replace(tiling, grid=own)
-            root = grid_of(root_mesh(mesh))
-            if len(own.ranks) < len(ranks) and set(root.ranks) <= set(self.ranks):
-                known = with_siblings(known, self.grid(root, name), frozenset(ranks))
-            self._tilings[key] = known, (tiling, ranks)
-        return self._tilings[key][0]
+    def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
+        """Where this rank's part of a DTensor belongs, of a model that `ranks` have. Computed once for all tensors of
+        a kind: models have many."""
+        mesh = tensor.device_mesh
+        # Not the mesh and the ranks: to hash thousands of ranks for each tensor would take as long as all the rest.
+        key = (id(mesh), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
+        if key not in self._places:
+            self._places[key] = self._place(tensor, name, ranks), (mesh, ranks)
+        return self._places[key][0]
+
+    def _place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
+        tiling = tiling_of(tensor, name)
+        own, root = self.grid(tiling.grid, name), grid_of(root_mesh(tensor.device_mesh))
+        if own is not tiling.grid:
+            tiling = replace(tiling, grid=own)
+        if len(own.ranks) < len(ranks) and set(root.ranks) <= set(self.ranks):
+            tiling = with_siblings(tiling, self.grid(root, name), frozenset(ranks))
+        has_siblings = len(own.ranks) < len(tiling.grid.ranks)
+        copy = own.ranks.index(self.rank) if has_siblings and self.rank in own.ranks else None
+        return Place(tiling, tiling.box_of(self.rank), copy)
 
     @cached_property
     def _grids(self) -> dict[Grid, Grid]:
         return {}
 
     @cached_property
-    def _tilings(self) -> dict[tuple[int, int], tuple[Tiling, object]]:
-        """With what the keys are the addresses of, which must stay where it is."""
+    def _places(self) -> dict[Any, tuple["Place", object]]:
+        """With what the keys have the addresses of, which must stay where it is."""
         return {}
 
     def _numbered(self, grid: Grid, name: str) -> Grid:
@@ -83,6 +91,20 @@ class World:
                 f"'{name}': its mesh has rank {error.args[0]}, which is not among the ranks {self.ranks} that save or "
                 "load: pass a process_group with all ranks of the meshes"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's part of a tensor belongs.
+
+    Attributes:
+        tiling, copy: see `Entry`.
+        box: likewise; None if the rank has no part.
+    """
+
+    tiling: Tiling
+    box: Box | None
+    copy: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,17 +204,14 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
     """The entry of a tensor of a model that `ranks` (in the world's numbers) have. They all have a plain tensor; a
     DTensor may be on a part of them, and its siblings on the rest (see `with_siblings`)."""
-    copy = None
     if isinstance(tensor, DTensor):
-        tiling, local = world.tiling(tensor, name, ranks), local_tensor(tensor)
-        own = world.grid(grid_of(tensor.device_mesh), name).ranks
-        copy = own.index(world.rank) if len(own) < len(tiling.grid.ranks) and world.rank in own else None
+        place, local = world.place(tensor, name, ranks), local_tensor(tensor)
     else:
         tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
-    box = tiling.box_of(world.rank)
-    if box is None:
+        place = Place(tiling, tiling.box_of(world.rank))
+    if place.box is None:
         raise ArgumentError(f"'{name}': this rank is not in the tensor's mesh, so it has no part of it to save or load")
-    return Entry(name, local.detach(), tiling, box, tensor, copy)
+    return Entry(name, local.detach(), place.tiling, place.box, tensor, place.copy)
 
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
