@@ -78,6 +78,20 @@ def test_staging_is_pinned(tmp_path: Path) -> None:
         assert arenas and all(arena.is_pinned() for arena in arenas)
 
 
+def test_load_into_gaps_on_another_stream(tmp_path: Path) -> None:
+    """A target that is not contiguous is filled by a kernel, which nobody waited for."""
+    folder = str(tmp_path / "checkpoint")
+    with groups.alone(DEVICE):
+        expected = torch.randn(3000, 2000)
+        fsdp2.checkpoint.save(folder, model={"weight": expected})
+        with torch.cuda.stream(torch.cuda.Stream()):
+            target = torch.zeros(2000, 3000, dtype=torch.float64, device=DEVICE).t()
+            fsdp2.checkpoint.load(folder, model={"weight": target}, cast=True)
+            actual = target.clone()
+        torch.cuda.current_stream().synchronize()
+        assert torch.equal(actual.cpu(), expected.double())
+
+
 def test_load_on_another_stream(tmp_path: Path) -> None:
     """Threads that read know the default stream only."""
     folder = str(tmp_path / "checkpoint")

@@ -568,7 +568,9 @@ def test_tp_mesh_of_another_device_type(rank: int, world_size: int) -> None:
     other = mesh_of((2, 2), ("dp", "tp"), "meta")["tp"]
     local_part = torch.empty(4, DIM, device="meta")
     model: Any = nn.Linear(DIM, DIM, bias=False)
-    model.weight = nn.Parameter(DTensor.from_local(local_part, other, [Shard(0)], run_check=False))
+    weight: Any = DTensor.from_local(local_part, other, [Shard(0)], run_check=False)
+    weight._is_param = True  # as nn.Parameter does, but for the detach, which torch 2.15 cannot do on such a mesh
+    model.weight = weight.requires_grad_()
     error = error_of(API.fully_shard, model, mesh=dp_tp()["dp"])
     assert isinstance(error, ValueError), error
     assert "meta" in str(error) and "cpu" in str(error) and "weight" in str(error)

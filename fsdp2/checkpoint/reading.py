@@ -17,7 +17,7 @@ from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of
+from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of, wait_for
 from fsdp2.checkpoint.storage import Reader, Storage
 from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import CorruptError
@@ -296,6 +296,9 @@ class _Copied:
         begin -= self.first // ITEMSIZES[piece.dtype]
         values = buffer.view(DTYPES[piece.dtype]).as_strided(self.box.shape, steps, begin)
         part_of(target, self.box.within(self.request.box)).copy_(values)
+        # On an accelerator the last part of that may still be under way on this thread's stream (a target with gaps,
+        # another dtype). The thread that asked knows nothing of that stream, and the buffer gets other bytes next.
+        wait_for({target.device})
         return self.box.numel * target.element_size()
 
 
