@@ -78,6 +78,23 @@ def test_staging_is_pinned(tmp_path: Path) -> None:
         assert arenas and all(arena.is_pinned() for arena in arenas)
 
 
+def test_steps_go_where_the_stored_options_want_them(tmp_path: Path) -> None:
+    """`fused` comes back with the options: a step count that stayed on the CPU failed at the next step."""
+    folder = str(tmp_path / "checkpoint")
+    with groups.alone(DEVICE):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        model(torch.ones(4, 256, device=DEVICE)).sum().backward()
+        optimizer.step()
+        fsdp2.checkpoint.save(folder, model=model, optimizer=optimizer)
+        for steps in (0, 1):
+            other = make_model()
+            other_optimizer = trained(other, steps)
+            fsdp2.checkpoint.load(folder, model=other, optimizer=other_optimizer)
+            assert all(state["step"].device.type == DEVICE.type for state in other_optimizer.state.values())
+            other_optimizer.step()
+
+
 def test_load_into_gaps_on_another_stream(tmp_path: Path) -> None:
     """A target that is not contiguous is filled by a kernel, which nobody waited for."""
     folder = str(tmp_path / "checkpoint")

@@ -83,7 +83,8 @@ def load(
 
     Raises:
         MismatchError: the checkpoint has other names, shapes or dtypes than are asked for; all of them are listed.
-            Nothing has been changed then.
+            Nothing has been changed then on the rank that found it; others are told of it by an error of the same kind
+            that names that rank, and may have filled tensors by then: do not train on them.
         CorruptError: files are damaged. Destinations may have been filled in part: do not train on them.
         CheckpointError: no checkpoint is there; or another rank failed (its error is in the message).
 
@@ -103,9 +104,10 @@ def load(
             matching = Matching(catalog, world, cast, sources)
             stored.check(extra or {}, matching.missing, matching.mismatches)
             matching.match(model, optimizer, strict)
-            agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
-            wait_for({need.entry.local.device for need in matching.needs})
             _compare_twins(catalog, matching, verify)
+            agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+            matching.allocate(model, optimizer)
+            wait_for({need.entry.local.device for need in matching.needs})
             read_all(catalog.storage, [one for need in matching.needs for one in requests_for(catalog, need)], verify)
             matching.finish()
             values = stored.give(extra or {}, verify)  # last: what came before may have drawn random numbers

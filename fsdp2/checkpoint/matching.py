@@ -21,6 +21,9 @@ from fsdp2.init.allocation import allocate, tensors_of
 
 __all__ = ["Matching", "Need"]
 
+# The last part of the key under which a state dict has what `get_extra_state` returned.
+EXTRA_STATE = "_extra_state"
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -38,8 +41,8 @@ class Need:
 
 @dataclass
 class Matching:
-    """What is asked for beside what is stored: first `ask` for everything, then `check`, then fill `needs`, then
-    `finish`. Until then nothing has changed.
+    """What is asked for beside what is stored: first `match`, which compares and changes nothing, then `allocate`,
+    then fill `needs`, then `finish`.
 
     Args:
         cast: another dtype is no mismatch.
@@ -63,6 +66,7 @@ class Matching:
     unexpected: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     _finish: list[Callable[[], None]] = field(default_factory=list)
+    _before: list[str] = field(default_factory=list)
 
     def match(
         self,
@@ -70,24 +74,32 @@ class Matching:
         optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
         strict: bool,
     ) -> None:
-        """Note what a model and an optimizer need. What of the model is on the meta device gets memory, if all fits.
+        """Note what a model and an optimizer need. Nothing changes.
 
         Raises:
-            MismatchError: it does not; nothing has changed.
+            MismatchError: it is not what is stored.
         """
-        before = list(self.missing)
+        self._before = list(self.missing)
         self._ask_all(model, optimizer)
         self._check(strict)
-        if self.without_memory:
-            assert isinstance(model, nn.Module)
-            fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                _move(optimizer, {each.was: each.tensor for each in fresh})
-            _warn_of_meta(model)
-            for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
-                found.clear()
-            self.missing += before
-            self._ask_all(model, optimizer)
+
+    def allocate(
+        self,
+        model: nn.Module | Mapping[str, Any] | None,
+        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+    ) -> None:
+        """All fits: what of the model is on the meta device gets memory, and is what is needed from now on."""
+        if not self.without_memory:
+            return
+        assert isinstance(model, nn.Module)
+        fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _move(optimizer, {each.was: each.tensor for each in fresh})
+        _warn_of_meta(model)
+        for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
+            found.clear()
+        self.missing += self._before
+        self._ask_all(model, optimizer)
 
     def _ask_all(
         self,
@@ -115,6 +127,7 @@ class Matching:
         for alias, name in state.aliases.items():
             tied.setdefault(name, []).append(alias)
         found: set[str] = set()
+        computed: dict[str, Any] = {}
         for name, entry in state.entries.items():
             source, *twins = self._sources_of(section, (name, *tied.get(name, [])))
             absent = sorted(source.names() - stored.keys())
@@ -123,6 +136,9 @@ class Matching:
                 self.missing.append(f"{section} '{name}'{made_of}")
                 continue
             found.update(*(each.names() for each in (source, *twins)))
+            if name in state.computed:
+                entry = self._computed(section, entry, source)
+                computed[state.keys[name]] = entry.outside
             if entry.local.is_meta:
                 if not isinstance(target, nn.Module):
                     raise ArgumentError(
@@ -146,6 +162,17 @@ class Matching:
         self._ask_values(section, state, target)
         if isinstance(target, nn.Module):
             self._finish.append(lambda: _filled(target))
+            self._finish += [lambda: _load_values(target, computed)] if computed else []
+
+    def _computed(self, section: str, entry: Entry, source: Source) -> Entry:
+        """What is filled for a tensor that a module made for its state dict: that one. The tensor of an extra state may
+        have been another one when it was saved, so it is made anew."""
+        if entry.name.rpartition(".")[2] != EXTRA_STATE or type(entry.outside) is not torch.Tensor:
+            return entry
+        info = source.info(self.catalog.tensors[section])
+        device = "cpu" if entry.local.is_meta else entry.local.device
+        made = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
+        return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
     def _given(self, section: str, name: str) -> Source | None:
         """What the user says of a name of the model."""
@@ -201,15 +228,19 @@ class Matching:
     def _ask_optimizer(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
         section = "optimizer"
         stored = self.catalog.tensors.get(section, {})
+        names, other_names = named_params(model, optimizer), self.catalog.aliases.get("model", {})
+        taken = set(names.values())
         target = OptimizerTarget(
             optimizer,
-            named_params(model, optimizer),
+            # Where the names of a weight came in another order, its state is stored under another one of them.
+            {param: fqn if (one := other_names.get(fqn, fqn)) in taken else one for param, fqn in names.items()},
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
         )
         target.prepare(self.catalog.values.get(section, []), stored)
         self.missing += [f"optimizer state of '{fqn}'" for fqn in target.missing]
         self.unexpected += [f"optimizer state of '{fqn}'" for fqn in target.unexpected]
+        self.unexpected += [target.stranger] if target.stranger else []
         for name, entry in target.entries.items():
             self._need(section, from_stored(name), entry)
         self._finish.append(target.finish)

@@ -10,6 +10,7 @@ else of it is JSON::
      "groups": [{"params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +22,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.state import Entry, State, World, check_name, clean_name, entry_of, ranks_of
+from fsdp2.checkpoint.state import Entry, State, World, check_name, checked, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.tiling import tiling_from
 from fsdp2.checkpoint.tree import at_path, decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
+from fsdp2.optim.local import LocalOptimizer
 
 __all__ = ["OptimizerTarget", "optimizer_state"]
 
@@ -86,7 +88,12 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
             forms.append(form)
         states[fqn] = forms.index(form)
     other: dict[Any, Any] = dict(optimizer.state)
-    rest = [key for key, value in other.items() if key not in names and (value or isinstance(value, int))]
+    empty: tuple[Any, ...] = (None, {}, [], ())
+    rest = [
+        key
+        for key, value in other.items()
+        if key not in names and (isinstance(value, torch.Tensor) or not any(value == nothing for nothing in empty))
+    ]
     if rest:
         shown = ", ".join(f"{tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key) for key in rest[:5])
         raise ArgumentError(
@@ -94,12 +101,17 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
             "under. Keep it in the options of a group, or save it as extra=."
         )
     state.values = {
-        "kind": type(optimizer).__name__,
+        "kind": _kinds(optimizer)[0],
         "forms": forms,
         "states": states,
         "groups": [_group(group, names) for group in optimizer.param_groups],
     }
     return state
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer is, as users call it, and what that derives from."""
+    return [cls.__name__ for cls in type(optimizer).__mro__ if not issubclass(cls, LocalOptimizer)]
 
 
 def _noting(
@@ -111,7 +123,8 @@ def _noting(
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         name = f"{path}.{fqn}"
         check_name(name, state.entries)
-        state.entries[name], form = _entry(name, tensor, like, world, ranks)
+        entry, form = _entry(name, tensor, like, world, ranks)
+        state.entries[name] = checked(entry)
         return {"as": form}
 
     return leaf
@@ -175,6 +188,7 @@ class OptimizerTarget:
         ranks: those that have the model.
         missing: parameters of which nothing is stored, with their names.
         unexpected: stored states of which no parameter is here.
+        stranger: another kind of optimizer saved it, in words; "" if not.
     """
 
     optimizer: torch.optim.Optimizer
@@ -184,6 +198,7 @@ class OptimizerTarget:
     entries: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    stranger: str = ""
     _states: dict[torch.Tensor, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
     _fresh: list[torch.Tensor] = field(default_factory=list)
@@ -212,10 +227,36 @@ class OptimizerTarget:
         for param, fqn in self.names.items():
             if fqn in forms:
                 what = f"optimizer state of '{fqn}'"
-                self._states[param] = decode(forms[fqn], self._making(param, fqn, stored), what)
+                self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is no dict")
+        self.stranger = self._stranger({str(table.get("kind") or "") for table in tables} - {""})
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
+
+    def _stranger(self, kinds: set[str]) -> str:
+        """Another optimizer's state is good for nothing, unless it has the same parts (AdamW's and Adam's).
+
+        Args:
+            kinds: of the optimizers that saved.
+
+        Returns:
+            "", or what is wrong, in words.
+        """
+        others = sorted(kinds - {*_kinds(self.optimizer)})
+        if not others or not self._states:
+            return ""
+        saved, here = ", ".join(others), type(self.optimizer).__name__
+        pairs = [(self.optimizer.state.get(param) or {}, state) for param, state in self._states.items()]
+        if any(now and now.keys() != state.keys() for now, state in pairs):
+            return f"optimizer state of {saved}, and this is {here}, whose state has other parts"
+        if not any(now for now, _ in pairs):
+            parts = sorted({part for _, state in pairs for part in state})
+            warnings.warn(
+                f"optimizer state saved by {saved} is given to {here}, which has made no step yet, so whether it can "
+                f"use {parts} is not known. Leave optimizer= out to begin with a fresh state.",
+                stacklevel=6,
+            )
+        return ""
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         found = [
@@ -229,8 +270,14 @@ class OptimizerTarget:
                 )
         return dict(found[0][1]) if found else {}
 
-    def _making(self, param: torch.Tensor, fqn: str, stored: Stored) -> Callable[[dict[str, Any]], Any]:
-        """What makes the tensor of a note: the one that is there, or a new one."""
+    def _making(
+        self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
+    ) -> Callable[[dict[str, Any]], Any]:
+        """What makes the tensor of a note: the one that is there, or a new one.
+
+        Args:
+            options: those that were stored with the parameter, and will be the optimizer's.
+        """
         like = entry_of(fqn, param, self.world, self.ranks)
 
         def make(note: dict[str, Any]) -> Any:
@@ -244,7 +291,10 @@ class OptimizerTarget:
             tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(name, param, note.get("as"), info)
-            self.entries[name], _ = _entry(name, tensor, like, self.world, self.ranks)
+            if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
+                tensor = tensor.to(param.device)
+            entry, _ = _entry(name, tensor, like, self.world, self.ranks)
+            self.entries[name] = checked(entry)
             return tensor
 
         return make
@@ -261,8 +311,7 @@ class OptimizerTarget:
         if not isinstance(param, DTensor) or not shape:
             if form == "param":
                 return torch.empty_like(param, dtype=dtype)
-            on_host = name.startswith("step.") and not self._steps_on_device(param)
-            return torch.empty(shape, dtype=dtype, device="cpu" if on_host else param.device)
+            return torch.empty(shape, dtype=dtype, device="cpu" if name.startswith("step.") else param.device)
         if form == "param":
             local = torch.empty_like(local_tensor(param), dtype=dtype)
             spec = make_spec(param.device_mesh, param.placements, param.shape, param.stride(), dtype)
@@ -274,12 +323,12 @@ class OptimizerTarget:
         box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
 
-    def _steps_on_device(self, param: torch.Tensor) -> bool:
-        """Whether the optimizer keeps counters beside the parameters, as torch's do if asked to never wait for the
-        GPU."""
+    def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
+        """Whether the optimizer will keep counters beside the parameters, as torch's do if asked to never wait for the
+        GPU: by the options that come back, else by those that it has."""
         for group in self.optimizer.param_groups:
             if any(param is other for other in group["params"]):
-                return bool(group.get("capturable") or group.get("fused"))
+                return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
         return False
 
     def finish(self) -> None:

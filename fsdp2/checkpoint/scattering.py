@@ -68,15 +68,18 @@ def load_from_rank(
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     channel = _Channel(world, process_group, rank)
-    with channel.failing():
-        files = _Files(folder) if channel.reads else None
+    files: _Files | None = None
     try:
-        listed = _listed(channel.tell(_listing(files.catalog) if files is not None else b""))
+        with channel.failing():
+            files = _Files(folder) if channel.reads else None
+            listing = _listing(files.catalog) if files is not None else b""  # which may read: formats are lazy
+        listed = _listed(channel.tell(listing))
         matching = Matching(listed, world, cast, sources)
         _match(matching, model, strict, channel)
         with channel.failing():
             if files is not None:
                 files.compare(matching.twins)
+            matching.allocate(model, None)
             for need in matching.needs:
                 _transfer(channel, files, need)
         channel.end()

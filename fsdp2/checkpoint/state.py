@@ -5,7 +5,7 @@ whole it belongs.
 """
 
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,20 @@ from fsdp2.checkpoint.dtypes import name_of
 from fsdp2.checkpoint.tiling import SPREAD_BYTES, Grid, Tiling, grid_of, replicated, tiling_of, with_siblings
 from fsdp2.checkpoint.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
+from fsdp2.init.allocation import tensors_of
 
-__all__ = ["Entry", "State", "World", "check_name", "clean_name", "entry_of", "model_state", "ranks_of", "within"]
+__all__ = [
+    "Entry",
+    "State",
+    "World",
+    "check_name",
+    "checked",
+    "clean_name",
+    "entry_of",
+    "model_state",
+    "ranks_of",
+    "within",
+]
 
 # Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1, DDP (the last only at the front).
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -144,6 +156,8 @@ class State:
         within: tensors in `values`, by the name of the value and the path there.
         aliases: names of tensors that have the memory of another -> the name under which it is stored.
         values: JSON by name.
+        computed: names of tensors that are neither parameters nor buffers of the module: it made them for its state
+            dict, and only it can take them back (`get_extra_state`, hooks).
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -151,6 +165,7 @@ class State:
     values: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     within: dict[str, Entry] = field(default_factory=dict)
+    computed: set[str] = field(default_factory=set)
 
 
 def clean_name(name: str) -> str:
@@ -171,7 +186,7 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
     mapping = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     tensors: dict[str, torch.Tensor] = {}
     tensors_within: dict[str, torch.Tensor] = {}
-    state = State()
+    state, held = State(), _memory_of(model)
     for key, value in mapping.items():
         name = clean_name(key)
         if name in state.keys:
@@ -181,6 +196,8 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
         state.keys[name] = key
         if isinstance(value, torch.Tensor):
             tensors[name] = value
+            if not held(value):
+                state.computed.add(name)
         else:
             state.values[name] = encode(value, _inner(name, state, tensors_within), f"'{name}'")
     ranks = ranks_of([*tensors.values(), *tensors_within.values()], world)
@@ -197,8 +214,22 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
             state.keys.setdefault(entry.name, state.keys[name])
     for name, tensor in tensors_within.items():
         check_name(name, state.entries, state.aliases, state.within)
-        state.within[name] = entry_of(name, tensor, world, ranks)
+        state.within[name] = checked(entry_of(name, tensor, world, ranks))
     return state
+
+
+def _memory_of(model: nn.Module | Mapping[str, Any]) -> Callable[[torch.Tensor], bool]:
+    """What says whether a tensor of a state dict is memory of the model itself: then what fills it fills the model."""
+    if not isinstance(model, nn.Module):
+        return lambda tensor: True
+    tensors = {tensor for _, tensor in tensors_of(model)}
+    storages = {_storage(tensor) for tensor in tensors}
+    return lambda tensor: tensor in tensors or _storage(tensor) in storages
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local if _is_wrapper(local) or local.layout is not torch.strided else storage_key(local)[0]
 
 
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
@@ -255,6 +286,28 @@ def within(name: str, path: str) -> str:
     return f"{name}/{path}" if path else name
 
 
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own, but consists of others."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def checked(entry: Entry) -> Entry:
+    """An entry whose local tensor is plain memory.
+
+    Raises:
+        ArgumentError: it is not. Only a model's own tensors may consist of others (see `model_state`).
+    """
+    local = entry.local
+    if _is_wrapper(local):
+        raise ArgumentError(
+            f"'{entry.name}': a {type(local).__qualname__} within the state of an optimizer or another value, where a "
+            "checkpoint holds plain tensors; keep it dequantized, or leave this state out"
+        )
+    if local.layout is not torch.strided or local.is_quantized:
+        raise ArgumentError(f"'{entry.name}': a checkpoint holds dense tensors, got one with layout {local.layout}")
+    return entry
+
+
 def _plain_entries(entry: Entry) -> Iterator[Entry]:
     """The entry, if its local tensor is plain memory; else those of the tensors that it consists of.
 
@@ -262,10 +315,8 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
         ArgumentError: it is of a kind that cannot be stored (sparse, quantised, of an unknown subclass).
     """
     local = entry.local
-    if type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        if local.layout is not torch.strided or local.is_quantized:
-            raise ArgumentError(f"'{entry.name}': a checkpoint holds dense tensors, got one with layout {local.layout}")
-        yield entry
+    if not _is_wrapper(local):
+        yield checked(entry)
         return
     flatten: Any = getattr(local, "__tensor_flatten__", None)
     if flatten is None:

@@ -3,16 +3,21 @@ Layer: checkpoint.
 
 ``.metadata`` names each chunk of each tensor and the range of a ``.distcp`` file where it is (`dcp_metadata.py`). Such
 a range is a `torch.save` file of its own, from which the bytes are read where they are (`torch_files.py`). What is no
-tensor is a `torch.save` file too. No pickle is executed, and what is not plain data is left out.
+tensor is a `torch.save` file too. No pickle is executed. What is sound and not plain data is left out (a pickled data
+loader), but for an optimizer's state, which must be complete; what is damaged is an error.
 
 Saved with ``use_collectives=False`` there is a ``__<rank>.metadata`` of each rank instead; together they say the same.
+Where ``.metadata`` is, it counts alone, as for torch.
 """
 
+import io
 import re
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -20,21 +25,19 @@ import torch
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.formats.dcp_metadata import Item, Range, read_metadata
+from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata
 from fsdp2.checkpoint.formats.foreign_state import (
-    ForeignOptimizer,
     Path,
     encoded,
-    find_model,
-    find_optimizers,
-    state_name,
+    nested,
+    path_name,
 )
 from fsdp2.checkpoint.formats.native import read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import plain, shown
 from fsdp2.checkpoint.memory import bytes_of
 from fsdp2.checkpoint.storage import Reader, Storage
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
 
 __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
 
@@ -52,7 +55,9 @@ def is_dcp(storage: Storage, path: str) -> bool:
 def _metadata_files(storage: Storage, path: str) -> list[str]:
     if storage.size(storage.join(path, METADATA)) is not None:
         return [METADATA]
-    return [name for name in storage.names(path) if RANK_METADATA.fullmatch(name)]
+    found = {int(match[1]): name for name in storage.names(path) if (match := RANK_METADATA.fullmatch(name))}
+    # By rank: what several have is taken from the lowest, and a save on fewer ranks leaves the files of higher ones.
+    return [found[rank] for rank in sorted(found)]
 
 
 def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
@@ -60,6 +65,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
 
     Raises:
         CorruptError: it is damaged, names something that has no place in it, or a file outside of the folder.
+        MismatchError: there are several models (see `find_model`).
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
     items: dict[str, Item] = {}
@@ -67,9 +73,36 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         file = storage.join(path, name)
         read_metadata(read_small(storage, file, MAX_METADATA_BYTES), file, items)
     left_out: dict[str, str] = {}
-    catalog = DcpCatalog(storage, path, items, _Places({}, {}, []), left_out)
-    catalog.places = _Places.of(items, left_out, catalog.numbered())
+    catalog = DcpCatalog(storage, path, items, Places({}, {}, []), left_out)
+    try:
+        catalog.places = Places.of(items, left_out, catalog.numbered())
+    except MismatchError as error:
+        raise MismatchError(f"{path}: {error}") from None
+    catalog.step = catalog.find_step()
     return catalog
+
+
+class NotPlain(Exception):
+    """An item that is sound, and neither plain data nor a number."""
+
+
+class _Sections(Mapping[str, list[Mapping[str, Any]]]):
+    """The values of each section, read when they are asked for: a model is loaded without its optimizer's."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], list[Mapping[str, Any]]]]):
+        self._makers = makers
+        self._made: dict[str, list[Mapping[str, Any]]] = {}
+
+    def __getitem__(self, section: str) -> list[Mapping[str, Any]]:
+        if section not in self._made:
+            self._made[section] = self._makers[section]()
+        return self._made[section]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 @dataclass
@@ -85,8 +118,9 @@ class DcpCatalog:
     storage: Storage
     path: str
     items: Mapping[str, Item]
-    places: "_Places"
+    places: Places
     left_out: dict[str, str]
+    step: int | None = None
     kind: str = "DCP (torch.distributed.checkpoint)"
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
@@ -98,38 +132,70 @@ class DcpCatalog:
             for section, names in self.places.tensors.items()
         }
 
-    @cached_property
-    def step(self) -> int | None:
-        """See `Catalog`: a number called "step" at the top, or one level below ("train_state")."""
+    def find_step(self) -> int | None:
+        """A number called "step" at the top, or one level below ("train_state"); None if there is none.
+
+        Raises:
+            CorruptError: it is damaged, or the ranks have different ones.
+        """
         for key, item in self.items.items():
-            if item.path[-1] in ("step", "global_step") and len(item.path) <= 2 and key in self.left_out:
-                value = self._value(key)
-                value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-                if type(value) is int and value >= 0:
+            if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out and item.chunks:
+                shape, where = next(iter(item.chunks.values()))
+                value = self._count(key, shape, where)
+                for copy in item.copies:
+                    other = self._count(key, shape, copy)
+                    if other != value:
+                        raise CorruptError(
+                            f"{self.path}: '{key}' is {value} in {where.file}, and {other} in {copy.file}. {MIXED}"
+                        )
+                if value is not None:
                     return value
         return None
 
     @cached_property
-    def values(self) -> dict[str, list[Mapping[str, Any]]]:
-        """See `Catalog`."""
+    def values(self) -> Mapping[str, list[Mapping[str, Any]]]:
+        """See `Catalog`.
+
+        Raises:
+            CorruptError: one of them is damaged.
+            UnsupportedError: an item of an optimizer's state cannot be read here; without it the rest is worth nothing.
+        """
+        return _Sections({"model": self._model_values, "optimizer": self._optimizer_values})
+
+    def _model_values(self) -> list[Mapping[str, Any]]:
         model: dict[str, Any] = {}
-        for name, key in self.places.model_values.items():
+        for name, members in self.places.model_values.items():
+            found: dict[Path, Any] = {}
             try:
-                model[name] = encoded(self._value(key))
-            except (CorruptError, ArgumentError) as error:
-                self.left_out[key] = str(error)
+                for path, key in members.items():
+                    info = self.items[key].info
+                    is_tensor = info is not None and info.dtype
+                    found[path] = {"$tensor": path_name(path)} if is_tensor else encoded(self._value(key))
+                model[name] = nested(found)
+            except (NotPlain, ArgumentError) as error:
+                for key in members.values():  # a part of it would be something else
+                    self.left_out[key] = str(error)
+        return [model] if model else []
+
+    def _optimizer_values(self) -> list[Mapping[str, Any]]:
         shapes = {name: info.shape for name, info in self.tensors.get("model", {}).items()}
         tables: list[Mapping[str, Any]] = []
         for optimizer, members in self.places.optimizers:
             for key, (kind, fqn, path) in members.items():
                 info = self.items[key].info
-                if kind == "state" and info is not None:
+                if kind == "state" and info is not None and info.dtype:
                     optimizer.add_state(fqn, path, info)
                     continue
                 try:
                     value = self._value(key)
                     encoded(value)
-                except (CorruptError, ArgumentError) as error:
+                except (NotPlain, ArgumentError) as error:
+                    if kind == "state":
+                        raise UnsupportedError(
+                            f"{self.path}: '{key}' is a part of the optimizer's state that cannot be read here "
+                            f"({error}), and without it the rest is not what was saved. Load the optimizer with "
+                            "torch.distributed.checkpoint, or the model alone."
+                        ) from error
                     self.left_out[key] = str(error)
                     continue
                 if kind == "state":
@@ -139,7 +205,20 @@ class DcpCatalog:
                 else:
                     optimizer.add_to_group(int(fqn), str(path[0]), value)
             tables.append(optimizer.table(shapes))
-        return {"model": [model] if model else [], "optimizer": tables}
+        return tables
+
+    def damaged_items(self) -> Iterator[tuple[str, CheckpointError]]:
+        """Read all items but the tensors of the model and the optimizer, those included that nobody loads: the damaged
+        ones, and what is wrong. (Of tensors that have no place, whether they are there; not their values.)"""
+        tensors = {key for names in self.places.tensors.values() for key in names.values()}
+        for key, item in self.items.items():
+            for _, where in item.chunks.values() if key not in tensors else ():
+                try:
+                    self._sound(where)
+                except (NotPlain, UnsupportedError):
+                    continue
+                except CheckpointError as error:
+                    yield key, error
 
     def numbered(self) -> dict[Path, dict[str, str]]:
         """Optimizer -> number of a parameter -> its name, where `optimizer.state_dict()` itself was saved, which has
@@ -149,7 +228,7 @@ class DcpCatalog:
         for path, key in keys.items():
             beside = (*path[:-1], "params")
             if path[-1] == "param_names" and path[-3:-2] == ("param_groups",) and beside in keys:
-                with suppress(CorruptError):
+                with suppress(NotPlain):
                     names, numbers = self._value(key), self._value(keys[beside])
                     if type(names) is list and type(numbers) is list:
                         result.setdefault(path[:-3], {}).update(zip(map(str, numbers), map(str, names), strict=False))
@@ -187,21 +266,82 @@ class DcpCatalog:
         finally:
             reader.close()
 
+    def _sound(self, where: Range) -> Any:
+        """The object in a range of a file.
+
+        Raises:
+            NotPlain: it is a pickle that this library does not understand, and undamaged.
+            CorruptError: it is damaged.
+        """
+        try:
+            return self._read(where)
+        except CorruptError as error:
+            if self._is_intact(where):
+                raise NotPlain(str(error)) from error
+            raise
+
+    def _is_intact(self, where: Range) -> bool:
+        """Whether a range of a file is an archive of torch.save as it was written: all its checksums are right."""
+        if where.length > MAX_VALUE_BYTES:
+            return False
+        reader = self.storage.open_file(self.storage.join(self.path, where.file))
+        try:
+            if where.offset + where.length > reader.size:
+                return False
+            content = bytearray(where.length)
+            reader.read_into(where.offset, memoryview(content))
+        finally:
+            reader.close()
+        try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                entries = archive.infolist()
+                orders = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
+                stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+                return stored and orders in ([], [b"little"]) and archive.testzip() is None
+        except (zipfile.BadZipFile, RuntimeError, ValueError, KeyError, EOFError, OverflowError):
+            return False
+
     def _value(self, key: str) -> Any:
-        """A value that is no tensor, or a 0-dim tensor."""
+        """A value that is no tensor, or a 0-dim tensor.
+
+        Raises:
+            NotPlain: it is something else.
+            CorruptError: it is damaged.
+        """
         item = self.items[key]
         if not item.chunks:
             raise CorruptError(f"{self.path}: nothing of '{key}' is stored")
         shape, where = next(iter(item.chunks.values()))
-        if item.info is not None:
-            tensor = self._tensor(key, shape, where)
-            if item.info.shape:
-                raise CorruptError(f"{self.path}: '{key}' is a tensor of shape {list(item.info.shape)}")
-            return self._scalar(tensor)
+        if item.info is not None and (item.info.shape or not item.info.dtype):
+            dtype = item.info.dtype or "a dtype that safetensors does not have"
+            raise NotPlain(f"a tensor {list(item.info.shape)} of {dtype}")
+        return self._value_at(key, shape, where)
+
+    def _value_at(self, key: str, shape: tuple[int, ...], where: Range) -> Any:
+        """The value in a range of a file; a tensor of one element as a 0-dim tensor."""
+        if self.items[key].info is not None:
+            return self._scalar(self._tensor(key, shape, where))
         if where.length > MAX_VALUE_BYTES:
-            raise CorruptError(f"{self.path}: '{key}' is no tensor, and has {where.length} bytes")
-        found = self._read(where)
-        return self._scalar(found) if isinstance(found, TensorInFile) and not found.shape else plain(found, f"'{key}'")
+            raise NotPlain(f"no tensor, and has {where.length} bytes")
+        found = self._sound(where)
+        if isinstance(found, TensorInFile) and not found.shape:
+            return self._scalar(found)
+        try:
+            return plain(found, f"'{key}'")
+        except CorruptError as error:
+            raise NotPlain(str(error)) from error
+
+    def _count(self, key: str, shape: tuple[int, ...], where: Range) -> int | None:
+        """A number of steps: an integer, or a tensor of one; None for anything else."""
+        info = self.items[key].info
+        if info is not None and (prod(info.shape) != 1 or not info.dtype):
+            return None
+        try:
+            value = self._value_at(key, shape, where)
+        except NotPlain:
+            return None
+        value = value.item() if isinstance(value, torch.Tensor) else value
+        return value if type(value) is int and value >= 0 else None
 
     def _scalar(self, tensor: TensorInFile) -> torch.Tensor:
         value = torch.empty((), dtype=DTYPES[tensor.dtype])
@@ -211,79 +351,3 @@ class DcpCatalog:
         finally:
             reader.close()
         return value
-
-
-@dataclass
-class _Places:
-    """Which names belong where.
-
-    Attributes:
-        tensors: section -> name there -> name in the metadata.
-        model_values: values of the model that are no tensors, likewise.
-        optimizers: each with its items: name in the metadata -> what that is (`ForeignOptimizer.place`).
-    """
-
-    tensors: dict[str, dict[str, str]]
-    model_values: dict[str, str]
-    optimizers: list[tuple[ForeignOptimizer, dict[str, tuple[str, str, Path]]]]
-
-    @classmethod
-    def of(
-        cls, items: Mapping[str, Item], left_out: dict[str, str], numbered: Mapping[Path, Mapping[str, str]]
-    ) -> "_Places":
-        """Sort all names; `left_out` gets those that have no place."""
-        keys = {item.path: key for key, item in items.items()}
-        roots = find_optimizers(keys)
-        owner = {path: _root_of(path, roots) for path in keys}
-        readable = [path for path, key in keys.items() if (info := items[key].info) is None or info.dtype]
-        tensors = [path for path in readable if owner[path] is None and items[keys[path]].info is not None]
-        prefix, model = find_model(tensors)
-        result = cls({"model": {name: keys[path] for name, path in model.items()}, "optimizer": {}}, {}, [])
-        for path in readable:
-            if owner[path] is None and items[keys[path]].info is None and model:
-                own = path[len(prefix) :]
-                if path[: len(prefix)] == prefix and own and (prefix or str(own[-1]).endswith("_extra_state")):
-                    result.model_values[".".join(map(str, own))] = keys[path]
-        for root in sorted(roots, key=str):
-            optimizer = ForeignOptimizer(frozenset(model), numbered.get(root, {}))
-            result._add_optimizer(root, [path for path in readable if owner[path] == root], items, keys, optimizer)
-        placed = {*result.model_values.values(), *(key for names in result.tensors.values() for key in names.values())}
-        placed.update(key for _, members in result.optimizers for key in members)
-        for key in keys.values():
-            if key not in placed:
-                info = items[key].info
-                strange = info is not None and not info.dtype
-                left_out[key] = "a dtype that safetensors does not have" if strange else "neither model nor optimizer"
-        return result
-
-    def _add_optimizer(
-        self,
-        root: Path,
-        paths: list[Path],
-        items: Mapping[str, Item],
-        keys: Mapping[Path, str],
-        optimizer: ForeignOptimizer,
-    ) -> None:
-        members = {}
-        for path in paths:
-            place = optimizer.place(path[len(root) :])
-            key = keys[path]
-            if place is None or (place[0] == "group" and not place[1].isdecimal()):
-                continue
-            members[key] = place
-            if place[0] == "state" and items[key].info is not None:
-                name = state_name(place[2], place[1])
-                if name in self.tensors["optimizer"]:
-                    raise CheckpointError(
-                        f"two optimizers have a '{name}': {self.tensors['optimizer'][name]} and {key}"
-                    )
-                self.tensors["optimizer"][name] = key
-        self.optimizers.append((optimizer, members))
-
-
-def _root_of(path: Path, roots: set[Path]) -> Path | None:
-    """The optimizer that an item is below; None if it is below none."""
-    for depth in range(len(path)):
-        if path[:depth] in roots and str(path[depth]).split(".")[0] in ("state", "param_groups"):
-            return path[:depth]
-    return None

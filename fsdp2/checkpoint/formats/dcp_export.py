@@ -25,6 +25,7 @@ from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.formats.foreign_state import Path
 from fsdp2.checkpoint.reading import Request, read_all
+from fsdp2.checkpoint.state import within
 from fsdp2.checkpoint.tree import decode
 from fsdp2.errors import CheckpointError, CorruptError
 
@@ -85,9 +86,12 @@ class _Content:
     def __post_init__(self) -> None:
         catalog = self.catalog
         for section, tensors in catalog.tensors.items():
-            by_state = section == "optimizer" and any("forms" in table for table in catalog.values.get(section, ()))
+            tables = catalog.values.get(section, ())
+            by_state = section == "optimizer" and any("forms" in table for table in tables)
+            values = tuple(f"{name}/" for table in tables for name in table)
             for name, info in tensors.items() if not by_state else ():
-                self.tensors[self._key(section, name)] = section, name, info
+                if not name.startswith(values):
+                    self.tensors[self._key(section, name)] = section, name, info
         for section, names in catalog.aliases.items():
             for alias, name in names.items():
                 self.aliases[self._key(section, alias)] = f"{section}.{name}"
@@ -99,7 +103,7 @@ class _Content:
                     number = self._add_groups(table["groups"], number)
                 else:
                     for name, value in table.items():
-                        self.values[self._key(section, name)] = self._plain(value)
+                        self._add_value(section, name, value)
         if catalog.step is not None:
             self.values[self._key("step")] = catalog.step
 
@@ -111,6 +115,47 @@ class _Content:
 
     def _plain(self, value: Any) -> Any:
         return decode(value, _scalar, self.catalog.path)
+
+    def _add_value(self, section: str, name: str, value: Any) -> None:
+        """A value that is no tensor, item by item if it is a dict: so torch's planner has it, and looks for it. What
+        the planner cannot say is lost as in torch: keys that are no strings become such, empty dicts within go."""
+        places: dict[torch.Tensor, str] = {}
+
+        def stand_in(note: dict[str, Any]) -> torch.Tensor:
+            if "value" in note:
+                return _scalar(note)
+            own = within(name, str(note["$tensor"]))
+            info = self.catalog.tensors.get(section, {}).get(own)
+            if info is None:
+                raise CorruptError(f"{self.catalog.path}: {section} '{own}' is needed and not there")
+            tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+            places[tensor] = own
+            return tensor
+
+        whole_value = decode(value, stand_in, self.catalog.path)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({section: {name: whole_value}})
+        items, paths = planner.state_dict, planner.mappings
+        if not items:  # an empty dict
+            items, paths = {f"{section}.{name}": whole_value}, {f"{section}.{name}": (section, name)}
+        for key, item in items.items():
+            self.paths.setdefault(key, paths[key])
+            if isinstance(item, torch.Tensor) and item in places:
+                own = places[item]
+                self.tensors[key] = section, own, self.catalog.tensors[section][own]
+            else:
+                self.values[key] = self._filled(section, item, places)
+
+    def _filled(self, section: str, item: Any, places: Mapping[torch.Tensor, str]) -> Any:
+        """An item with its tensors instead of those that stand for them; those in a tuple are stored with it."""
+        if isinstance(item, torch.Tensor) and item in places:
+            own = places[item]
+            return self._read(section, own, whole(item.shape), True)
+        if isinstance(item, (list, tuple)):
+            return type(item)([self._filled(section, one, places) for one in item])
+        if isinstance(item, dict):
+            return {key: self._filled(section, one, places) for key, one in item.items()}
+        return item
 
     def _add_states(self, table: Mapping[str, Any]) -> None:
         stored = self.catalog.tensors["optimizer"]
@@ -153,8 +198,12 @@ class _Content:
         if name in self.values:
             scalar: torch.Tensor = self.values[name]
             return scalar
-        section, own, info = self.tensors[name]
-        target, box = torch.empty(shape, dtype=DTYPES[info.dtype]), Box(start, shape)
+        section, own, _ = self.tensors[name]
+        return self._read(section, own, Box(start, shape), verify)
+
+    def _read(self, section: str, own: str, box: Box, verify: bool) -> torch.Tensor:
+        """A part of a tensor of the catalog."""
+        target = torch.empty(box.shape, dtype=DTYPES[self.catalog.tensors[section][own].dtype])
         cover, requests = Cover(box), []
         for piece in self.catalog.pieces(section, own, box) if box.numel else ():
             part = piece.box.intersect(box)

@@ -1,10 +1,17 @@
 """What the metadata of a DCP folder says, read without executing it. Pure: bytes in, names and places out.
 
 ``.metadata`` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: names, shapes and chunks of all tensors,
-and
-for each chunk a range of a file. The few classes that it may name are listed here; any other is an error.
+and for each chunk a range of a file. The few classes that it may name are listed here; any other is an error. What the
+names mean is sorted out here, too (`Places`).
+
+Several such files (one of each rank, of saves with ``use_collectives=False``) have nothing that says that they are of
+one save: neither an id nor the number of ranks. What contradicts itself is an error: another shape or dtype, chunks
+that overlap, another step. Files that another save left are not noticed where they do not contradict: those of a save
+on more ranks whose chunks are the same (the lowest rank's count, which are the newer ones), and those of a save that
+ended halfway, of which some ranks' files are newer than others' and no step is stored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +20,24 @@ import torch
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES
-from fsdp2.checkpoint.formats.foreign_state import Path
+from fsdp2.checkpoint.formats.foreign_state import (
+    ForeignOptimizer,
+    Path,
+    find_model,
+    find_optimizers,
+    path_name,
+    state_name,
+    within_value,
+)
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
+from fsdp2.checkpoint.state import within
 from fsdp2.checkpoint.storage import check_file_name
-from fsdp2.errors import CorruptError, UnsupportedError
+from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
-__all__ = ["Item", "Range", "read_metadata"]
+__all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
+
+# What the number of steps is called, at the top or one level below.
+STEPS = ("step", "global_step")
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
 _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -51,9 +70,15 @@ _ALLOWED = frozenset(
     }
 )
 
+MIXED = (
+    "Files of two saves are mixed here: remove those of the older one (__<rank>.metadata, __<rank>_*.distcp), or save "
+    "again to an empty folder."
+)
+
 
 def read_metadata(content: bytes, file: str, items: dict[str, "Item"]) -> None:
-    """Add all that a metadata file names to `items`; the chunks of a tensor may be spread over several such files.
+    """Add all that a metadata file names to `items`; the chunks of a tensor may be spread over several such files, and
+    those that are in several are taken from the first.
 
     Args:
         file: for messages.
@@ -84,12 +109,16 @@ class Item:
 
     Attributes:
         info: of a tensor; None for other values. Its dtype is "" if safetensors has none for it.
+        file: the metadata file that named it first.
         chunks: start in the tensor -> (shape, where). One with the key () for a value.
+        copies: of what may be the number of steps, where it is besides, by other ranks.
     """
 
     path: Path
     info: StoredTensorInfo | None
+    file: str
     chunks: dict[tuple[int, ...], tuple[tuple[int, ...], Range]] = field(default_factory=dict)
+    copies: list[Range] = field(default_factory=list)
 
 
 class _Metadata:
@@ -127,15 +156,16 @@ class _Metadata:
         for fqn, about in self._names.items():
             if type(fqn) is not str or not isinstance(about, Made):
                 raise CorruptError(f"{self._file}: {shown(fqn)} is not described")
-            path = self._path_of(fqn)
-            if about.kind == _PACKAGE + "BytesStorageMetadata":
-                item = items.setdefault(fqn, Item(path, None))
-                item.chunks.setdefault((), ((), self._found(fqn, None)))
-                continue
-            info = self._info(fqn, about)
-            item = items.setdefault(fqn, Item(path, info))
+            is_value = about.kind == _PACKAGE + "BytesStorageMetadata"
+            info = None if is_value else self._info(fqn, about)
+            item = items.setdefault(fqn, Item(self._path_of(fqn), info, self._file))
             if item.info != info:
-                raise CorruptError(f"{self._file}: '{fqn}' is {info}, and another rank has {item.info}")
+                raise CorruptError(
+                    f"{self._file}: '{fqn}' is {_described(info)}, and in {item.file} {_described(item.info)}. {MIXED}"
+                )
+            if info is None:
+                self._add(item, fqn, (), (), self._found(fqn, None))
+                continue
             for chunk in _field(about, "TensorStorageMetadata", "chunks", list):
                 self._add_chunk(item, info, fqn, chunk)
 
@@ -161,12 +191,27 @@ class _Metadata:
         if any(end > size for end, size in zip(ends, info.shape, strict=True)):
             raise CorruptError(f"{self._file}: '{fqn}' {list(info.shape)} has a part {list(start)}..{ends}")
         if Box(start, shape).numel:
-            item.chunks[start] = shape, self._found(fqn, start)
+            self._add(item, fqn, start, shape, self._found(fqn, start))
+
+    def _add(self, item: Item, fqn: str, start: tuple[int, ...], shape: tuple[int, ...], where: Range) -> None:
+        """Add a chunk. Ranks that have the same one are replicas; the first of them is taken."""
+        known, first = item.chunks.setdefault(start, (shape, where))
+        if known != shape:
+            raise CorruptError(
+                f"{self._file}: '{fqn}' has a part at {list(start)} of shape {list(shape)} in {where.file}, and of "
+                f"shape {list(known)} in {first.file}. {MIXED}"
+            )
+        if first != where and item.path[-1] in STEPS and len(item.path) <= 2:
+            item.copies.append(where)
 
     def _found(self, fqn: str, offset: tuple[int, ...] | None) -> Range:
         if (fqn, offset) not in self._ranges:
             raise CorruptError(f"{self._file}: does not say where '{fqn}' {offset or ''} is stored")
         return self._ranges[fqn, offset]
+
+
+def _described(info: StoredTensorInfo | None) -> str:
+    return "no tensor" if info is None else f"{info.dtype or 'of another dtype'} {list(info.shape)}"
 
 
 def _field(made: Any, kind: str, name: str, expected: type) -> Any:
@@ -187,3 +232,99 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if type(values) not in (tuple, list) or len(values) > 64 or not all(_is_size(value) for value in values):
         raise ValueError(f"{shown(values)} are no sizes")
     return tuple(values)
+
+
+@dataclass
+class Places:
+    """Which names belong where.
+
+    Attributes:
+        tensors: section -> name there -> name in the metadata.
+        model_values: values of the model that are no tensors: name there -> path in the value (() for all of it) ->
+            name in the metadata. What torch stored item by item has several; some may be tensors.
+        optimizers: each with its items: name in the metadata -> what that is (`ForeignOptimizer.place`).
+    """
+
+    tensors: dict[str, dict[str, str]]
+    model_values: dict[str, dict[Path, str]]
+    optimizers: list[tuple[ForeignOptimizer, dict[str, tuple[str, str, Path]]]]
+
+    @classmethod
+    def of(
+        cls, items: Mapping[str, Item], left_out: dict[str, str], numbered: Mapping[Path, Mapping[str, str]]
+    ) -> "Places":
+        """Sort all names; `left_out` gets those that have no place."""
+        keys = {item.path: key for key, item in items.items()}
+        roots = find_optimizers(keys)
+        owner = {path: _root_of(path, roots) for path in keys}
+        prefix, model = find_model(
+            path for path, key in keys.items() if owner[path] is None and (info := items[key].info) and info.dtype
+        )
+        result = cls({"model": {}, "optimizer": {}}, {}, [])
+        for name, path in model.items():
+            result._add_to_model(name, path[len(prefix) :], keys[path])
+        for path, key in keys.items():
+            own = path[len(prefix) :]
+            if model and owner[path] is None and path[: len(prefix)] == prefix and own:
+                result._add_value(own, key, items[key].info, bool(prefix))
+        for root in sorted(roots, key=str):
+            optimizer = ForeignOptimizer(frozenset(model), numbered.get(root, {}))
+            result._add_optimizer(root, [path for path in keys if owner[path] == root], items, keys, optimizer)
+        placed = {key for members in result.model_values.values() for key in members.values()}
+        placed.update(key for names in result.tensors.values() for key in names.values())
+        placed.update(key for _, members in result.optimizers for key in members)
+        for key, item in items.items():
+            if item.info is not None and not item.info.dtype:
+                left_out[key] = "a dtype that safetensors does not have"
+            elif key not in placed:
+                left_out[key] = "neither model nor optimizer"
+        return result
+
+    def _add_to_model(self, name: str, own: Path, key: str) -> None:
+        """Add a tensor of the model, or of a value of it."""
+        value, inner = within_value(own) or (name, ())
+        if inner:
+            self.model_values.setdefault(value, {})[inner] = key
+            name = within(value, path_name(inner))
+        self.tensors["model"][name] = key
+
+    def _add_value(self, own: Path, key: str, info: StoredTensorInfo | None, below_key: bool) -> None:
+        """Add a value of the model, or an item of one; a tensor only if it is a part of one that cannot be read."""
+        value, inner = within_value(own) or ("", ())
+        if (value and info is None) or (inner and info is not None and not info.dtype):
+            self.model_values.setdefault(value, {})[inner] = key
+        elif below_key and info is None:
+            self.model_values[".".join(map(str, own))] = {(): key}
+
+    def _add_optimizer(
+        self,
+        root: Path,
+        paths: list[Path],
+        items: Mapping[str, Item],
+        keys: Mapping[Path, str],
+        optimizer: ForeignOptimizer,
+    ) -> None:
+        members = {}
+        for path in paths:
+            place = optimizer.place(path[len(root) :])
+            key = keys[path]
+            if place is None or (place[0] == "group" and not place[1].isdecimal()):
+                continue
+            members[key] = place
+            info = items[key].info
+            if place[0] == "state" and info is not None and info.dtype:
+                name = state_name(place[2], place[1])
+                if name in self.tensors["optimizer"]:
+                    raise CheckpointError(
+                        f"two optimizers have a '{name}': {self.tensors['optimizer'][name]} and {key}"
+                    )
+                self.tensors["optimizer"][name] = key
+        self.optimizers.append((optimizer, members))
+
+
+def _root_of(path: Path, roots: set[Path]) -> Path | None:
+    """The optimizer that an item is below; None if it is below none."""
+    for depth in range(len(path)):
+        if path[:depth] in roots and str(path[depth]).split(".")[0] in ("state", "param_groups"):
+            return path[:depth]
+    return None

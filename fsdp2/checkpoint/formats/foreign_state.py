@@ -14,9 +14,19 @@ import torch
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import name_of
 from fsdp2.checkpoint.tree import encode
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, MismatchError
 
-__all__ = ["ForeignOptimizer", "Path", "encoded", "find_model", "find_optimizers", "state_name"]
+__all__ = [
+    "ForeignOptimizer",
+    "Path",
+    "encoded",
+    "find_model",
+    "find_optimizers",
+    "nested",
+    "path_name",
+    "state_name",
+    "within_value",
+]
 
 Path = tuple[str | int, ...]
 
@@ -27,31 +37,91 @@ NO_OPTIONS = ("params", "param_names")
 
 
 def find_model(paths: Iterable[Path]) -> tuple[Path, dict[str, Path]]:
-    """Which tensors are the model's: those under a key such as "model"; else those at the top, if any are there; else
-    all, which may have a common key.
+    """Which tensors are the model's: those under a key such as "model", the outermost one; else those at the top, if
+    any are there; else all, which may have a common key.
 
     Args:
         paths: of tensors that are not an optimizer's.
 
     Returns:
         (the path that all have in common, name -> path).
+
+    Raises:
+        MismatchError: there are several such keys, and no reason to prefer one.
     """
     paths = list(paths)
-    marked = [
-        (MODEL_KEYS.index(part), depth, path[: depth + 1])
-        for path in paths
-        for depth, part in enumerate(path[:-1])
-        if part in MODEL_KEYS
-    ]
-    prefix: Path = ()
-    if marked:
-        prefix = min(marked)[2]
+    prefix = _marked(paths, (), len(MODEL_KEYS))
+    at_top: list[Path] = [path for path in paths if len(path) == 1]
+    if len(prefix) > 1 and {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} & {*at_top}:
+        prefix = ()  # {**model.state_dict(), "ema": {"model": ...}}: the same names further out
+    if prefix:
         chosen = [path for path in paths if path[: len(prefix)] == prefix]
-    elif any(len(path) == 1 for path in paths):
-        chosen = [path for path in paths if len(path) == 1]
+    elif at_top:
+        chosen = at_top
     else:
         prefix, chosen = _common(path[:-1] for path in paths), paths
     return prefix, {".".join(str(part) for part in path[len(prefix) :]): path for path in chosen}
+
+
+def _marked(paths: list[Path], base: Path, rank: int) -> Path:
+    """The key below `base` that marks a model: the outermost counts, then the likeliest. One that is likelier still is
+    looked for below it ({"state_dict": {"model": ..., "ema": ...}}), unless it has tensors of its own.
+
+    Args:
+        rank: only keys that come before this one in `MODEL_KEYS`.
+    """
+    inner = [path for path in paths if path[: len(base)] == base]
+    if any(len(path) == len(base) + 1 for path in inner) and base:
+        return base
+    likely = MODEL_KEYS[:rank]
+    marked = {
+        (depth, likely.index(part), path[: depth + 1])
+        for path in inner
+        for depth, part in enumerate(path[:-1])
+        if depth >= len(base) and part in likely
+    }
+    if not marked:
+        return base
+    best = min(each[:2] for each in marked)
+    prefixes = sorted((each[2] for each in marked if each[:2] == best), key=str)
+    if len(prefixes) > 1:
+        names = ", ".join(repr(".".join(map(str, prefix))) for prefix in prefixes)
+        raise MismatchError(
+            f"the checkpoint has several models, at {names}, and which of them is meant cannot be known: no argument "
+            "of load() (sources= neither) says that. Load the one with torch.distributed.checkpoint.load into a dict "
+            "of these keys and the model's state_dict(), and save it again by itself."
+        )
+    return _marked(inner, prefixes[0], best[1])
+
+
+def within_value(own: Path) -> tuple[str, Path] | None:
+    """Of a path below the model, (name of a module's extra state, path in it), which torch stores item by item if it
+    is a dict; None for anything else. The path is () for all of it."""
+    for depth, part in enumerate(own):
+        if str(part).endswith("_extra_state"):
+            return ".".join(map(str, own[: depth + 1])), own[depth + 1 :]
+    return None
+
+
+def nested(items: Mapping[Path, Any]) -> Any:
+    """Values by path, nested as they were; with the path () there is nothing else.
+
+    Raises:
+        ArgumentError: there is a value where others are below, or a key that means something else in `tree.py`.
+    """
+    if () in items:
+        return items[()]
+    tree: dict[str | int, Any] = {}
+    for path, value in items.items():
+        if any(str(part).startswith("$") for part in path):
+            raise ArgumentError(f"at {path}: a key that begins with '$'")
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict) or "$tensor" in level:
+                raise ArgumentError(f"at {path}: a value where others are below")
+        level[path[-1]] = value
+    return _listed(tree)
 
 
 def _common(paths: Iterable[Path]) -> Path:
@@ -77,10 +147,11 @@ def find_optimizers(paths: Iterable[Path]) -> set[Path]:
 
 def state_name(path: Path, fqn: str) -> str:
     """The name in the catalog of a tensor of an optimizer's state (see `optimizer.py`)."""
-    return f"{_joined(path)}.{fqn}"
+    return f"{path_name(path)}.{fqn}"
 
 
-def _joined(path: Path) -> str:
+def path_name(path: Path) -> str:
+    """A path as `tree.py` writes it."""
     return "/".join(quote(str(part), safe="").replace(".", "%2E") for part in path)
 
 
@@ -173,15 +244,12 @@ class ForeignOptimizer:
 
 def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
     """The form of a parameter's state: nested as it was, tensors as notes."""
-    tree: dict[str | int, Any] = {}
-    for path, value in sorted(items.items(), key=lambda item: str(item[0])):
-        level = tree
-        for part in path[:-1]:
-            level = level.setdefault(part, {})
-            if not isinstance(level, dict) or "$tensor" in level:
-                raise ArgumentError(f"optimizer state at {path}: a value where others are below")
-        level[path[-1]] = value.content if isinstance(value, _Json) else _item(path, value, shape)
-    return _listed(tree)
+    return nested(
+        {
+            path: value.content if isinstance(value, _Json) else _item(path, value, shape)
+            for path, value in sorted(items.items(), key=lambda item: str(item[0]))
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -194,7 +262,7 @@ class _Json:
 def _item(path: Path, info: Any, shape: tuple[int, ...] | None) -> Any:
     if not isinstance(info, StoredTensorInfo):
         return encoded(info)
-    note = {"$tensor": _joined(path)}
+    note = {"$tensor": path_name(path)}
     if not info.shape and (shape != () or path == ("step",)):
         return {**note, "as": "plain"}
     # A tensor of another shape than its parameter has (a factor of one): replicated, whatever it was.

@@ -161,7 +161,7 @@ def _size(text: str) -> int:
     digits = text.rstrip("BKMGTi")
     try:
         return int(float(digits) * UNITS[text[len(digits) :]])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 512MiB or 1000") from error
 
 

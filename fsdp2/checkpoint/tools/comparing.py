@@ -198,7 +198,9 @@ class _Comparison:
     def _common_extra(self) -> list[_Common]:
         """Tensors of extra state; what else differs of it is noted."""
         one, two = (catalog if isinstance(catalog, NativeCatalog) else None for catalog in self._both)
-        if one is None or two is None:
+        if one is None or two is None:  # other formats have none
+            if any(own is not None and own.manifest.extra for own in (one, two)):
+                self._result.other.append(f"extra state: only in the {'first' if two is None else 'second'}")
             return []
         common = []
         for key in {**one.manifest.extra, **two.manifest.extra}:
@@ -267,7 +269,9 @@ class _Comparison:
 
 def _names(catalog: Catalog, section: str) -> dict[str, str]:
     """All names of a section's tensors, and where they are stored."""
-    return {name: name for name in catalog.tensors.get(section, {})} | dict(catalog.aliases.get(section, {}))
+    tensors = catalog.tensors.get(section, {})
+    aliases = catalog.aliases.get(section, {}).items()
+    return {name: name for name in tensors} | {alias: name for alias, name in aliases if name in tensors}
 
 
 def _problem(first: StoredTensorInfo | None, second: StoredTensorInfo | None) -> str:

@@ -156,6 +156,8 @@ def _entry(catalog: Catalog, section: str, name: str, parts: int) -> TensorEntry
 
 
 def _kinds(catalog: Catalog) -> str:
-    """The class names of optimizers."""
-    tables: Sequence[Mapping[str, Any]] = catalog.values.get("optimizer", ())
+    """The class names of optimizers; other formats do not say."""
+    tables: Sequence[Mapping[str, Any]] = ()
+    if isinstance(catalog, NativeCatalog):
+        tables = catalog.values.get("optimizer", ())
     return ", ".join(sorted({str(table["kind"]) for table in tables if table.get("kind")}))

@@ -13,6 +13,7 @@ from functools import partial
 from fsdp2.checkpoint.box import Box, Cover, whole
 from fsdp2.checkpoint.catalog import Catalog, StoredPiece
 from fsdp2.checkpoint.files import sums_file_name
+from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.manifest import MANIFEST
@@ -175,6 +176,10 @@ class _Verification:
                     with self._noting(label):
                         cover.check(label)
         yield from self._extra_sources()
+        if isinstance(self._catalog, DcpCatalog):  # values that are no tensors have files of their own there
+            for name, error in self._catalog.damaged_items():
+                damage = _damage_of(self._catalog.storage, self._catalog.path, error)
+                self._lose(damage.file, damage.problem, f"'{name}'")
 
     def _pieces(self, section: str, name: str, box: Box, label: str) -> Iterator[StoredPiece]:
         """The parts of a tensor, each looked up alone, so that one bad file does not hide the next."""
