@@ -4,7 +4,7 @@ A reader of any world size intersects the box that it needs with the boxes that 
 mesh, which placements, in which order) does not matter to it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -179,21 +179,46 @@ class Cover:
             )
 
     def overlap(self) -> tuple[Box, Box] | None:
-        """Two parts with common elements, if there are such. A sweep along the dim with the most distinct starts:
-        linear but for sorting where the parts are rows (or columns)."""
-        parts = [part for part in self._parts if part.numel]
-        if len(parts) < 2:
-            return None
+        """Two parts with common elements, if there are such. Parts are told apart dim by dim, which is linear but for
+        sorting where they make a grid (rows, columns, the lines of a cube); only what no dim can tell apart is compared
+        with each other."""
         dims = range(len(self._box.shape))
-        dim = max(dims, key=lambda dim: len({part.start[dim] for part in parts}), default=None)
-        if dim is None:
-            return parts[0], parts[1]
-        return _first_overlap(sorted(parts, key=lambda part: part.start[dim]), dim)
+        groups = [[part for part in self._parts if part.numel]]
+        while groups:
+            parts = groups.pop()
+            if len(parts) > 1:
+                split = (_told_apart(parts, dim) for dim in dims)
+                smaller = next((found for found in split if len(found) > 1), None)
+                if smaller is None:
+                    pair = _first_overlap(parts)
+                    if pair is not None:
+                        return pair
+                else:
+                    groups += smaller
+        return None
 
 
-def _first_overlap(parts: Iterable[Box], dim: int) -> tuple[Box, Box] | None:
+def _told_apart(parts: list[Box], dim: int) -> list[list[Box]]:
+    """The parts in groups; parts of different groups have no index of that dim in common."""
+    groups: list[list[Box]] = []
+    reached = 0
+    for part in sorted(parts, key=lambda part: part.start[dim]):
+        first, size = part.start[dim], part.shape[dim]
+        if not groups or first >= reached:
+            groups.append([])
+        groups[-1].append(part)
+        reached = max(reached, first + size)
+    return groups
+
+
+def _first_overlap(parts: list[Box]) -> tuple[Box, Box] | None:
+    """Two of these with common elements: a sweep along the dim with the most distinct starts."""
+    dims = range(len(parts[0].shape))
+    dim = max(dims, key=lambda dim: len({part.start[dim] for part in parts}), default=None)
+    if dim is None:  # single elements of no dims are the same one
+        return parts[0], parts[1]
     active: list[Box] = []
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.start[dim]):
         active = [other for other in active if other.end[dim] > part.start[dim]]
         for other in active:
             if other.intersect(part) is not None:

@@ -6,6 +6,7 @@ we use them to let the data begin at a page. (https://github.com/huggingface/saf
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -14,9 +15,10 @@ from typing import Any
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.errors import CorruptError
 
-__all__ = ["MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
+__all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DIMS = 64  # of a tensor: torch has no more, and the product of very many sizes takes minutes
 MAX_DEPTH = 100  # of JSON: what walks over it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
@@ -114,6 +116,8 @@ def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], i
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
+    if _are_sizes(shape) and len(shape) > MAX_DIMS:
+        raise CorruptError(f"{file}: '{name}' has {len(shape)} dims; expected at most {MAX_DIMS}, as torch has")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
     return dtype, tuple(shape), offsets[0], offsets[1]
@@ -140,8 +144,7 @@ def parse_json(text: bytes, file: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
             raise CorruptError(f"{file}: the key '{twice[:80]}' is there twice")
         return result
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.checkpoint.header import parse_json
+from fsdp2.checkpoint.header import MAX_DIMS, parse_json
 from fsdp2.checkpoint.storage import check_file_name
 from fsdp2.checkpoint.tiling import Grid, Tiling
 from fsdp2.errors import CorruptError
@@ -147,7 +147,7 @@ class Manifest:
         aliases: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
         for table in body["tables"]:
-            grids = [Grid(_sizes(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
+            grids = [Grid(_shape(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
             tilings: dict[Any, Tiling] = {}
             for section, names in table["tensors"].items():
                 for name, row in names.items():
@@ -210,7 +210,7 @@ def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], tilings: dict[
     in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
     if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
         raise CorruptError(f"{file}: the record of '{name}' is not in order: {str(row)[:80]}")
-    key = (_sizes(shape), mesh, pairs)
+    key = (_shape(shape), mesh, pairs)
     if key not in tilings:
         tilings[key] = Tiling(key[0], grid, pairs)
     return Record(dtype, tilings[key])
@@ -236,6 +236,13 @@ def _world(value: object) -> int:
 
 def _sizes(values: Sequence[object]) -> tuple[int, ...]:
     return tuple(_size(value) for value in values)
+
+
+def _shape(values: Sequence[object]) -> tuple[int, ...]:
+    """The sizes of a tensor, or of a mesh. Of very many the product alone would take minutes."""
+    if len(values) > MAX_DIMS:
+        raise ValueError(f"{len(values)} dims; expected at most {MAX_DIMS}, as torch has")
+    return _sizes(values)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

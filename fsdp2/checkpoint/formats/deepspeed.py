@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.formats.deepspeed_states import ModelStates, states_of
+from fsdp2.checkpoint.formats.deepspeed_states import ModelStates, is_size, states_of
 from fsdp2.checkpoint.formats.foreign_state import state_name
 from fsdp2.checkpoint.formats.native import read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
@@ -38,6 +38,8 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER_PARALLELISM = re.compile(r"layer_.*_states\.pt|.*expert.*_states\.pt")
 LATEST = ("latest", "latest_universal")
+# Of 8-bit optimizers of bitsandbytes, beside the state per element.
+TABLES = re.compile(r"(qmap|absmax)\d|[gu]norm_vec")
 
 
 def is_deepspeed(storage: Storage, path: str) -> bool:
@@ -53,9 +55,20 @@ def _folder(storage: Storage, path: str) -> str | None:
         if storage.size(file):
             tag = read_small(storage, file, 4096).decode(errors="replace").strip()
             inner = storage.join(path, check_file_name(tag, file))
-            if _matching(storage, inner, MODEL_FILE):
+            if _is_folder(storage, inner) and _matching(storage, inner, MODEL_FILE):
                 return inner
     return None
+
+
+def _is_folder(storage: Storage, path: str) -> bool:
+    """Whether a folder is there; not one elsewhere, to which a link leads: a checkpoint is read within its folder."""
+    kind = storage.kind(path)
+    if kind not in (None, "file", "folder"):
+        raise CorruptError(
+            f"{path}: is a {kind}, expected a folder; nothing outside of the checkpoint is read. Put the folder itself "
+            "there, or load from where it is."
+        )
+    return kind == "folder"
 
 
 def _matching(storage: Storage, path: str, pattern: re.Pattern[str]) -> dict[int, str]:
@@ -88,7 +101,8 @@ def _opened(storage: Storage, folder: str) -> PieceTable:
     files = _matching(storage, folder, MODEL_FILE)
     states = [states_of(storage, storage.join(folder, name)) for name in files.values()]
     whole = next(iter(files.values())).startswith("mp_rank_")
-    if storage.names(storage.join(folder, "zero")):
+    zero = storage.join(folder, "zero")
+    if _is_folder(storage, zero) and storage.names(zero):
         return _Universal(storage, folder, states, whole).catalog()
     others = [name for name in storage.names(folder) if OTHER_PARALLELISM.fullmatch(name)]
     if states[0].get("mp_world_size", 1) != 1 or others:
@@ -117,15 +131,25 @@ class _Fragment:
 
 @dataclass
 class _RankFiles(ModelStates):
-    """ZeRO's own files. Flat tensors are by rank, then by kind ("fp32", "exp_avg", ...), then by group."""
+    """ZeRO's own files.
 
-    flats: list[dict[str, list[TensorInFile]]] = field(default_factory=list)
+    Attributes:
+        files: those of the optimizer, by rank.
+        weights: flat fp32 tensors, by rank, then by group.
+        flats: flat tensors of the state, by (group, kind such as "exp_avg"), then by rank.
+        scalars: the number of steps, by group.
+    """
+
+    files: list[str] = field(default_factory=list)
+    weights: list[list[TensorInFile]] = field(default_factory=list)
+    flats: dict[tuple[int, str], dict[int, TensorInFile]] = field(default_factory=dict)
     scalars: dict[int, Any] = field(default_factory=dict)
 
     def catalog(self) -> PieceTable:
         """See `open_deepspeed`."""
         files = _matching(self.storage, self.folder, OPTIMIZER_FILE)
-        parts = [self._inner(name) for name in files.values()]
+        self.files = [self.storage.join(self.folder, name) for name in files.values()]
+        parts = [self._inner(file) for file in self.files]
         if not parts or [*files] != list(range(len(parts))):
             raise CorruptError(f"{self.folder}: has files *_optim_states.pt of ranks {[*files]}")
         counts = parts[0].get("partition_count")
@@ -152,48 +176,57 @@ class _RankFiles(ModelStates):
         self.add_options(inner.get("param_groups") if isinstance(inner, dict) else None, members)
         return self.finish(table)
 
-    def _inner(self, name: str) -> dict[str, Any]:
-        file = self.storage.join(self.folder, name)
+    def _inner(self, file: str) -> dict[str, Any]:
         content = states_of(self.storage, file).get("optimizer_state_dict")
         if not isinstance(content, dict):
             raise CorruptError(f"{file}: has no optimizer_state_dict")
         return content
 
     def _collect(self, parts: list[dict[str, Any]], weights: str, states: str) -> None:
-        """Find the flat tensors."""
+        """Find the flat tensors. What one rank has of a group's state all must have."""
+        self.weights = [self._flat(part.get(weights), rank) for rank, part in enumerate(parts)]
         for rank, part in enumerate(parts):
-            flats = {"fp32": self._flat(part.get(weights), rank)}
             inner = part.get(states)
             by_group = inner.get("state") if isinstance(inner, dict) else {}
-            for number, group in enumerate(flats["fp32"]):
+            for number, weight in enumerate(self.weights[rank]):
                 for kind, value in ((by_group or {}).get(number) or {}).items():
-                    if _is_flat(value) and value.shape[0] >= group.shape[0]:  # one may be padded, the other not
-                        flats.setdefault(str(kind), []).append(value)
-                    elif kind == "step":
+                    if kind == "step":
                         self.scalars.setdefault(number, value)
-            # A kind that only some groups have cannot be found by the group's number.
-            count = len(flats["fp32"])
-            self.flats.append({kind: values for kind, values in flats.items() if len(values) == count})
+                    elif _is_flat(value) and not TABLES.fullmatch(str(kind)):
+                        if value.shape[0] < weight.shape[0]:  # longer is fine: one may be padded, the other not
+                            raise self._incomplete(rank, number, str(kind), f"only {value.shape[0]} elements")
+                        self.flats.setdefault((number, str(kind)), {})[rank] = value
+        for (number, kind), found in self.flats.items():
+            for rank, groups in enumerate(self.weights):
+                if rank not in found and number < len(groups) and groups[number].shape[0]:
+                    raise self._incomplete(rank, number, kind, f"none, and rank {next(iter(found))} has it")
+
+    def _incomplete(self, rank: int, group: int, kind: str, got: str) -> CorruptError:
+        return CorruptError(
+            f"{self.files[rank]}: of the flat tensor '{kind}' of group {group} there are {got}; expected "
+            f"{self.weights[rank][group].shape[0]} elements, as of the fp32 weights. Copy the file again, or load an "
+            "earlier checkpoint."
+        )
 
     def _flat(self, tensors: Any, rank: int) -> list[TensorInFile]:
         tensors = tensors if isinstance(tensors, list) else []
         flat = [tensor for tensor in tensors if _is_flat(tensor)]
         if not flat or len(flat) != len(tensors):
-            raise CorruptError(f"{self.folder}: rank {rank} has not the flat fp32 weights of ZeRO")
+            raise CorruptError(f"{self.files[rank]}: has not the flat fp32 weights of ZeRO")
         return flat
 
     def _cut_each(self, groups: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
         """ZeRO-3: every parameter in equal parts, the last one padded; a rank's parts of all of them end to end."""
-        world = len(self.flats)
+        world = len(self.weights)
         result = {}
         offset = 0
         for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
             numel = prod(shape)
             part = -(-numel // world)
             where: list[_Fragment] = []
-            for rank, flats in enumerate(self.flats):
+            for rank, weights in enumerate(self.weights):
                 count = min(part, max(numel - rank * part, 0))
-                where += _within(flats["fp32"], rank, offset, count, rank * part)
+                where += _within(weights, rank, offset, count, rank * part)
             offset += part
             result[name] = shape, where
         return result
@@ -212,15 +245,20 @@ class _RankFiles(ModelStates):
             for index, (name, shape) in enumerate(shapes.items()):
                 numel, where = prod(shape), []
                 first, at = offset, 0
-                for rank, flats in enumerate(self.flats):
-                    size = flats["fp32"][group].shape[0]
+                for rank, weights in enumerate(self.weights):
+                    size = weights[group].shape[0]
                     taken = min(numel - at, max(size - first, 0))
                     if taken:
                         where.append(_Fragment(rank, group, first, taken, at))
                         at, first = at + taken, first + taken
                     first -= size
                 result[name] = shape, where
-                offset += numel + (paddings[group][index] if paddings else 0)
+                padding = paddings[group][index] if paddings else 0
+                if not is_size(padding):
+                    raise CorruptError(
+                        f"{self.files[0]}: the padding behind '{name}' is {shown(padding)}; expected a number from 0"
+                    )
+                offset += numel + padding
         return result
 
     def _add(self, table: PieceTable, name: str, shape: tuple[int, ...], where: list[_Fragment]) -> None:
@@ -228,20 +266,29 @@ class _RankFiles(ModelStates):
         found = sum(fragment.count for fragment in where)
         if found != prod(shape):
             raise CorruptError(f"{self.folder}: of '{name}' {list(shape)} the ranks have {found} elements")
-        for kind in self.flats[0]:
-            pieces: list[StoredPiece] = []
-            dtype = self.flats[0][kind][0].dtype
-            for one in where:
-                flat = self.flats[one.rank].get(kind)
-                if flat is None or one.first + one.count > flat[one.group].shape[0] or flat[one.group].dtype != dtype:
-                    raise CorruptError(f"{self.folder}: rank {one.rank} has not its part of the {kind} of '{name}'")
-                pieces += flat[one.group].elements(one.first, one.first + one.count, shape, one.at)
-            info = StoredTensorInfo(dtype, shape)
-            if kind == "fp32":
-                table.add("model", name, info, pieces)
-            else:
-                self.optimizer.add_state(name, (kind,), info)
-                table.add("optimizer", state_name((kind,), name), info, pieces)
+        table.add("model", name, *self._part("fp32", name, shape, where))
+        groups = {fragment.group for fragment in where} or {0}
+        for kind in dict.fromkeys(kind for group, kind in self.flats if group in groups):
+            info, pieces = self._part(kind, name, shape, where)
+            self.optimizer.add_state(name, (kind,), info)
+            table.add("optimizer", state_name((kind,), name), info, pieces)
+
+    def _part(
+        self, kind: str, name: str, shape: tuple[int, ...], where: list[_Fragment]
+    ) -> tuple[StoredTensorInfo, list[StoredPiece]]:
+        """A parameter, or a state of it."""
+        pieces: list[StoredPiece] = []
+        dtype = self.weights[0][0].dtype
+        for number, one in enumerate(where):
+            weights = self.weights[one.rank][one.group]
+            flat = weights if kind == "fp32" else self.flats.get((one.group, kind), {}).get(one.rank)
+            dtype = dtype if flat is None or number else flat.dtype
+            if flat is None or one.first + one.count > flat.shape[0] or flat.dtype != dtype:
+                raise CorruptError(
+                    f"{self.files[one.rank]}: has not its part of the {kind} of '{name}', {one.count} elements {dtype}"
+                )
+            pieces += flat.elements(one.first, one.first + one.count, shape, one.at)
+        return StoredTensorInfo(dtype, shape), pieces
 
 
 def _within(groups: list[TensorInFile], rank: int, first: int, count: int, at: int) -> Iterator[_Fragment]:
@@ -270,8 +317,10 @@ class _Universal(ModelStates):
         shapes = {name: shape for group in groups for name, shape in group.items()}
         zero = self.storage.join(self.folder, "zero")
         for name in self.storage.names(zero):
-            if name not in table.tensors["model"] and name not in table.aliases["model"]:
-                self._add(table, self.storage.join(zero, name), name, shapes.get(name))
+            folder = self.storage.join(zero, name)
+            known = name in table.tensors["model"] or name in table.aliases["model"]
+            if _is_folder(self.storage, folder) and not known:
+                self._add(table, folder, name, shapes.get(name))
         file = self.storage.join(zero, "optimizer_state.pt")
         if self.storage.size(file) is not None:
             state = states_of(self.storage, file)
@@ -285,32 +334,43 @@ class _Universal(ModelStates):
         return self.finish(table)
 
     def _add(self, table: PieceTable, folder: str, name: str, shape: tuple[int, ...] | None) -> None:
-        for file in self.storage.names(folder):
-            kind, dot, suffix = file.rpartition(".")
-            if dot and suffix == "pt":
-                path = self.storage.join(folder, file)
-                reader = self.storage.open_file(path)
-                try:
-                    content = read_torch_file(reader, path)
-                finally:
-                    reader.close()
-                if kind == "step":
-                    self.add_scalar(name, content, table)
-                else:
-                    self._add_tensor(table, path, kind, name, content, shape)
+        """A parameter and its states, which are all stored with one shape: that of the parameter, or flat (ZeRO-3)."""
+        found = {file.removesuffix(".pt"): file for file in self.storage.names(folder) if file.endswith(".pt")}
+        if "step" in found:
+            self.add_scalar(name, self._content(folder, found.pop("step")), table)
+        tensors = {kind: self._tensor(folder, file) for kind, file in found.items()}
+        if tensors and "fp32" not in tensors:
+            raise CorruptError(f"{folder}: has {[*found.values()]}, expected fp32.pt too; copy the folder again")
+        for kind, tensor in tensors.items():
+            stored = tensors["fp32"].shape
+            if tensor.shape != stored:
+                raise CorruptError(
+                    f"{self.storage.join(folder, found[kind])}: has shape {list(tensor.shape)}, expected "
+                    f"{list(stored)}, as of fp32.pt beside it. Copy these files again, or load an earlier checkpoint."
+                )
+            # With tensor parallelism `shape` is that of a rank's part, and the stored tensor is whole.
+            whole = shape if shape is not None and prod(shape) == prod(stored) else stored
+            info = StoredTensorInfo(tensor.dtype, whole)
+            pieces = tensor.elements(0, prod(whole), whole, 0)
+            if kind == "fp32":
+                table.add("model", name, info, pieces)
+            else:
+                self.optimizer.add_state(name, (kind,), info)
+                table.add("optimizer", state_name((kind,), name), info, pieces)
 
-    def _add_tensor(
-        self, table: PieceTable, path: str, kind: str, name: str, content: Any, shape: tuple[int, ...] | None
-    ) -> None:
+    def _content(self, folder: str, file: str) -> Any:
+        path = self.storage.join(folder, file)
+        reader = self.storage.open_file(path)
+        try:
+            return read_torch_file(reader, path)
+        finally:
+            reader.close()
+
+    def _tensor(self, folder: str, file: str) -> TensorInFile:
+        content = self._content(folder, file)
         tensor = content.get("param") if isinstance(content, dict) else content
         if not isinstance(tensor, TensorInFile) or not tensor.contiguous:
-            raise CorruptError(f"{path}: should be a tensor, and is {shown(content)}")
-        # Of ZeRO-3 the tensors are flat.
-        whole = shape if shape is not None and prod(shape) == prod(tensor.shape) else tensor.shape
-        info = StoredTensorInfo(tensor.dtype, whole)
-        pieces = [*tensor.elements(0, prod(whole), whole, 0)]
-        if kind == "fp32":
-            table.add("model", name, info, pieces)
-        else:
-            self.optimizer.add_state(name, (kind,), info)
-            table.add("optimizer", state_name((kind,), name), info, pieces)
+            raise CorruptError(
+                f"{self.storage.join(folder, file)}: should be a tensor, row by row, and is {shown(content)}"
+            )
+        return tensor

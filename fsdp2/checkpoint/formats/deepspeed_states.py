@@ -12,11 +12,12 @@ from typing import Any
 from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.formats.foreign_state import ForeignOptimizer, state_name
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.formats.unpickling import plain
+from fsdp2.checkpoint.formats.unpickling import plain, shown
+from fsdp2.checkpoint.header import MAX_DIMS
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import ArgumentError, CorruptError
 
-__all__ = ["ModelStates", "states_of"]
+__all__ = ["ModelStates", "is_size", "states_of"]
 
 
 def states_of(storage: Storage, file: str) -> dict[str, Any]:
@@ -29,6 +30,11 @@ def states_of(storage: Storage, file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CorruptError(f"{file}: is not a file of DeepSpeed")
     return content
+
+
+def is_size(value: Any) -> bool:
+    """Whether that may be a size, or a number of elements or steps."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 @dataclass
@@ -50,7 +56,7 @@ class ModelStates:
     def table(self, kind: str) -> PieceTable:
         """A catalog with buffers and frozen parameters."""
         step = self.states[0].get("global_steps")
-        table = PieceTable(self.storage, self.folder, kind, step if type(step) is int else None)
+        table = PieceTable(self.storage, self.folder, kind, step if is_size(step) else None)
         table.tensors.update(model={}, optimizer={})
         module = self.states[0].get("module") or {}
         for name in self.states[0].get("buffer_names") or ():
@@ -58,7 +64,7 @@ class ModelStates:
             if isinstance(tensor, TensorInFile):
                 table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
         for name, shape in (self.states[0].get("frozen_param_shapes") or {}).items():
-            self._add_frozen(table, name, tuple(shape))
+            self._add_frozen(table, name, self._shape(name, shape))
         aliases = self.states[0].get("shared_params") or {}
         table.aliases = {"model": {str(name): str(other) for name, other in aliases.items()}}
         return table
@@ -82,7 +88,18 @@ class ModelStates:
         """The parameters of each group, in their order."""
         groups = self.states[0].get("param_shapes") or []
         groups = [groups] if isinstance(groups, dict) else groups
-        return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
+        return [{str(name): self._shape(name, shape) for name, shape in group.items()} for group in groups]
+
+    def _shape(self, name: str, shape: Any) -> tuple[int, ...]:
+        """A shape that a file says a parameter has."""
+        sizes = shape if type(shape) in (tuple, list) else ()
+        if sizes is not shape or len(sizes) > MAX_DIMS or not all(is_size(size) for size in sizes):
+            got = f"({', '.join(shown(size) for size in sizes[:8])})" if sizes else shown(shape)
+            raise CorruptError(
+                f"{self.folder}: the files *_model_states.pt give '{name}' the shape {got}; expected at most "
+                f"{MAX_DIMS} sizes, each a number from 0. Copy these files again, or load an earlier checkpoint."
+            )
+        return tuple(sizes)
 
     def add_options(self, param_groups: Any, members: Mapping[int, Iterable[str]]) -> None:
         """Note the options of each parameter.

@@ -10,6 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp2.checkpoint.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.formats.unpickling import Made, Named, unpickle
+from fsdp2.checkpoint.header import MAX_DIMS
 from fsdp2.checkpoint.storage import Reader
 from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
@@ -26,7 +28,6 @@ __all__ = ["TensorInFile", "read_torch_file"]
 EDGE = 4096  # bytes at either end of an archive, where nearly all but its tensors is
 MAX_READ = 1 << 28  # of what is no tensor: the pickle, the directory of the archive
 MAX_PIECES = 1 << 18
-MAX_DIMS = 64
 
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 # The classes by which torch says the dtype of a tensor's memory; newer dtypes are given beside `UntypedStorage`.
@@ -91,7 +92,7 @@ class TensorInFile:
                 "many parts to be read from the file; load it with torch, make it contiguous, and save it again"
             )
         line = tuple(size if dim == along else 1 for dim, size in enumerate(self.shape))
-        return [self._piece(Box(box.start, line), base) for box in _each(lines)]
+        return [self._piece(Box(start, line), base) for start in product(*(range(size) for size in lines))]
 
     def elements(self, first: int, last: int, shape: tuple[int, ...], at: int) -> Iterator[StoredPiece]:
         """Elements ``first..last`` of this (contiguous) tensor, as pieces of one of `shape` from its element `at`."""
@@ -105,11 +106,6 @@ class TensorInFile:
         index = sum(at * step for at, step in zip(box.start, self.steps, strict=True))
         moved = Box(tuple(a + b for a, b in zip(box.start, base, strict=True)), box.shape)
         return StoredPiece(self.path, self.offset + index * ITEMSIZES[self.dtype], moved, moved, self.dtype)
-
-
-def _each(shape: tuple[int, ...]) -> Iterator[Box]:
-    for number in range(prod(shape)):
-        yield next(boxes_of_flat_range(shape, number, number + 1))
 
 
 def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | None = None) -> Any:

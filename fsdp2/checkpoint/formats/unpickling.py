@@ -20,6 +20,8 @@ Maker = Callable[[tuple[Any, ...]], Any]
 MAX_DEPTH = 64
 MAX_CONTAINERS = 200_000
 MAX_LEAVES = 20_000_000
+MAX_INT_BYTES = 512  # Python prints no longer ones, and to hash one takes time each time
+MAX_NAME = 1000
 
 
 class Named:
@@ -116,6 +118,8 @@ def plain(value: Any, where: str) -> Any:
 
 def shown(value: Any) -> str:
     """A value for a message, in short. (`repr` of what a pickle has nested in itself may take for ever.)"""
+    if type(value) is int and value.bit_length() > 8 * MAX_INT_BYTES:  # which `repr` refuses
+        return f"an int of {value.bit_length()} bits"
     if type(value) in _LEAVES or isinstance(value, (Made, Named)):
         text = repr(value)
         return text if len(text) <= 200 else text[:197] + "..."
@@ -179,6 +183,8 @@ class _Machine:
         self._allowed = allowed
         self._persistent = persistent
         self._makers = makers
+        # What makers may copy: honest pickles have each of their arguments once, and spend no more than their length.
+        self._budget = 4 * len(content) + (1 << 16)
 
     def run(self) -> Any:
         """Work through all operations."""
@@ -229,8 +235,8 @@ class _Machine:
 
     def named(self, module: Any, name: Any) -> Named:
         """What a pickle names."""
-        if type(module) is not str or type(name) is not str:
-            raise ValueError("a name that is no text")
+        if type(module) is not str or type(name) is not str or len(module) + len(name) > MAX_NAME:
+            raise ValueError("a name that is no text, or a long one")
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if self._allowed is not None and kind not in self._allowed:
             raise CorruptError(
@@ -243,7 +249,12 @@ class _Machine:
         if not isinstance(maker, Named) or type(args) is not tuple:
             raise ValueError("a call of what was not named")
         simple = self._makers.get(maker.kind)
-        return Made(maker.kind, args) if simple is None else simple(args)
+        if simple is None:
+            return Made(maker.kind, args)
+        self._budget -= sum(len(arg) for arg in args if type(arg) in (str, bytes, list, tuple, dict))
+        if self._budget < 0:
+            raise ValueError("much more content than it has bytes")
+        return simple(args)
 
     def build(self) -> None:
         """Fill the object on top; attributes of a dict's subclass are dropped."""
@@ -306,7 +317,13 @@ def _tuple(count: int) -> Callable[[_Machine], None]:
 
 
 def _long(width: int) -> Callable[[_Machine], None]:
-    return _push(lambda machine: int.from_bytes(machine.take(machine.number(width)), "little", signed=True))
+    def long(machine: _Machine) -> None:
+        count = machine.number(width)
+        if count > MAX_INT_BYTES:
+            raise ValueError(f"an int of {count} bytes, expected at most {MAX_INT_BYTES}")
+        machine.stack.append(int.from_bytes(machine.take(count), "little", signed=True))
+
+    return long
 
 
 def _get(width: int) -> Callable[[_Machine], None]:
@@ -327,11 +344,6 @@ def _memoize(machine: _Machine) -> None:
 def _proto(machine: _Machine) -> None:
     if not 2 <= machine.number(1) <= 5:
         raise ValueError("an unknown version of pickle")
-
-
-def _make_with_keywords(machine: _Machine) -> Any:
-    maker, args, _ = machine.top(3)
-    return machine.make(maker, args)
 
 
 # By the code of the operation; their names are those of the module `pickletools`.
@@ -380,7 +392,7 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     0x93: _push(lambda machine: machine.named(*machine.top(2))),
     ord("R"): _push(lambda machine: machine.make(*machine.top(2))),
     0x81: _push(lambda machine: machine.make(*machine.top(2))),
-    0x92: _push(_make_with_keywords),
+    0x92: _push(lambda machine: machine.make(*machine.top(3)[:2])),  # keywords are dropped
     ord("b"): lambda machine: machine.build(),
     ord("Q"): lambda machine: machine.refer(),
 }

@@ -1,0 +1,338 @@
+"""Foreign and hostile files that were once read wrongly, or for minutes, or into all of the memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint.box import Box, Cover
+from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.formats.unpickling import shown, unpickle
+from fsdp2.checkpoint.header import parse_header, parse_json
+from fsdp2.checkpoint.manifest import Manifest
+from fsdp2.checkpoint.storage import storage_of
+from fsdp2.errors import CorruptError
+from tests.hostile_checkpoints import edit_body, whole
+from tests.test_checkpoint_interop_deepspeed import write_ranks, write_universal
+
+HUGE = 10**5000
+
+
+def change(file: Path, edit: Callable[[Any], Any]) -> None:
+    """Load a file, edit what is in it, and save it again."""
+    content = torch.load(file, weights_only=False)
+    edit(content)
+    torch.save(content, file)
+
+
+# --- DeepSpeed: what a rank lacks -------------------------------------------------------------------------------------
+
+
+def ranks(folder: Path, stage: int, scaler: type = dict) -> list[Path]:
+    """A checkpoint of two ranks; the optimizer's files."""
+    write_ranks(folder, stage, 2, scaler, torch.tensor(7.0))
+    return [folder / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+
+
+def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    own = content["optimizer_state_dict"]
+    state: dict[int, dict[str, Any]] = own.get("base_optimizer_state", own.get("optimizer_state_dict"))["state"]
+    return state
+
+
+LACKS: dict[str, Callable[[dict[int, dict[str, Any]]], Any]] = {
+    "missing": lambda state: state[1].pop("exp_avg_sq"),
+    "short": lambda state: state[1].update(exp_avg_sq=state[1]["exp_avg_sq"][:2].clone()),
+    "no tensor": lambda state: state[1].update(exp_avg_sq=None),
+    "empty": lambda state: state.clear(),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_lacks_a_state(tmp_path: Path, stage: int, rank: int, lack: str) -> None:
+    """What any rank has of a group all must have: moments are not dropped, whichever rank lacks them."""
+    file = ranks(tmp_path, stage)[rank]
+    change(file, lambda content: LACKS[lack](state_in(content)))
+    with pytest.raises(CorruptError, match=rf"{file.name}: of the flat tensor 'exp_avg"):
+        open_catalog(*storage_of(tmp_path))
+
+
+def test_a_state_of_one_group(tmp_path: Path) -> None:
+    """Groups may have other kinds of state: each parameter gets that of its own."""
+    for file in ranks(tmp_path, 3):
+        change(file, lambda content: state_in(content)[1].pop("exp_avg_sq"))
+    tensors = open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
+    assert "exp_avg.first.bias" in tensors and "exp_avg_sq.first.bias" not in tensors
+    assert {"exp_avg.first.weight", "exp_avg_sq.first.weight"} <= tensors.keys()
+
+
+def test_tables_of_an_8_bit_optimizer(tmp_path: Path) -> None:
+    """What is no state per element, by name, does not hinder."""
+    for file in ranks(tmp_path, 2):
+        change(file, lambda content: state_in(content)[0].update(qmap1=torch.zeros(3), absmax2=torch.zeros(2)))
+    assert "exp_avg.first.weight" in open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
+
+
+# --- DeepSpeed: shapes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("zero3", [False, True])
+def test_a_universal_state_of_another_shape(tmp_path: Path, zero3: bool, kind: str) -> None:
+    """No factor of a state, which other formats may have."""
+    write_universal(tmp_path, zero3)
+    file = tmp_path / "global_step7_universal" / "zero" / "first.weight" / f"{kind}.pt"
+    torch.save(torch.zeros(3), file)
+    with pytest.raises(CorruptError, match=rf"{kind}.pt: has shape \[3\], expected \[{'35' if zero3 else '7, 5'}\]"):
+        open_catalog(*storage_of(tmp_path))
+    (file.parent / "fp32.pt").unlink()
+    with pytest.raises(CorruptError, match=r"first.weight: has .* expected fp32.pt too"):
+        open_catalog(*storage_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**40, "ab"), (-1, -35), (2.0, 3), "ab", None, {1: 2}, (HUGE,), (True, 35), (1,) * 65, 35]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_impossible_shapes(tmp_path: Path, shape: Any, frozen: bool) -> None:
+    ranks(tmp_path, 2)
+
+    def edit(content: dict[str, Any]) -> None:
+        if frozen:
+            content["frozen_param_shapes"]["frozen"] = shape
+        else:
+            content["param_shapes"][1]["first.bias"] = shape
+
+    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", edit)
+    with pytest.raises(CorruptError) as caught:
+        open_catalog(*storage_of(tmp_path))
+    named = "give 'frozen' the shape" if frozen else "give 'first.bias' the shape"
+    assert named in str(caught.value) or shape == (HUGE,)  # an int that no file may have
+
+
+@pytest.mark.parametrize("padding", [-4, 0.5, "x", None])
+def test_impossible_paddings(tmp_path: Path, padding: Any) -> None:
+    """A negative one would place a parameter before the flat tensor, in other bytes of the file."""
+    paddings = [[padding, 0, 0], [0]]
+    for file in ranks(tmp_path, 2):
+        change(file, lambda content: content["optimizer_state_dict"].update(param_alignment_paddings=paddings))
+    with pytest.raises(CorruptError, match=r"rank_0.*: the padding behind 'first.weight' is .*; expected a number"):
+        open_catalog(*storage_of(tmp_path))
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 70])
+def test_impossible_steps(tmp_path: Path, step: int) -> None:
+    ranks(tmp_path, 2)
+    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=step))
+    assert open_catalog(*storage_of(tmp_path)).step is None
+
+
+# --- DeepSpeed: links -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["", "zero", "zero/first.weight"])
+def test_links_to_folders_are_not_followed(tmp_path: Path, level: str) -> None:
+    write_universal(tmp_path / "there", False)
+    folder = tmp_path / "there" / "global_step7_universal" / level
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(CorruptError, match=rf"{folder.name}: is a symbolic link, expected a folder"):
+        open_catalog(*storage_of(tmp_path / "there"))
+
+
+def test_a_link_that_the_user_names(tmp_path: Path) -> None:
+    write_universal(tmp_path / "there", False)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "global_step7_universal", target_is_directory=True)
+    assert "first.weight" in open_catalog(*storage_of(tmp_path / "link")).tensors["model"]
+
+
+# --- small files that cost much ---------------------------------------------------------------------------------------
+
+
+def test_many_keys_with_one_twice() -> None:
+    keys = [f'"{number}":0' for number in range(30_000)]
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match="the key '29999' is there twice"):
+        parse_json(("{" + ",".join([*keys, '"29999":1']) + "}").encode(), "x")
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("dims", [65, 80_000])
+def test_a_header_with_many_dims(dims: int) -> None:
+    entry = {"dtype": "U8", "shape": [(1 << 62) - 1] * dims, "data_offsets": [0, 1]}
+    text = json.dumps({"a": entry}).encode()
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match=f"'a' has {dims} dims; expected at most 64"):
+        parse_header(text, "x", 8 + len(text) + 1)
+    assert time.monotonic() - start < 2
+
+
+def test_a_header_with_as_many_dims_as_torch_has() -> None:
+    text = json.dumps({"a": {"dtype": "U8", "shape": [1] * 64, "data_offsets": [0, 1]}}).encode()
+    assert parse_header(text, "x", 8 + len(text) + 1).tensors["a"].shape == (1,) * 64
+
+
+@pytest.mark.parametrize("place", ["tensor", "mesh"])
+def test_a_manifest_with_many_dims(tmp_path: Path, place: str) -> None:
+    folder = whole(tmp_path / "saved")
+
+    def edit(body: dict[str, Any]) -> None:
+        table = body["tables"][0]
+        if place == "mesh":
+            table["meshes"][0]["shape"] = [(1 << 62) - 1] * 80_000
+        else:
+            table["tensors"]["model"]["bias"][1] = [(1 << 62) - 1] * 80_000
+
+    edit_body(folder, edit)
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match="80000 dims; expected at most 64"):
+        Manifest.parse((folder / "checkpoint.json").read_bytes(), "checkpoint.json")
+    assert time.monotonic() - start < 5
+
+
+def text(content: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+# A large object in the memo, and then again and again what makes another object of it. Lists keep them all.
+AMPLIFIED = {
+    "bytes": b"c_codecs\nencode\nq\x00" + text(b"x" * 500_000) + b"\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "sizes": b"ctorch\nSize\nq\x00(" + b"K\x01" * 50_000 + b"t\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "set": b"cbuiltins\nset\nq\x00](" + b"K\x01" * 50_000 + b"e\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "pairs": b"ccollections\nOrderedDict\nq\x00]("
+    + b"".join(b"M" + struct.pack("<H", number) + b"N\x86" for number in range(20_000))
+    + b"e\x85q\x01]"
+    + b"h\x00h\x01Ra" * 500
+    + b".",
+    "names": text(b"x" * 500_000) + b"q\x00]" + b"h\x00h\x00\x93a" * 1000 + b".",
+}
+
+
+@pytest.mark.parametrize("kind", AMPLIFIED)
+def test_pickles_that_make_much_of_little(kind: str) -> None:
+    program = b"\x80\x02" + AMPLIFIED[kind]
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match=r"much more content than it has bytes|a long one"):
+        unpickle(program, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+def test_honest_pickles_have_room() -> None:
+    """What makers are given once each: old pickles' bytes, sizes, ordered dicts and sets."""
+    value = {
+        "bytes": [bytes([number % 256]) * (1 + number % 7) for number in range(20_000)],
+        "sizes": [torch.Size((number, 1, 2)) for number in range(20_000)],
+        "same": [torch.Size((2, 3))] * 20_000,
+        "set": set(range(50_000)),
+    }
+    found = unpickle(pickle.dumps(value, 2), "x")
+    assert {**found, "set": set(found["set"])} == value
+
+
+def test_numbers_that_python_does_not_print(tmp_path: Path) -> None:
+    assert shown(HUGE) == f"an int of {HUGE.bit_length()} bits"
+    assert unpickle(pickle.dumps(1 << 4000, 2), "x") == 1 << 4000
+    for content in ({"a": torch.ones(2), "b": HUGE}, {HUGE: torch.ones(2)}, {HUGE: 3}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CorruptError, match=r"pytorch_model.bin.*an int of 2077 bytes, expected at most 512"):
+            open_catalog(*storage_of(tmp_path))
+
+
+# --- permuted tensors -------------------------------------------------------------------------------------------------
+
+
+def cover_of(shape: tuple[int, ...], parts: list[Box]) -> Cover:
+    cover = Cover(Box((0,) * len(shape), shape))
+    for part in parts:
+        cover.add(part)
+    return cover
+
+
+def lines(size: int) -> list[Box]:
+    return [Box((0, row, column), (size, 1, 1)) for row in range(size) for column in range(size)]
+
+
+def test_the_lines_of_a_cube_are_told_apart() -> None:
+    """Work in proportion to their number: comparing all that begin in one row would take a million comparisons."""
+    compared = 0
+
+    class Counted(Box):
+        __slots__ = ()
+
+        def intersect(self, other: Box) -> Box | None:
+            nonlocal compared
+            compared += 1
+            return super().intersect(other)
+
+    parts: list[Box] = [Counted(part.start, part.shape) for part in lines(48)]
+    cover = cover_of((48, 48, 48), parts)
+    assert cover.overlap() is None and not cover.missing and compared == 0
+    cover.add(Counted((7, 3, 5), (1, 1, 1)))
+    pair = cover.overlap()
+    assert pair is not None and {part.start for part in pair} == {(7, 3, 5), (0, 3, 5)} and compared <= 2
+
+
+def test_overlaps_are_found() -> None:
+    """As by comparing all with all; also where parts lie such that no dim tells them apart."""
+    generator = torch.Generator().manual_seed(0)
+    wheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    cover_of((3, 3), wheel).check("x")
+    with pytest.raises(CorruptError, match="parts overlap"):
+        cover_of((3, 3), [*wheel, Box((1, 1), (1, 1))]).check("x")
+    seen = set()
+    for _ in range(300):
+        count, ndim = (int(torch.randint(1, high, (), generator=generator)) for high in (7, 4))
+        starts = torch.randint(0, 6, (count, ndim), generator=generator).tolist()
+        sizes = torch.randint(0, 4, (count, ndim), generator=generator).tolist()
+        parts = [Box(tuple(start), tuple(size)) for start, size in zip(starts, sizes, strict=True)]
+        pairs = [(a, b) for number, a in enumerate(parts) for b in parts[:number] if a.numel and b.numel]
+        expected = any(a.intersect(b) is not None for a, b in pairs)
+        found = cover_of((9,) * ndim, parts).overlap()
+        assert (found is not None) == expected
+        assert found is None or found[0].intersect(found[1]) is not None
+        seen.add(expected)
+    assert seen == {True, False}
+    assert cover_of((), [Box((), ())]).overlap() is None
+    assert cover_of((), [Box((), ()), Box((), ())]).overlap() is not None
+
+
+@pytest.mark.parametrize("dims", [(2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0)])
+def test_permuted_tensors_are_read(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    value = torch.arange(3.0 * 40 * 50).view(3, 40, 50).permute(dims)
+    torch.save({"weight": value, "expanded": torch.arange(4.0).expand(3, 4)}, tmp_path / "pytorch_model.bin")
+    into = {"weight": torch.zeros(value.shape), "expanded": torch.zeros(3, 4)}
+    checkpoint.load(tmp_path, model=into)
+    assert torch.equal(into["weight"], value) and into["expanded"].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+
+
+def test_moments_of_two_by_two(tmp_path: Path) -> None:
+    """Loading into an optimizer: the moments come, or an error; never one of another shape."""
+    write_universal(tmp_path, False)
+    zero = tmp_path / "global_step7_universal" / "zero"
+    (zero / "first.weight").rename(zero / "weight")
+    for other in ("second.weight", "scale", "first.bias"):
+        for file in (zero / other).iterdir():
+            file.unlink()
+        (zero / other).rmdir()
+    model = nn.Linear(5, 7, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)
+    assert optimizer.state[model.weight]["exp_avg"].shape == (7, 5)
+    torch.save(torch.zeros(3), zero / "weight" / "exp_avg.pt")
+    with pytest.raises(CorruptError, match="has shape"):
+        checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)
