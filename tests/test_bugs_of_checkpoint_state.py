@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -229,3 +230,12 @@ def test_the_optimizer_of_a_weight_whose_names_come_in_another_order(tmp_path: P
     checkpoint.save(tmp_path / "a", model=models[0], optimizer=optimizers[0])
     checkpoint.load(tmp_path / "a", model=models[1], optimizer=optimizers[1])
     assert [state["momentum_buffer"].unique().item() for state in optimizers[1].state.values()] == [1.0]
+
+
+def test_steps_of_other_kinds(tmp_path: Path) -> None:
+    """NumPy's failed after all had been written, and True made a checkpoint that could not be read."""
+    checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=np.int64(3))  # type: ignore[arg-type]
+    assert checkpoint.load(tmp_path / "step-00000003", model={"w": torch.zeros(2)}).step == 3
+    for step in (True, 2.0, "2"):
+        with pytest.raises(ArgumentError, match="expected the number of steps done"):
+            checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)  # type: ignore[arg-type]

@@ -320,7 +320,7 @@ def test_an_overwrite_that_was_cut_off_does_not_change_names(tmp_path: Path) -> 
         load(tmp_path / "best")
     whole(tmp_path / "best", seed=6)
     assert is_sound(load(tmp_path / "best-ema"), seed=5)
-    whole(tmp_path / "best-ema", seed=7)
+    whole(tmp_path / "best-ema", seed=7, overwrite=True)
     assert is_sound(load(tmp_path / "best-ema"), seed=7)
     assert sorted(os.listdir(tmp_path)) == ["best", "best-ema"]
 

@@ -73,16 +73,35 @@ class InFlight:
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
 
-    def start(self, folder: str, work: Callable[[], None], background: bool) -> SaveHandle:
-        """Do the work; the last one has been settled."""
+    def start(
+        self, folder: str, work: Callable[[], None], background: bool, abandon: Callable[[BaseException], object]
+    ) -> SaveHandle:
+        """Do the work; the last one has been settled.
+
+        Args:
+            abandon: what to do if no thread can be started; the work, once begun, deals with its errors.
+        """
         handle = SaveHandle(folder)
         if not background:
             work()
             handle.run(lambda: None)
             return handle
+        claim = threading.Lock()  # whoever takes it has the say: the thread which begins, or who could not start it
+
+        def run() -> None:
+            if claim.acquire(blocking=False):
+                handle.run(work)
+
         self._handle = handle
-        # Not a daemon: a process that ends waits for it, so the last checkpoint of a run is not lost.
-        threading.Thread(target=handle.run, args=(work,), name="fsdp2-save").start()
+        try:
+            # Not a daemon: a process that ends waits for it, so the last checkpoint of a run is not lost.
+            threading.Thread(target=run, name="fsdp2-save").start()
+        except BaseException as error:
+            # A limit on threads, or Ctrl-C; after the latter the save may be under way.
+            if claim.acquire(blocking=False):
+                self._handle = None
+                abandon(error)
+            raise
         return handle
 
     def settle(self) -> None:

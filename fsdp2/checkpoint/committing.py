@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.agreement import Agreement
+from fsdp2.checkpoint.agreement import FAILED, GO, Agreement
 from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import is_complete, replace_folder, sweep
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.storage import Storage
-from fsdp2.errors import CheckpointError, FSDPError
+from fsdp2.errors import CheckpointError, CorruptError, FSDPError
 
-__all__ = ["commit", "huggingface_index", "id_of"]
+__all__ = ["commit", "huggingface_index", "id_of", "may_count"]
 
 
 def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
@@ -65,7 +65,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         },
         "extra": _extra(records),
     }
-    content = Manifest.encode(body)
+    content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
         storage.write_all(storage.join(work, MANIFEST), content)
@@ -78,6 +78,31 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
     sweep(storage, path, files)
+
+
+def may_count(storage: Storage, agreement: Agreement) -> bool:
+    """Of a save that failed: whether its manifest may be there all the same, or appear yet. Without renames it is
+    written to its place at once, and of a request whose answer was lost nobody knows: then all files must stay."""
+    if storage.renames:
+        return False
+    with suppress(CheckpointError):  # the store does not answer: who knows
+        return agreement.claim("decision", FAILED) == GO
+    return True
+
+
+def _encoded(body: Mapping[str, Any], file: str) -> bytes:
+    """The manifest. One that could not be read again is refused now, while the values are still in memory."""
+    try:
+        content = Manifest.encode(body)
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {len(content)} bytes; expected at most {MAX_MANIFEST_BYTES}")
+        Manifest.parse(content, file)
+    except (CorruptError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"save: nothing is saved, since its manifest could not be read again: {error}. Change what this names, "
+            "among the values that are no tensors, the names, or the step, and save again."
+        ) from error
+    return content
 
 
 def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -8,8 +8,9 @@ In the folder of a run::
 """
 
 import re
-from collections.abc import Container
+from collections.abc import Collection
 from contextlib import suppress
+from math import inf
 
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.storage import Storage
@@ -78,12 +79,9 @@ def find(storage: Storage, path: str) -> str:
     Raises:
         CheckpointError: nowhere; the message says what is there instead.
     """
-    if is_complete(storage, path):
-        return path
-    folder, name = storage.split(path)
-    for other in storage.names(folder) if storage.renames else ():
-        if old_of(other) == name and is_complete(storage, storage.join(folder, other)):
-            return storage.join(folder, other)
+    found = _place(storage, path)
+    if found is not None:
+        return found
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
         raise CheckpointError(
@@ -91,6 +89,28 @@ def find(storage: Storage, path: str) -> str:
             "one of them, or take fsdp2.checkpoint.latest(folder)."
         )
     raise CheckpointError(f"{path}: there is no checkpoint (no {MANIFEST})")
+
+
+def _place(storage: Storage, path: str) -> str | None:
+    """Where the checkpoint `path` is, see `find`; None if it is nowhere."""
+    if is_complete(storage, path):
+        return path
+    return min(_replaced(storage, path), key=lambda old: _age(storage, old), default=None)
+
+
+def _replaced(storage: Storage, path: str) -> list[str]:
+    """What was at `path`, was replaced, and is there still. Several, if saves were cut off again and again."""
+    folder, name = storage.split(path)
+    names = storage.names(folder) if storage.renames else ()
+    found = (storage.join(folder, other) for other in names if old_of(other) == name)
+    return [old for old in found if storage.kind(old) == "folder" and is_complete(storage, old)]
+
+
+def _age(storage: Storage, path: str) -> float:
+    """Seconds since a checkpoint was completed: what a user puts beside its files later does not make it newer."""
+    with suppress(OSError):  # somebody else may be cleaning up
+        return storage.age(storage.join(path, MANIFEST))
+    return inf
 
 
 def discard(storage: Storage, path: str) -> None:
@@ -108,12 +128,15 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
     kind = storage.kind(path)
     if kind not in (None, "folder"):
         raise CheckpointError(f"{path}: is a {kind}; save to a folder that is empty or not there")
-    if is_complete(storage, path):
-        if not overwrite:
-            raise CheckpointError(f"{path}: is a checkpoint already. Save to another folder, or pass overwrite=True.")
-        if not storage.renames:
-            raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
-    elif storage.renames and storage.names(path):
+    found = _place(storage, path)
+    if found is not None and not overwrite:
+        where = "" if found == path else f" (it lies in {found}, since a save that was to replace it was cut off)"
+        raise CheckpointError(
+            f"{path}: is a checkpoint already{where}. Save to another folder, or pass overwrite=True."
+        )
+    if found is not None and not storage.renames:
+        raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
+    if found != path and storage.renames and storage.names(path):
         raise CheckpointError(
             f"{path}: has files in it and is no checkpoint; save to a folder that is empty or not there"
         )
@@ -124,6 +147,11 @@ def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> N
     folder, name = storage.split(path)
     old = storage.join(folder, f".old-{name}-{work.rsplit('-', 1)[1]}")
     if overwrite and is_complete(storage, path):
+        # While `path` is there, and counts: between the two renames below, `find` must not meet an older one. Only
+        # their manifests, which is quick; `sweep` deletes the rest.
+        for stale in _replaced(storage, path):
+            with suppress(OSError):
+                storage.remove(storage.join(stale, MANIFEST))
         storage.rename_folder(path, old)
     storage.rename_folder(work, path)
 
@@ -147,17 +175,19 @@ def left_overs(storage: Storage, folder: str, taken: str | None = None, older_th
     return found
 
 
-def sweep(storage: Storage, path: str, files: Container[str]) -> None:
+def sweep(storage: Storage, path: str, files: Collection[str]) -> None:
     """After a commit to `path`: delete what dead saves left beside it (without renames: in it). Never raises: what
     stays is nobody's checkpoint.
 
     Args:
-        files: names of the files of the checkpoint.
+        files: names of the files of the checkpoint; none if it could not be made.
     """
     folder, name = storage.split(path)
     with suppress(OSError):
         if storage.renames:
             dead = left_overs(storage, folder, taken=name)
+        elif not files and is_complete(storage, path):
+            dead = []  # its manifest was written, and only the answer to that was lost: then its files must stay
         else:
             names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
             dead = [storage.join(path, name) for name in names]

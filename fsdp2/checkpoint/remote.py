@@ -112,12 +112,12 @@ class RemoteStorage:
         entry = self._look(path)
         return _kind_of(entry) if entry is not None else None
 
-    def age(self, folder: str) -> float:
+    def age(self, path: str) -> float:
         """See `Storage`. Zero where the file system does not tell: what is there may be in use."""
-        entries = self._list(folder)
-        own = self._look(folder)
+        entries = self._list(path)
+        own = self._look(path)
         if own is None:
-            raise FileNotFoundError(f"{folder}: there is no such folder")
+            raise FileNotFoundError(f"{path}: there is no such file or folder")
         times = [changed for entry in (own, *entries) if (changed := _changed(entry)) is not None]
         return time.time() - max(times) if times else 0.0
 

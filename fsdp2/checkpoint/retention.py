@@ -1,5 +1,6 @@
 """Which checkpoints of a run there are, which is the newest that is sound, which may go. Layer: checkpoint."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -17,16 +18,21 @@ def checkpoints(root: Folder) -> list[str]:
     Args:
         root: the folder that was given to `save` together with a step.
     """
-    storage, path = storage_of(root)
-    names = storage.names(path)
+    storage, _ = storage_of(root)
     found = []
-    for name in {old_of(name) or name for name in names}:
-        step = step_of(name)
-        if step is not None:
-            with suppress(CheckpointError):
-                find(storage, storage.join(path, name))
-                found.append((step, name))
-    return [storage.join(path, name) for _, name in sorted(found)]
+    for folder in _named_after_steps(root):
+        with suppress(CheckpointError):
+            find(storage, folder)
+            found.append(folder)
+    return found
+
+
+def _named_after_steps(root: Folder) -> list[str]:
+    """Folders that are checkpoints of a run by their names, oldest step first; some may not be complete."""
+    storage, path = storage_of(root)
+    names = {old_of(name) or name for name in storage.names(path)}
+    steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
+    return [storage.join(path, name) for _, name in steps]
 
 
 def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | None:
@@ -38,14 +44,27 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         valid: is called with a folder besides, and raises an error of fsdp2 if it is not good enough (`verify` reads
             all of it); then the one before is looked at.
 
+    Warns:
+        UserWarning: the disk cannot read one; then, too, the one before is looked at.
+
+    Raises:
+        OSError: there is none that is sound, but one that the disk cannot read. A None would begin the run anew.
+
     Example::
 
         newest = fsdp2.checkpoint.latest("runs/a")
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
-    for folder in reversed(checkpoints(root)):
-        if not _is_sound(folder):
+    unread: OSError | None = None
+    for folder in reversed(_named_after_steps(root)):
+        try:
+            if not _is_sound(folder):
+                continue
+        except OSError as error:
+            message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
+            warnings.warn(message, stacklevel=2)
+            unread = unread or error
             continue
         try:
             if valid is not None:
@@ -53,6 +72,8 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         except FSDPError:
             continue
         return folder
+    if unread is not None:
+        raise unread
     return None
 
 
@@ -98,7 +119,7 @@ def superseded(root: Folder, keep: int, every: int | None = None) -> list[str]:
 
 
 def _is_sound(folder: str) -> bool:
-    """Whether its manifest is undamaged and its files are there."""
+    """Whether its manifest is undamaged and its files are there; `OSError` if the disk does not tell."""
     storage, path = storage_of(folder)
     try:
         NativeCatalog.open(storage, find(storage, path)).close()

@@ -3,7 +3,8 @@
 Each rank, alone:                                    through the store, without waiting:
 
     looks at the model, optimizer and extra state
-    plans its files                                  one word that is in all files of this save
+    plans its files
+    [the last save failed: waits for all ranks]      one word that is in all files of this save
     [async_op: copies its values to host memory]
     writes and syncs its files in a temporary folder
     says so                                          whoever says so last has the names of all files:
@@ -14,12 +15,13 @@ A folder is a checkpoint if it has a manifest, and it gets one when everything i
 
 import hashlib
 import json
+import operator
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
-from fsdp2.checkpoint.committing import commit, id_of
+from fsdp2.checkpoint.committing import commit, id_of, may_count
 from fsdp2.checkpoint.extra import ExtraShare, extra_shares
 from fsdp2.checkpoint.files import (
     Homes,
@@ -122,6 +124,7 @@ def save(
     world = world_of(process_group)
     storage, path = storage_of(folder)
     if step is not None:
+        step = _as_int(step)
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
     try:
@@ -133,7 +136,14 @@ def save(
     except BaseException as error:
         agreement.abandon(error)
         raise
-    return in_flight.start(path, run, background=async_op)
+    return in_flight.start(path, run, async_op, agreement.abandon)
+
+
+def _as_int(step: SupportsIndex) -> int:
+    """A step; numpy's integers are as good as Python's, and a manifest knows only those."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ArgumentError(f"step: expected the number of steps done, got {step!r}")
+    return operator.index(step)
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,6 +217,7 @@ class _Job:
         pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
         wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
+        self.agreement.meet()  # when the devices have come to this step too, and before anything is copied
         nonce = self.agreement.nonce()
         shares = extra_shares(extra, self.agreement, world)
         if staged:
@@ -261,6 +272,8 @@ class _Job:
 
     def _discard(self, work: str, planned: list[PlannedFile]) -> None:
         """Leave nothing of a save that will not count on what may be a full disk."""
+        if may_count(self.storage, self.agreement):
+            return
         names = [file.name for file in planned]
         if self.storage.renames:  # else a manifest that is there is another save's
             names += [sums_file_name(self.world.rank, self.world.size), MANIFEST]

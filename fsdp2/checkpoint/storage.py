@@ -97,8 +97,8 @@ class Storage(Protocol):
         """What is there, in a word ("file", "folder"); None if nothing is."""
         ...
 
-    def age(self, folder: str) -> float:
-        """Seconds since anything in a folder last changed."""
+    def age(self, path: str) -> float:
+        """Seconds since a file, or anything in a folder, last changed."""
         ...
 
     def write_file(self, path: str, size: int) -> Writer:
@@ -217,12 +217,9 @@ class LocalStorage:
             return "symbolic link"
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
 
-    def age(self, folder: str) -> float:
+    def age(self, path: str) -> float:
         """See `Storage`."""
-        times = [
-            os.lstat(folder).st_mtime,
-            *(os.lstat(self.join(folder, name)).st_mtime for name in self.names(folder)),
-        ]
+        times = [os.lstat(path).st_mtime, *(os.lstat(self.join(path, name)).st_mtime for name in self.names(path))]
         return time.time() - max(times)
 
     def write_file(self, path: str, size: int) -> "LocalWriter":
@@ -275,8 +272,9 @@ class LocalWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | SAFE_FLAGS | flags, 0o666)
         try:
             space = os.fstatvfs(self._fd)
-            if flags & os.O_TRUNC and space.f_bavail * space.f_frsize < size:
-                free = space.f_bavail * space.f_frsize
+            free = space.f_bavail * space.f_frsize
+            # A file system without any blocks does not say how large it is (FUSE without statfs).
+            if flags & os.O_TRUNC and space.f_blocks and free < size:
                 raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
             os.ftruncate(self._fd, size)
         except BaseException:

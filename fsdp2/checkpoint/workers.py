@@ -41,16 +41,23 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=loop, name=f"{name}-{number}") for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
     try:
+        for number in range(num_threads):
+            threads.append(threading.Thread(target=loop, name=f"{name}-{number}"))
+            try:
+                threads[-1].start()
+            except RuntimeError:  # a limit on threads, or (Python 3.12.0 and .1) the interpreter has begun to end
+                threads.pop()
+                loop()
+                break
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C
         errors.insert(0, error)
         for thread in threads:
-            thread.join()
+            if thread.is_alive():  # else it has ended, or begins after the error is known and does nothing
+                thread.join()
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
