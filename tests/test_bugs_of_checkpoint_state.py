@@ -239,3 +239,16 @@ def test_steps_of_other_kinds(tmp_path: Path) -> None:
     for step in (True, 2.0, "2"):
         with pytest.raises(ArgumentError, match="expected the number of steps done"):
             checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)  # type: ignore[arg-type]
+
+
+def test_prune_deletes_a_link_and_not_what_is_behind_it(tmp_path: Path) -> None:
+    """The manifest of a checkpoint elsewhere was deleted."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "elsewhere", model={"w": torch.full((2,), float(step))}, step=step)
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        name = f"step-0000000{step}"
+        (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere" / name)
+    checkpoint.prune(tmp_path / "run", keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+    assert len(checkpoint.checkpoints(tmp_path / "elsewhere")) == 2

@@ -114,8 +114,9 @@ def _age(storage: Storage, path: str) -> float:
 
 
 def discard(storage: Storage, path: str) -> None:
-    """Delete a checkpoint. Its manifest goes first, so a half deleted one is none."""
-    storage.remove(storage.join(path, MANIFEST))
+    """Delete a checkpoint. Its manifest goes first, so a half deleted one is none. Of a link, only the link."""
+    if storage.kind(path) != "symbolic link":
+        storage.remove(storage.join(path, MANIFEST))
     storage.remove(path)
 
 
