@@ -141,7 +141,7 @@ def save(
 
 def _as_int(step: SupportsIndex) -> int:
     """A step; numpy's integers are as good as Python's, and a manifest knows only those."""
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise ArgumentError(f"step: expected the number of steps done, got {step!r}")
     return operator.index(step)
 
