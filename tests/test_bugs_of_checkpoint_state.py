@@ -153,8 +153,10 @@ def test_how_deep_values_may_be_nested(tmp_path: Path) -> None:
 
     checkpoint.save(tmp_path / "a", extra={"deep": nested(30)})
     assert checkpoint.load(tmp_path / "a").extra["deep"] == nested(30)
-    with pytest.raises(ArgumentError, match="nested more than 30 levels"):
-        checkpoint.save(tmp_path / "b", extra={"deep": nested(32)})
+    with pytest.raises(CheckpointError, match=r"nothing is saved.*nested more than 100 levels"):
+        checkpoint.save(tmp_path / "b", extra={"deep": nested(38)})
+    with pytest.raises(ArgumentError, match="nested more than 40 levels"):
+        checkpoint.save(tmp_path / "b", extra={"deep": nested(42)})
 
 
 def test_keys_of_extra_are_strings(tmp_path: Path) -> None:

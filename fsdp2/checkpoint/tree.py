@@ -20,7 +20,7 @@ from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "at_path", "decode", "encode"]
 
-MAX_DEPTH = 30  # each level may take three of JSON, which may have 100 (`header.py`)
+MAX_DEPTH = 40  # each level takes one to three of JSON; what is too deep for that is refused at the commit
 
 # Given a tensor and its path in the tree: what stands for it in the JSON, besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
