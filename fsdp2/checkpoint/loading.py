@@ -90,8 +90,8 @@ def load(
 
     Example::
 
-        loaded = fsdp2.checkpoint.load("runs/a/step-00001000", model=model, optimizer=optimizer, extra={"loader":
-        loader})
+        loaded = fsdp2.checkpoint.load("runs/a/step-00001000", model=model, optimizer=optimizer,
+                                       extra={"loader": loader})
         for step in range(loaded.step, num_steps): ...
     """
     storage, path = storage_of(folder)

@@ -103,8 +103,8 @@ def save(
         process_group: the ranks that save together; None for all.
         **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
             index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
-            ``overwrite=True``: replace a checkpoint of that
-            name once the new one is complete. ``timeout_s``: how long to wait for the other ranks.
+            ``overwrite=True``: replace a checkpoint of that name once the new one is complete. ``timeout_s``: how long
+            to wait for the other ranks.
 
     Returns:
         A handle: ``wait()`` until it is complete, ``folder``.

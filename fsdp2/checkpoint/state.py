@@ -247,8 +247,7 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Plain tensors may differ between ranks, so one rank's value is stored: the first one's, and that of different
-    ranks
-    for different large tensors."""
+    ranks for different large tensors."""
     if tensor.numel() * tensor.element_size() < SPREAD_BYTES:
         return ranks
     first = zlib.crc32(name.encode(errors="backslashreplace")) % len(ranks)
