@@ -1,8 +1,16 @@
-"""Session-wide set-up: one thread per process, pools closed at the end, what the `gpu` marker means, known warnings."""
+"""Session-wide set-up: one thread per process, pools closed at the end, what the `gpu` marker means, known warnings, no
+name server."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Torch's store looks up the name of every address it connects to or from, and a name server is asked for that of
+# ::ffff:127.0.0.1. An answer that is lost costs five seconds, more than ranks wait for each other in some tests. So
+# nobody is asked, here and in all processes that tests start, and torch does not warn of that. Before its import.
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytest
 import torch

@@ -277,7 +277,7 @@ def test_killed_before_every_step(
     one_checkpoint: Path, tmp_path: Path, victim: int, committer: int, store: str, options: dict[str, Any]
 ) -> None:
     probe_root = copies(one_checkpoint, tmp_path / "probe", 1)[0]
-    # The one that nobody disturbs must succeed: on a busy machine a connection may take longer than `TIMEOUT_S`.
+    # The one that nobody disturbs must succeed: on a busy machine it may take longer than `TIMEOUT_S`.
     unhurried = {**options, "timeout_s": LIMIT_S}
     done = run_cases([Case(attempt, RANKS, (probe_root, None, None, committer, unhurried), store=store)])[0]
     assert all(outcome.ok for outcome in done), done

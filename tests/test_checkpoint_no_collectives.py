@@ -5,6 +5,7 @@ Counts, not times: `benchmarks/checkpoint` has the times.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
@@ -114,6 +115,7 @@ def status_bytes(name: str) -> int:
 
 def extra_memory(action: Callable[[], Any]) -> int:
     """How far the resident memory of this process went up in between."""
+    gc.collect()  # what earlier tests left must not go in between
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status_bytes("VmRSS")
     action()
