@@ -127,7 +127,8 @@ class Agreement:
             self.abandon(late, waited=True)
             raise late from error
         self.forget(f"here/{self._world.rank}")
-        self.check()
+        if self.get("met") != DONE:  # one that has failed since they met must not hide this rank's own error
+            self.check()
 
     def _decision(self, prefix: str) -> str | None:
         """What has been decided about an attempt; None if nothing has."""
