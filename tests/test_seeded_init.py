@@ -193,6 +193,10 @@ def fill_pieces(w: Tensor) -> None:
         piece.mul_(torch.randn(piece.shape))
 
 
+def fill_rows(w: Tensor) -> None:
+    w.normal_().index_fill_(0, torch.tensor([1, 4]), 2.0).index_fill_(1, torch.tensor([3]), w[0, 0])
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "normal": nn.init.normal_,
     "uniform": nn.init.uniform_,
@@ -205,6 +209,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "orthogonal": nn.init.orthogonal_,
     "sparse": lambda w: nn.init.sparse_(w, 0.3),
     "eye": nn.init.eye_,
+    "rows and columns": fill_rows,
     "exponential": lambda w: w.exponential_(2),
     "cauchy": lambda w: w.cauchy_(),
     "log_normal": lambda w: w.log_normal_(),

@@ -125,7 +125,7 @@ def _filled_by(name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 LIKE = ("randn_like", "rand_like", "randint_like", "bernoulli")
 # In-place operations that no layout of a DTensor may satisfy; they run on the whole tensor.
-ON_WHOLE = (aten.index_put_.default,)
+ON_WHOLE = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 
 
 class _Filling(TorchDispatchMode):
