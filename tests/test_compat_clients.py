@@ -247,6 +247,8 @@ def test_same_on_both(results: Any, name: str) -> None:
     """Before, while and after `install`: the same, and no traceback."""
     for rank in (0, 1):
         on_torch, on_ours, afterwards = results[rank][name]
+        if isinstance(on_torch, str) and "ImportError" in on_torch:
+            pytest.skip(f"this torch has not got what the client uses: {on_torch.splitlines()[-1]}")
         assert not isinstance(on_ours, str) or "Traceback" not in on_ours, on_ours
         assert on_ours == on_torch
         assert afterwards == on_torch

@@ -35,7 +35,8 @@ def run_threads(world_size: int, fn: Callable[[int, int], Result], timeout_s: fl
             errors[rank] = error
             threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for this one
         finally:
-            dist.destroy_process_group()
+            with contextlib.suppress(AttributeError):  # of torch 2.11, whose world of a thread has no `comms`
+                dist.destroy_process_group()
 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded._install_threaded_pg()

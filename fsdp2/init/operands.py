@@ -1,7 +1,6 @@
 """Plain tensors beside DTensors: within `seeded` they are taken for the whole, which every rank has alike. Layer: init.
 
-Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole. Only
-`write_on_whole` and `number_of` communicate.
+Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2._torch import local_tensor
 from fsdp2.init.owned import Owned, owned_of
 
-__all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "write_on_whole"]
+__all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "write_on_whole"]
+
+
+def whole_of(tensor: DTensor) -> torch.Tensor:
+    """The values of all ranks. Collective. Detached, since what requires grad torch 2.11 cannot gather below
+    autograd: that detaches the result in place, for which its DTensor has no strategy."""
+    detached = tensor.detach()
+    assert isinstance(detached, DTensor)
+    return detached.full_tensor()
 
 
 def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:
@@ -27,9 +34,9 @@ def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's elements of a tensor argument of an operation on `like`: it may be smaller than that, which expands
     it. Collective if it is a DTensor that lies otherwise than `like`."""
     if not isinstance(like, DTensor):
-        return (operand.full_tensor() if isinstance(operand, DTensor) else operand).expand(like.shape)
+        return (whole_of(operand) if isinstance(operand, DTensor) else operand).expand(like.shape)
     if isinstance(operand, DTensor):
-        expanded = operand.expand(like.shape)
+        expanded = operand.detach().expand(like.shape)
         assert isinstance(expanded, DTensor)
         return local_tensor(expanded.redistribute(like.device_mesh, like.placements))
     return _part_of(operand.expand(like.shape), like)
@@ -55,7 +62,7 @@ def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
     Args:
         args: without the tensor that is written, which comes first.
     """
-    whole = out.full_tensor()
+    whole = whole_of(out)
     func(whole, *[_whole(arg) for arg in args])
     local = local_tensor(out)
     copy_owned(local, owned_of(out, local.shape), whole)
@@ -68,14 +75,14 @@ def number_of(tensor: DTensor) -> Any:
         terms = DTensor.from_local(
             local_tensor(tensor).to(torch.int32), tensor.device_mesh, tensor.placements, run_check=False
         )
-        return bool(terms.full_tensor().item())
-    return tensor.full_tensor().item()
+        return bool(whole_of(terms).item())
+    return whole_of(tensor).item()
 
 
 def _whole(arg: Any) -> Any:
     if isinstance(arg, list | tuple):
         return [_whole(one) for one in arg]
-    return arg.full_tensor() if isinstance(arg, DTensor) else arg
+    return whole_of(arg) if isinstance(arg, DTensor) else arg
 
 
 def _as_dtensor(plain: torch.Tensor, like: DTensor) -> DTensor:

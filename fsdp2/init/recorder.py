@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
                 args_on_meta = map_args(torch.Tensor, _stand_in_for, args)
                 return _checked(op, op(*args_on_meta, **map_args(torch.Tensor, _stand_in_for, told)))
             except NotImplementedError:
-                if torch.Tag.inplace in op.tags:
+                if 0 in written_arguments(op)[0]:  # in place
                     return args[0]
         args, kwargs = map_args(torch.Tensor, self.value, (args, kwargs))
         return map_args(torch.Tensor, _stand_in_for, _checked(op, op(*args, **kwargs)))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2._torch import local_tensor
 from fsdp2.errors import UnsupportedError
+from fsdp2.init.operands import whole_of
 from fsdp2.init.owned import owned_of
 
 __all__ = ["SLICING", "Slices", "cuts_sliced_dim", "viewed"]
@@ -146,7 +147,7 @@ class Slices:
         local = local_tensor(base)
         here, there = region.own_part()
         # Where the copy is cut itself this is collective: before what only some of the ranks do.
-        values = tensor.full_tensor().reshape([len(_positions(kept)) for kept in region.entries])
+        values = whole_of(tensor).reshape([len(_positions(kept)) for kept in region.entries])
         if all(index.numel() for index in here):
             local[here] = values[there].to(local.dtype)
 
@@ -168,7 +169,7 @@ def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
         view: DTensor = aten.view.default(tensor, shape)
     except RuntimeError:  # found by its placements, so on all ranks alike
         mesh = tensor.device_mesh
-        whole = tensor.full_tensor().view(shape)
+        whole = whole_of(tensor).reshape(shape)  # torch 2.11 gathers into other strides
         view = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return view
 
