@@ -41,13 +41,12 @@ from fsdp2 import (
     full_params,
     fully_shard,
 )
-from tests.parity_models import batch, full
+from tests.parity_models import TORCH_VERSION, batch, full
 from tests.source_tree import ROOT
 
 DIM, LAYERS = 8, 3
 MICROBATCHES = 5
 BF16 = torch.bfloat16
-TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 TORCH_HAS_2_13, TORCH_HAS_2_15 = TORCH_VERSION >= (2, 13), TORCH_VERSION >= (2, 15)
 
 # --- the tables -------------------------------------------------------------------------------------------------------

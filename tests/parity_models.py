@@ -29,6 +29,9 @@ import fsdp2
 
 Gradients = dict[str, Tensor | None]
 
+# What torch's own FSDP2 and pipelining can do depends on it.
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 @cache
 def mesh_2d(replicas: int, shards: int) -> DeviceMesh:

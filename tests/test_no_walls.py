@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.parity_models import Block, Race, batch, full, local, mesh_2d, shard_like
+from tests.parity_models import TORCH_VERSION, Block, Race, batch, full, local, mesh_2d, shard_like
 from tests.ranks import on_ranks
 
 SETTINGS = ["reshard", "keep", "int", "hsdp"]
@@ -501,9 +501,8 @@ def test_rare_integers(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_torch_and_packed(rank: int, world_size: int) -> None:
     """DEMAND 65: torch makes a plain parameter of it, so that forward does not find what it needs."""
-    model = torch_fsdp.fully_shard(PackedLinear(torch.uint8))
-    with pytest.raises(AttributeError, match="quant_state"):
-        model(batch(0, rank))
+    with pytest.raises((AttributeError, RuntimeError), match=r"quant_state|can require gradients"):
+        torch_fsdp.fully_shard(PackedLinear(torch.uint8))(batch(0, rank))
 
 
 # --- tied weights -----------------------------------------------------------------------------------------------------
@@ -711,9 +710,10 @@ def test_tied_in_mixed_precision(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("order", ["embed", "head", "embed_head"])
 def test_torch_and_tied(rank: int, world_size: int, order: str) -> None:
-    """SPEC 87: torch tears the names apart, and refuses at the first forward."""
+    """SPEC 87: torch tears the names apart, and refuses at the first forward (2.11 does not notice)."""
     model: Any = Tied()
     shard_in_order(torch_fsdp, model, order)
     assert model.embed.weight is not model.head.weight
-    with pytest.raises(ValueError, match=r"embed\.weight|head\.weight"):
-        model(batch(0, rank))
+    if TORCH_VERSION >= (2, 13):
+        with pytest.raises(ValueError, match=r"embed\.weight|head\.weight"):
+            model(batch(0, rank))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import events, fully_shard
-from tests.parity_models import Block, count, full, local, shard_like
+from tests.parity_models import TORCH_VERSION, Block, count, full, local, shard_like
 from tests.ranks import on_ranks
 
 NUM_MICROBATCHES = 4
@@ -177,6 +177,8 @@ def test_schedules(rank: int, world_size: int, name: str, raf: bool) -> None:
 @pytest.mark.parametrize("name", SPLIT_BACKWARD)
 def test_schedules_that_split_backward(rank: int, world_size: int, name: str) -> None:
     """SPEC 105: zero-bubble schedules set gradients by hand, not through backward; all are reduced."""
+    if TORCH_VERSION < (2, 13) and name != "InterleavedZeroBubble":
+        pytest.skip("a rank of these schedules sends to itself, which gloo refuses, under torch's own FSDP2 too")
     race(name, reshard_after_forward=False)
 
 
@@ -220,6 +222,7 @@ def test_communication(rank: int, world_size: int, name: str) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="eval wants to send gradients, under torch's own FSDP2 too")
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
 def test_eval(rank: int, world_size: int, name: str) -> None:
     """A schedule's forward-only `eval`, before training and between its steps: the outputs, and no gradients."""
