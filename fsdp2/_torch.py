@@ -1,8 +1,8 @@
 """Every private name of torch that fsdp2 touches, and every public one whose name depends on the version; a few lines
 each. Ground layer; a torch upgrade touches this file.
 
-Checked on torch 2.13.0, and with a core of the tests on 2.11.0, 2.14.1 and 2.15.0; on the CPU. Each function names the
-private thing and why no public one serves.
+Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1; on the CPU. Each
+function names the private thing and why no public one serves.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "PICKLED_PARAMETER",
+    "PICKLED_PARAMETERS",
+    "PICKLED_SUBCLASS",
+    "PICKLED_TENSORS",
+    "PICKLED_TENSOR_CLASSES",
     "DTensorSpec",
     "TorchDispatchMode",
     "all_gather_flat",
@@ -45,12 +50,10 @@ __all__ = [
     "group_allocates",
     "group_named",
     "local_of",
-    "local_store",
     "local_tensor",
     "make_dtensor",
     "make_parameter",
     "make_spec",
-    "node_of_base",
     "parameter_slots",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
@@ -74,6 +77,14 @@ __all__ = [
     "written_arguments",
 ]
 
+
+# What files of `torch.save` call the functions that make a tensor again: part of the format, which names torch's own
+# functions. Only compared with; nothing of that name is imported or called.
+PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+PICKLED_PARAMETER = "torch._utils._rebuild_parameter"
+PICKLED_PARAMETERS = (PICKLED_PARAMETER, "torch._utils._rebuild_parameter_with_state")
+PICKLED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
@@ -116,12 +127,6 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
         return None
     store: Any = distributed_c10d._world.pg_map[group or distributed_c10d._get_default_group()][1]
     return store
-
-
-def local_store() -> Any:
-    """A store of this process alone. Public, but torch's type stubs do not list it."""
-    module: Any = dist
-    return module.HashStore()
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -224,11 +229,6 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def node_of_base(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
-    """For a view, the autograd node of the tensor that it views; `Tensor._base` is the only way to that."""
-    return None if tensor._base is None else tensor._base.grad_fn
 
 
 def func_transforms_are_active() -> bool:

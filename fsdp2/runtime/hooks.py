@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import func_transforms_are_active, node_of_base
+from fsdp2._torch import base_of, func_transforms_are_active
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
@@ -76,7 +76,8 @@ def on_backward_begin(callback: Callable[[torch.Tensor], None], output: Any) -> 
         # A parameter that is returned as it is has no backward of its own, and would keep the hook for life.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(callback)
-            node = node_of_base(tensor)
+            base = base_of(tensor)
+            node = None if base is None else base.grad_fn
             if node is not None:
                 # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
                 # remains in the graph.

@@ -14,6 +14,13 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from fsdp2._torch import (
+    PICKLED_PARAMETER,
+    PICKLED_PARAMETERS,
+    PICKLED_SUBCLASS,
+    PICKLED_TENSOR_CLASSES,
+    PICKLED_TENSORS,
+)
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
@@ -204,11 +211,9 @@ class _Archive:
         if "byteorder" in self._entries and self._read("byteorder") != b"little":
             raise CorruptError(f"{self._where}: was written on a machine with another byte order")
         rebuild = {
-            "torch._utils._rebuild_tensor_v2": self._tensor,
-            "torch._utils._rebuild_tensor_v3": self._tensor,
-            "torch._utils._rebuild_parameter": lambda args: args[0],
-            "torch._utils._rebuild_parameter_with_state": lambda args: args[0],
-            "torch._tensor._rebuild_from_type_v2": self._typed,
+            **dict.fromkeys(PICKLED_TENSORS, self._tensor),
+            **dict.fromkeys(PICKLED_PARAMETERS, lambda args: args[0]),
+            PICKLED_SUBCLASS: self._typed,
         }
         return unpickle(self._read("data.pkl"), self._where, None, self._memory, rebuild)
 
@@ -249,15 +254,15 @@ class _Archive:
     def _typed(self, args: tuple[Any, ...]) -> Any:
         """A tensor or parameter with attributes of its own, which are dropped; subclasses stay notes."""
         function, kind, own, _ = args
-        if kind.kind in ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"):
-            if function.kind in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+        if kind.kind in PICKLED_TENSOR_CLASSES:
+            if function.kind in PICKLED_TENSORS:
                 return self._tensor(own)
-            if function.kind == "torch._utils._rebuild_parameter":
+            if function.kind == PICKLED_PARAMETER:
                 return own[0]
         return Made("torch.Tensor", args)
 
     def _tensor(self, args: tuple[Any, ...]) -> Any:
-        """A tensor, from the arguments of `_rebuild_tensor_v2` and `_v3`."""
+        """A tensor, from the arguments of one of `PICKLED_TENSORS`."""
         (kind, offset, size), first, shape, steps, _, _, *rest = args
         name = _STORAGES.get(kind.kind)
         if kind.kind in ("torch.storage.UntypedStorage", "torch.UntypedStorage") and rest:
