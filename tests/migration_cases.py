@@ -47,7 +47,7 @@ from tests.source_tree import ROOT
 DIM, LAYERS = 8, 3
 MICROBATCHES = 5
 BF16 = torch.bfloat16
-TORCH_HAS_2_13, TORCH_HAS_2_15 = TORCH_VERSION >= (2, 13), TORCH_VERSION >= (2, 15)
+TORCH_HAS_2_15 = TORCH_VERSION >= (2, 15)
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
