@@ -84,6 +84,17 @@ def test_torch_files(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+def test_torch_file_with_attributes(tmp_path: Path) -> None:
+    """Attributes that somebody set on a tensor or parameter are left out; the values count."""
+    tensors: dict[str, Any] = {
+        name: nn.Parameter(value) if place % 2 else value.clone() for place, (name, value) in enumerate(STATE.items())
+    }
+    for tensor in tensors.values():
+        tensor.origin = "a note"
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    check(tmp_path)
+
+
 def test_torch_file_with_something_else(tmp_path: Path) -> None:
     torch.save({**STATE, "config": {"a": 1}}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CorruptError, match="'config' should be a tensor, and is a dict"):
