@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,6 +33,7 @@ from fsdp2.checkpoint.formats.dcp_export import write_dcp
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import CheckpointError, MismatchError
+from tests.dcp_saves import save_dcp, save_dcp_without_collectives
 from tests.ranks import run_on_ranks
 
 LIBRARIES = {"ours": fsdp2.fully_shard, "torch": torch.distributed.fsdp.fully_shard}
@@ -242,12 +242,6 @@ def test_dcp_of_fsdp1(tmp_path: Path) -> None:
         run_on_ranks(loads_fsdp1, world_size, folder=tmp_path)
 
 
-def save_alone(state: dict[str, Any], folder: Path, **options: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, storage_writer=FileSystemWriter(folder, **options), no_dist=True)
-
-
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
 def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None:
     """All dtypes of safetensors, empty and 0-dim tensors, and those that are not contiguous."""
@@ -262,7 +256,7 @@ def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None
     state["channels last"] = torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)
     state["view"] = torch.randn(5, 6)[1:4, 2:5]
     state["scalar"], state["empty"], state["one"] = torch.tensor(7), torch.zeros(0, 3), torch.randn(1, 1)
-    save_alone({"model": state}, tmp_path / "dcp", **options)
+    save_dcp(tmp_path / "dcp", {"model": state}, **options)
     found = {name: torch.full_like(value, 0) for name, value in state.items()}
     checkpoint.load(tmp_path / "dcp", model=found)
     for name, value in state.items():
@@ -281,7 +275,7 @@ def test_flat_model_at_the_top(tmp_path: Path) -> None:
         "train_state": {"step": torch.tensor(2), "losses": [0.5]},
         "dataloader": {"position": 17},
     }
-    save_alone(state, tmp_path / "dcp")
+    save_dcp(tmp_path / "dcp", state)
     other, other_optimizer = made(2)
     loaded = checkpoint.load(tmp_path / "dcp", model=other, optimizer=other_optimizer)
     assert loaded.step == 2
@@ -296,7 +290,7 @@ def test_optimizer_of_plain_torch(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.named_parameters(), lr=torch.tensor(0.5), momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    save_alone({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dcp")
+    save_dcp(tmp_path / "dcp", {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()})
     catalog = open_dcp(*storage_of(tmp_path / "dcp"))
     assert [*catalog.tensors["model"]] == [*model.state_dict()]
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -310,7 +304,7 @@ def test_optimizer_of_plain_torch(tmp_path: Path) -> None:
     plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     plain.step()
-    save_alone({"model": model.state_dict(), "optimizer": plain.state_dict()}, tmp_path / "numbers")
+    save_dcp(tmp_path / "numbers", {"model": model.state_dict(), "optimizer": plain.state_dict()})
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(MismatchError, match=r"optimizer state of '0.weight'"):
         checkpoint.load(tmp_path / "numbers", model=model, optimizer=plain)
@@ -322,8 +316,7 @@ def saved_without_collectives(rank: int, world_size: int, folder: Path) -> None:
     train(model, optimizer, rank)
     expected = content(model, optimizer)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save({**state, "step": 2}, checkpoint_id=folder / "dcp", use_collectives=False)
-    dist.barrier()
+    save_dcp_without_collectives(folder / "dcp", {**state, "step": 2})
     if rank == 0:
         torch.save(expected, folder / "expected.pt")
 

@@ -4,13 +4,13 @@ state."""
 from __future__ import annotations
 
 import collections
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -23,14 +23,8 @@ from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.foreign_state import find_model
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import CorruptError, MismatchError, UnsupportedError
+from tests.dcp_saves import save_dcp, save_dcp_without_collectives
 from tests.ranks import run_on_ranks
-
-
-def save(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
 
 
 def weights(value: float) -> dict[str, Tensor]:
@@ -62,12 +56,12 @@ def loaded(folder: Path) -> float:
 )
 def test_outermost_model_counts(tmp_path: Path, state: dict[str, Any]) -> None:
     """Averaged weights beside the model, under a likelier key further in."""
-    assert loaded(save(tmp_path / "dcp", state)) == 1
+    assert loaded(save_dcp(tmp_path / "dcp", state)) == 1
 
 
 def test_several_models_are_an_error(tmp_path: Path) -> None:
     """Nobody knows which is meant; what the message advises works."""
-    folder = save(tmp_path / "dcp", {"trainer": {"model": weights(1)}, "ema": {"model": weights(9)}})
+    folder = save_dcp(tmp_path / "dcp", {"trainer": {"model": weights(1)}, "ema": {"model": weights(9)}})
     with pytest.raises(MismatchError, match=r"dcp: .*'ema\.model', 'trainer\.model'.*checkpoint\.load"):
         loaded(folder)
     model = weights(-1)
@@ -93,10 +87,7 @@ def save_alone_on_each(rank: int, world_size: int, folder: Path, value: float, n
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.full((numel,), value)
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "r": distribute_tensor(whole + rank, mesh, [Replicate()])}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is a checkpoint already
-        dcp.save({"model": state, **others}, checkpoint_id=folder / "dcp", use_collectives=False)
-    dist.barrier()
+    save_dcp_without_collectives(folder / "dcp", {"model": state, **others})
 
 
 def found_in(folder: Path, numel: int) -> Tensor:
@@ -140,8 +131,9 @@ def test_steps_of_two_saves(tmp_path: Path) -> None:
 def save_replicas(rank: int, world_size: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, world_size // 2))
     state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)]), "r": torch.ones(8)}
-    dcp.save({"model": state, "step": 3}, checkpoint_id=folder / "dcp", use_collectives=False)
-    dist.barrier()
+    while rank == 3 and not (folder / "dcp" / "__0.metadata").exists():
+        time.sleep(0.01)  # a late rank is no other save
+    save_dcp_without_collectives(folder / "dcp", {"model": state, "step": 3})
 
 
 def test_replicas_are_no_contradiction(tmp_path: Path) -> None:
@@ -180,7 +172,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer, **of_weight: A
 def test_damaged_values_of_an_optimizer(tmp_path: Path, name: str) -> None:
     """An error, and nothing has changed; the model alone can be loaded."""
     model, optimizer = trained(1)
-    folder = save(tmp_path / "dcp", states_of(model, optimizer, step=1))
+    folder = save_dcp(tmp_path / "dcp", states_of(model, optimizer, step=1))
     other, other_optimizer = trained(2)
     checkpoint.load(folder, model=other, optimizer=other_optimizer)
     assert other_optimizer.param_groups[0]["lr"] == 0.5 and other_optimizer.state[other.weight]["step"] == 1
@@ -202,7 +194,7 @@ def test_state_that_cannot_be_read(tmp_path: Path) -> None:
     """Without a part of its state an optimizer is not what it was: an error that names it."""
     for value in (torch.zeros(2, 3, dtype=torch.complex128), collections.deque([1, 2]), torch.device("cpu")):
         model, optimizer = trained(1)
-        folder = save(tmp_path / type(value).__name__, states_of(model, optimizer, exp_avg=value))
+        folder = save_dcp(tmp_path / type(value).__name__, states_of(model, optimizer, exp_avg=value))
         other, other_optimizer = trained(2)
         with pytest.raises(UnsupportedError, match=r"'optimizer\.state\.weight\.exp_avg'.*torch\.distributed"):
             checkpoint.load(folder, model=other, optimizer=other_optimizer)
@@ -212,7 +204,9 @@ def test_state_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_damage_of_what_nobody_loads(tmp_path: Path) -> None:
-    folder = save(tmp_path / "dcp", {"model": weights(1), "loader": {"position": 17, "queue": collections.deque([1])}})
+    folder = save_dcp(
+        tmp_path / "dcp", {"model": weights(1), "loader": {"position": 17, "queue": collections.deque([1])}}
+    )
     assert loaded(folder) == 1
     damage(folder, "loader.position")
     assert loaded(folder) == 1
@@ -236,7 +230,7 @@ def test_damage_of_what_nobody_loads(tmp_path: Path) -> None:
 )
 def test_steps_of_all_kinds(tmp_path: Path, step: Any, expected: int | None) -> None:
     """A number, or none; never an error after the model is filled."""
-    folder = save(tmp_path / "dcp", {"model": weights(1), "step": step})
+    folder = save_dcp(tmp_path / "dcp", {"model": weights(1), "step": step})
     found = weights(-1)
     assert checkpoint.load(folder, model=found).step == expected
     assert all((tensor == 1).all() for tensor in found.values())
@@ -244,7 +238,7 @@ def test_steps_of_all_kinds(tmp_path: Path, step: Any, expected: int | None) -> 
 
 def test_damaged_step(tmp_path: Path) -> None:
     """Noticed before anything is filled."""
-    folder = save(tmp_path / "dcp", {"model": weights(1), "train_state": {"step": 5}})
+    folder = save_dcp(tmp_path / "dcp", {"model": weights(1), "train_state": {"step": 5}})
     damage(folder, "train_state.step")
     found = weights(-1)
     with pytest.raises(CorruptError, match=r"__0_0\.distcp.*torch\.save"):
@@ -297,7 +291,7 @@ def test_nested_extra_state_becomes_dcp(tmp_path: Path) -> None:
     model = nn.Sequential(Scaled(1))
     checkpoint.save(tmp_path / "own", model=model).wait()
     assert main(["convert", str(tmp_path / "own"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
-    save(tmp_path / "torch", {"model": model.state_dict()})
+    save_dcp(tmp_path / "torch", {"model": model.state_dict()})
     ours, theirs = (FileSystemReader(tmp_path / name).read_metadata() for name in ("dcp", "torch"))
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert ours.planner_data == theirs.planner_data
@@ -333,6 +327,6 @@ def test_extra_state_that_is_incomplete_is_none(tmp_path: Path) -> None:
     """A part of it cannot be read: the rest is not given to the module."""
     model = Scaled(1)
     model.kept = {"a": torch.ones(2), "b": torch.zeros(2, dtype=torch.complex128)}
-    folder = save(tmp_path / "dcp", {"model": model.state_dict()})
+    folder = save_dcp(tmp_path / "dcp", {"model": model.state_dict()})
     with pytest.raises(MismatchError, match="missing in the checkpoint: model '_extra_state'"):
         checkpoint.load(folder, model=Scaled(2))

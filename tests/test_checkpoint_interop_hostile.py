@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.dcp import open_dcp
@@ -23,6 +21,7 @@ from fsdp2.checkpoint.formats.torch_files import read_torch_file
 from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
 from fsdp2.checkpoint.storage import LocalStorage, storage_of
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
+from tests.dcp_saves import save_dcp
 
 
 class Evil:
@@ -39,10 +38,7 @@ STATE = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "step": torch
 
 
 def saved(folder: Path, **others: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
-        dcp.save({"model": STATE, **others}, checkpoint_id=folder / "dcp", no_dist=True)
-    return folder / "dcp"
+    return save_dcp(folder / "dcp", {"model": STATE, **others})
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
