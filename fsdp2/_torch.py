@@ -22,6 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "PICKLED_DCP_FILE",
+    "PICKLED_DCP_METADATA",
     "PICKLED_PARAMETER",
     "PICKLED_PARAMETERS",
     "PICKLED_SUBCLASS",
@@ -78,12 +80,20 @@ __all__ = [
 ]
 
 
-# What files of `torch.save` call the functions that make a tensor again: part of the format, which names torch's own
-# functions. Only compared with; nothing of that name is imported or called.
+# What files of `torch.save` call the functions that make a tensor again, and metadata of DCP its classes: part of the
+# format, which names torch's own. Only compared with; nothing of that name is imported or called.
 PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 PICKLED_PARAMETER = "torch._utils._rebuild_parameter"
 PICKLED_PARAMETERS = (PICKLED_PARAMETER, "torch._utils._rebuild_parameter_with_state")
 PICKLED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+PICKLED_DCP_FILE = "torch.distributed.checkpoint.filesystem._StorageInfo"
+PICKLED_DCP_METADATA = (
+    PICKLED_DCP_FILE,
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # by older versions, as the next one
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.serialization._get_layout",
+)
 PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
@@ -101,8 +111,7 @@ def make_spec(
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """`_StridedShard`: cut along `dim` after another axis has cut it into `split_factor` pieces. No public placement
-    says that."""
+    """`_StridedShard`: cut along `dim` what another axis has cut into `split_factor` pieces; no public one does."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -186,17 +195,15 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
 
 
 # For `map` over all parameters in each step: no Python frame for each.
-# `Tensor.grad`, and what `local_tensor` gets; of a DTensor `_spec`: mesh, placements, global shape and dtype; and
-# `Tensor._base`: the tensor that it is a view of, or None.
+# `Tensor.grad`, and what `local_tensor` gets; of a DTensor `_spec`: mesh, placements, global shape and dtype;
+# `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`: how often autograd saw it change in
+# place; `Module._parameters`: where a module's parameters live (`setattr` costs ten times as much).
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-
-
-def version(tensor: torch.Tensor) -> int:
-    """`Tensor._version`: how often autograd saw it change in place."""
-    return tensor._version
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -234,11 +241,6 @@ def backward_is_running() -> bool:
 def func_transforms_are_active() -> bool:
     """Whether `torch.func` differentiates now."""
     return torch._C._are_functorch_transforms_active()
-
-
-def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """`Module._parameters`: where a module's parameters live; `setattr` costs ten times as much."""
-    return module._parameters
 
 
 def allows_direct_slots(module: nn.Module) -> bool:

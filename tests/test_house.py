@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,6 +187,15 @@ def test_private_names_of_torch_live_in_one_file(module: Module) -> None:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in known:
             problems.append(f"{module.at(node)}: .{node.attr} is defined nowhere in fsdp2")
     report([f"{problem}; put it into fsdp2/{PRIVATE_TORCH_HOME}.py" for problem in problems])
+
+
+@every_module
+def test_texts_name_private_names_there_too(module: Module) -> None:
+    """As files of torch call its functions. (`compat` has to name the modules where it puts ours.)"""
+    if module.name == PRIVATE_TORCH_HOME or module.name.startswith("compat."):
+        return
+    texts = (node for node in ast.walk(module.tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    report([f"{module.at(node)}: {node.value}" for node in texts if re.fullmatch(r"torch[\w.]*\._[\w.]+", node.value)])
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

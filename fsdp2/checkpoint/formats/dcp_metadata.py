@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fsdp2._torch import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES
@@ -40,15 +41,13 @@ __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
 STEPS = ("step", "global_step")
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
-_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 # All that the pickle of the metadata may name.
 _ALLOWED = frozenset(
     {
-        _STORAGE_INFO,
+        *PICKLED_DCP_METADATA,
         "collections.OrderedDict",
         "torch.Size",
-        "torch.serialization._get_layout",
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
         *(
             _PACKAGE + kind
@@ -60,12 +59,8 @@ _ALLOWED = frozenset(
                 "ChunkStorageMetadata",
                 "TensorProperties",
                 "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
             )
         ),
-        # Older versions of torch took these from ShardedTensor.
-        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
     }
 )
@@ -136,7 +131,7 @@ class _Metadata:
             self._ranges[fqn, offset if offset is None else tuple(offset)] = self._range(fqn, info)
 
     def _range(self, fqn: str, info: Any) -> Range:
-        if not isinstance(info, Made) or info.kind != _STORAGE_INFO:
+        if not isinstance(info, Made) or info.kind != PICKLED_DCP_FILE:
             raise CorruptError(
                 f"{self._file}: '{fqn}' is stored by {shown(info)}; expected a file of DCP's FileSystemWriter"
             )
