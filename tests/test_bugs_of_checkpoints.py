@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2 import ArgumentError, CheckpointError, MismatchError, checkpoint
 from fsdp2.checkpoint.storage import LocalWriter
 from tests.ranks import on_ranks, run_on_ranks
+from tests.source_tree import ROOT
 
 
 def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +175,27 @@ def test_copies_that_are_none(rank: int, world_size: int, tmp_path: Path) -> Non
     own = DTensor.from_local(torch.full((2,), 1.0 + rank // 2), mesh["dp"], [Shard(0)], run_check=False)
     with pytest.raises(CheckpointError, match=r"ranks 0 and 2 hold tensors of the same names .* with different values"):
         checkpoint.save(tmp_path / "own", model={"dense": everywhere, "expert": own})
+
+
+FORKED = """
+import os, sys, torch
+from fsdp2 import checkpoint
+torch.set_num_threads(16)
+torch.get_num_threads()  # now the main thread has asked, and does not ask again when it is forked
+failed = 0
+for _ in range(20):
+    if not (child := os.fork()):
+        checkpoint.load(sys.argv[1], model={"w": torch.empty(1 << 12, 1 << 10, dtype=torch.float64)}, cast=True)
+        os._exit(0)
+    failed += os.waitpid(child, 0)[1] != 0
+sys.exit(failed)
+"""
+
+
+def test_ranks_that_were_forked(tmp_path: Path) -> None:
+    """About one load of four hundred that goes through buffers (columns, another dtype) failed with "Invalid thread
+    pool!" where a launcher had forked; with sixteen threads, nearly every one (see `workers.py`)."""
+    checkpoint.save(tmp_path / "a", model={"w": torch.ones(1 << 12, 1 << 10)})
+    command = [sys.executable, "-c", FORKED, tmp_path / "a"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ Counts, not times: `benchmarks/checkpoint` has the times.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import warnings
@@ -28,7 +27,9 @@ from fsdp2.checkpoint.files import owned_pieces, rank_file
 from fsdp2.checkpoint.manifest import table_of
 from fsdp2.checkpoint.state import World, model_state
 from fsdp2.checkpoint.tiling import Grid, Tiling, spread_replicas
+from tests.mortal_ranks import Case, run_cases
 from tests.ranks import on_ranks
+from tests.resident import extra_memory, reads_proc
 from tests.threads import fake_world
 
 MIB = 1 << 20
@@ -108,37 +109,28 @@ def test_the_counters_count(rank: int, world_size: int, tmp_path: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+def save_and_load_large(rank: int, folder: Path, consolidated: bool) -> tuple[int, int, int]:
+    """The memory that it takes to save, to load, and to load into columns."""
+    small = {"weight": sharded(rank, 2, 4, 4)}
+    checkpoint.save(folder / "small", model=small)  # modules are imported, threads have been there
+    checkpoint.load(folder / "small", model=small)
+    state = {"weight": sharded(rank, 2, 6 << 10, 4 << 10)}
+    other = {"weight": sharded(rank, 2, 6 << 10, 4 << 10, dim=1)}
+    save = extra_memory(lambda: checkpoint.save(folder / "large", model=state, consolidated=consolidated))
+    same = extra_memory(lambda: checkpoint.load(folder / "large", model=state))
+    return save, same, extra_memory(lambda: checkpoint.load(folder / "large", model=other))
 
 
-def extra_memory(action: Callable[[], Any]) -> int:
-    """How far the resident memory of this process went up in between."""
-    gc.collect()  # what earlier tests left must not go in between
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status_bytes("VmRSS")
-    action()
-    return status_bytes("VmHWM") - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@on_ranks(2)
+@reads_proc
 @pytest.mark.parametrize("consolidated", [False, True])
-def test_memory_is_bounded(rank: int, world_size: int, consolidated: bool, tmp_path: Path) -> None:
+def test_memory_is_bounded(consolidated: bool, tmp_path: Path) -> None:
     """Beside the tensors (48 MiB a rank) there are the buffers of four threads at most; saving has none."""
-    small = {"weight": sharded(rank, world_size, 4, 4)}
-    checkpoint.save(tmp_path / "small", model=small)  # modules are imported, threads have been there
-    checkpoint.load(tmp_path / "small", model=small)
-    state = {"weight": sharded(rank, world_size, 6 << 10, 4 << 10)}
-    other = {"weight": sharded(rank, world_size, 6 << 10, 4 << 10, dim=1)}
-    save = extra_memory(lambda: checkpoint.save(tmp_path / "large", model=state, consolidated=consolidated))
-    same = extra_memory(lambda: checkpoint.load(tmp_path / "large", model=state))
-    columns = extra_memory(lambda: checkpoint.load(tmp_path / "large", model=other))
-    assert (save // MIB, same // MIB) < (8, 8)
-    assert save < 8 * MIB
-    assert same < 8 * MIB
-    assert columns < 24 * MIB
+    for outcome in run_cases([Case(save_and_load_large, 2, (tmp_path, consolidated))])[0]:
+        assert outcome.ok, outcome
+        save, same, columns = outcome.value
+        assert save < 8 * MIB
+        assert same < 8 * MIB
+        assert columns < 24 * MIB
 
 
 # --- planning ---------------------------------------------------------------------------------------------------------

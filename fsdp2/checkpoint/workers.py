@@ -1,12 +1,15 @@
-"""A few threads that share a list of work. Pure.
+"""A few threads that share a list of work. Layer: checkpoint.
 
 Not `concurrent.futures`: its threads take no more work once the interpreter has begun to end, and a background save is
 allowed to finish then.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+import torch
 
 __all__ = ["run_all"]
 
@@ -25,6 +28,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     Raises:
         BaseException: the first error of `work`, or an interruption of the thread that calls.
     """
+    _make_thread_pool_of_torch()
     pending = enumerate(items)
     lock = threading.Lock()
     results: dict[int, Result] = {}
@@ -61,3 +65,17 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     if errors:
         raise errors[0]
     return [results[index] for index in range(len(results))]
+
+
+_pool_of_process: int | None = None
+
+
+def _make_thread_pool_of_torch() -> None:
+    """After a fork torch makes its thread pool anew, at the first operation in any thread that has had none before, and
+    without a lock: when several threads begin at once, some find no pool ("Invalid thread pool!"). That torch asks for
+    the number of threads after every fork does not help where the parent's main thread had asked already.
+    """
+    global _pool_of_process
+    if _pool_of_process != os.getpid():
+        torch.set_num_threads(torch.get_num_threads())
+        _pool_of_process = os.getpid()
