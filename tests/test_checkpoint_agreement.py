@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import agreement, committing
+from fsdp2.checkpoint import agreement, committing, workers
 from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import ArgumentError, CheckpointError
 from tests.mortal_ranks import Case, run_cases
@@ -260,6 +260,13 @@ def test_work_with_fewer_threads(allowed: int) -> None:
     with few_threads("test-work", allowed) as started:
         assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
     assert len(started) == allowed
+
+
+def test_work_without_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the one that would begin with torch, at the first work of a process."""
+    monkeypatch.setattr(workers, "_pool_of_process", None)
+    with few_threads("", 0):
+        assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
 
 
 def test_no_thread_outlives_an_interruption() -> None:

@@ -71,11 +71,20 @@ _pool_of_process: int | None = None
 
 
 def _make_thread_pool_of_torch() -> None:
-    """After a fork torch makes its thread pool anew, at the first operation in any thread that has had none before, and
-    without a lock: when several threads begin at once, some find no pool ("Invalid thread pool!"). That torch asks for
-    the number of threads after every fork does not help where the parent's main thread had asked already.
+    """Let one new thread begin with torch before several do.
+
+    After a fork torch makes its thread pool anew, in the first thread that had not used torch yet, and without a lock:
+    when several begin at once, some find no pool ("Invalid thread pool!"). That torch asks for the number of threads
+    after every fork does not help where the parent's main thread had asked already. Not `set_num_threads`, which makes
+    the pool too, but also ends that MKL may take fewer threads for a product, in the whole process.
     """
     global _pool_of_process
-    if _pool_of_process != os.getpid():
-        torch.set_num_threads(torch.get_num_threads())
-        _pool_of_process = os.getpid()
+    if _pool_of_process == os.getpid():
+        return
+    thread = threading.Thread(target=torch.get_num_threads, name="fsdp2-first")
+    try:
+        thread.start()
+    except RuntimeError:  # as above
+        return
+    thread.join()
+    _pool_of_process = os.getpid()
