@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import committing
 from fsdp2.checkpoint.folders import find, replace_folder, sweep
+from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST, Manifest
-from fsdp2.checkpoint.storage import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 from tests.ranks import on_ranks
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.checkpoint import RandomState, checkpoints, latest, load, prune, save
+from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.remote import RemoteStorage
-from fsdp2.checkpoint.storage import LocalStorage, storage_of
+from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from tests.ranks import on_ranks
 from tests.source_tree import ROOT

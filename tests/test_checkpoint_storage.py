@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.remote import RemoteStorage
-from fsdp2.checkpoint.storage import LocalStorage, Storage
+from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
 pytest.importorskip("fsspec")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from benchmarks.checkpoint.ways import State, Way, evict, local, remove, ways_of
+from benchmarks.checkpoint.ways import State, Way, evict, fetch, local, remove, ways_of
 from fsdp2.checkpoint import checksum
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,14 +119,19 @@ def measure_way(bench: Bench, name: str, way: Way, folder: Path) -> None:
     else:
         bench.time(f"{name}: save", lambda: way.save(folder))
     for kind, load in way.loads.items():
+        on_first_rank(fetch, folder)
         bench.time(f"{name}: {kind}, warm", lambda load=load: load(folder))
         if kind == "load":
-            dist.barrier()
-            evict(folder)
+            on_first_rank(evict, folder)
             bench.time(f"{name}: {kind}, cold", lambda load=load: load(folder))
+    on_first_rank(remove, folder)
+
+
+def on_first_rank(action: Callable[[Path], None], folder: Path) -> None:
+    """When every rank has come; the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
-        remove(folder)
+        action(folder)
     dist.barrier()
 
 
@@ -146,10 +151,7 @@ def check_loads(state: State, ways: dict[str, Way], folder: Path) -> None:
             load(folder)
             for key, tensor in filled.items():
                 assert torch.equal(local(tensor), expected[key]), f"{name}, {kind}: {key} came back otherwise"
-        dist.barrier()
-        if dist.get_rank() == 0:
-            remove(folder)
-        dist.barrier()
+        on_first_rank(remove, folder)
 
 
 def training_state(workload: common.Workload) -> State:

@@ -252,6 +252,16 @@ def ways_of(state: State, group: dist.ProcessGroup | None) -> dict[str, Way]:
     }
 
 
+def fetch(folder: Path) -> None:
+    """Let the kernel have the files in memory: which saves leave them there is another matter."""
+    buffer = bytearray(CHUNK)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
 def evict(folder: Path) -> None:
     """Let the kernel forget the files, so that the next load reads the disk."""
     for path in folder.rglob("*"):

@@ -19,11 +19,12 @@ from fsdp2.checkpoint.box import Box, whole
 from fsdp2.checkpoint.catalog import Catalog, PieceTable, StoredTensorInfo
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.loading import Loaded, requests_for
+from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.reading import Filler
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.state import World
-from fsdp2.checkpoint.storage import LocalStorage, storage_of
+from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
 
 __all__ = ["load_from_rank"]

@@ -18,7 +18,8 @@ from fsdp2.checkpoint.formats.native import read_header, read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
 from fsdp2.checkpoint.header import parse_json
-from fsdp2.checkpoint.storage import LocalStorage, Storage, check_file_name
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.storage import Storage, check_file_name
 from fsdp2.errors import CorruptError
 
 __all__ = ["is_huggingface", "open_huggingface"]

@@ -1,0 +1,256 @@
+"""Checkpoints on a local file system: `Storage` for POSIX. Layer: checkpoint."""
+
+import errno
+import os
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fsdp2.checkpoint.direct import PAGE, DirectFile, open_direct
+from fsdp2.errors import CheckpointError, CorruptError
+
+__all__ = ["LocalStorage"]
+
+# No link is followed and no FIFO is waited for: a checkpoint is read and written within its folder only.
+SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+# A write of fewer bytes is for the page cache, which collects them. Those of a GPU's values have a block, 1 MiB.
+DIRECT_FROM = 256 << 10
+
+
+class LocalStorage:
+    """Files of a POSIX file system, by their paths. Files and folders are durable (fsync) when a call says so."""
+
+    sequential = False
+    renames = True
+
+    def join(self, folder: str, name: str) -> str:
+        """See `Storage`."""
+        return os.path.join(folder, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        """See `Storage`."""
+        return os.path.split(path)
+
+    def make_folder(self, folder: str) -> None:
+        """See `Storage`."""
+        missing = []
+        path = Path(folder)
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            _sync_folder(path.parent)
+
+    def names(self, folder: str) -> list[str]:
+        """See `Storage`."""
+        try:
+            return sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, path: str) -> int | None:
+        """See `Storage`."""
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See `Storage`."""
+        try:
+            with os.scandir(folder) as entries:
+                return {
+                    entry.name: entry.stat(follow_symlinks=False).st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def kind(self, path: str) -> str | None:
+        """See `Storage`."""
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if stat.S_ISLNK(mode):
+            return "symbolic link"
+        return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
+
+    def age(self, path: str) -> float:
+        """See `Storage`."""
+        times = [os.lstat(path).st_mtime, *(os.lstat(self.join(path, name)).st_mtime for name in self.names(path))]
+        return time.time() - max(times)
+
+    def write_file(self, path: str, size: int) -> "LocalWriter":
+        """See `Storage`."""
+        return LocalWriter(path, size, os.O_TRUNC)
+
+    def join_file(self, path: str, size: int) -> "LocalWriter":
+        """See `Storage`."""
+        return LocalWriter(path, size, 0)
+
+    def write_all(self, path: str, content: bytes) -> None:
+        """See `Storage`."""
+        part = path + ".part"
+        writer = LocalWriter(part, len(content), os.O_TRUNC)
+        try:
+            writer.write(0, [memoryview(content)])
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            with suppress(OSError):
+                self.remove(part)
+            raise
+        os.replace(part, path)
+        _sync_folder(os.path.dirname(path))
+
+    def open_file(self, path: str) -> "LocalReader":
+        """See `Storage`."""
+        return LocalReader(path)
+
+    def rename_folder(self, folder: str, to: str) -> None:
+        """See `Storage`."""
+        _sync_folder(folder)
+        os.rename(folder, to)
+        _sync_folder(os.path.dirname(to))
+
+    def remove(self, path: str) -> None:
+        """See `Storage`."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
+
+
+class LocalWriter:
+    """See `Writer`. The file has its full size from the start, which shows a quota; a full disk shows while writing."""
+
+    def __init__(self, path: str, size: int, flags: int):
+        self._path = path
+        self._direct: DirectFile | None = None
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | SAFE_FLAGS | flags, 0o666)
+        try:
+            space = os.fstatvfs(self._fd)
+            free = space.f_bavail * space.f_frsize
+            # A file system without any blocks does not say how large it is (FUSE without statfs).
+            if flags & os.O_TRUNC and space.f_blocks and free < size:
+                raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
+            os.ftruncate(self._fd, size)
+            self._direct = open_direct(path, self._fd, SAFE_FLAGS) if size >= DIRECT_FROM else None
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, offset: int, parts: Sequence[memoryview]) -> None:
+        """See `Writer`. Whole pages go past the page cache; what others may write the rest of goes through it."""
+        end = offset + sum(part.nbytes for part in parts)
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
+        if self._direct is None or last - first < DIRECT_FROM:
+            self._write_cached(offset, parts)
+            return
+        head, rest = _split(parts, first - offset)
+        pages, tail = _split(rest, last - first)
+        if not self._direct.write(first, pages):
+            self._write_cached(first, pages)
+        self._write_cached(offset, head)
+        self._write_cached(last, tail)
+
+    def _write_cached(self, offset: int, parts: Sequence[memoryview]) -> None:
+        remaining = [part for part in parts if part.nbytes]
+        first = offset
+        while remaining:
+            written = os.pwritev(self._fd, remaining[:512], offset)
+            if not written:
+                raise OSError(errno.EIO, "nothing could be written", self._path)
+            offset += written
+            while remaining and written >= remaining[0].nbytes:
+                written -= remaining.pop(0).nbytes
+            if written:
+                remaining[0] = remaining[0][written:]
+        if sys.platform == "linux" and offset > first:
+            # Let the disk begin now: the pages are dirty, so the hint starts their write-back and drops nothing.
+            # Otherwise the disk idles until `finish`, and both times are paid one after the other.
+            os.posix_fadvise(self._fd, first, offset - first, os.POSIX_FADV_DONTNEED)
+
+    def finish(self) -> None:
+        """See `Writer`."""
+        os.fsync(self._fd)
+        self._close()
+
+    def abandon(self) -> None:
+        """See `Writer`."""
+        with suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+        # Some file systems report errors only here. Even then the number is free, and may be another file's at once.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first bytes of these parts, and the rest."""
+    first, rest = [], []
+    for part in parts:
+        first.append(part[:nbytes])
+        rest.append(part[nbytes:])
+        nbytes -= first[-1].nbytes
+    return first, rest
+
+
+class LocalReader:
+    """See `Reader`. Reads, and never maps: a file that shrinks is an error then, not a SIGBUS."""
+
+    def __init__(self, path: str):
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | SAFE_FLAGS)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
+        status = os.fstat(self._fd)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CorruptError(f"{path}: is not a regular file")
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """See `Reader`."""
+        while buffer.nbytes:
+            count = os.preadv(self._fd, [buffer], offset)
+            if not count:
+                raise CorruptError(f"{self._path}: ends at byte {offset}, {buffer.nbytes} bytes too early")
+            offset += count
+            buffer = buffer[count:]
+
+    def close(self) -> None:
+        """See `Reader`."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _sync_folder(folder: str | Path) -> None:
+    """Make the names in a folder durable, where the file system can (several network ones cannot, nor need to)."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder in which one may make files, but not list them
+        return
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
