@@ -8,6 +8,7 @@ python benchmarks/checkpoint/main.py --rounds 3 --blocks 4 --folder /mnt/disk/sc
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
@@ -71,6 +72,7 @@ class Bench:
 
     def time(self, name: str, action: Callable[[], Any]) -> Any:
         """Do something on all ranks together, and note what it took."""
+        gc.collect()  # else one time in some takes 0.1 s longer, for all the objects of this process
         dist.barrier()
         before, operations = start_of_peak(), self._num_operations()
         wall, cpu = time.perf_counter(), time.process_time()
