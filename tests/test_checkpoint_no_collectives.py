@@ -124,11 +124,12 @@ def save_and_load_large(rank: int, folder: Path, consolidated: bool) -> tuple[in
 @reads_proc
 @pytest.mark.parametrize("consolidated", [False, True])
 def test_memory_is_bounded(consolidated: bool, tmp_path: Path) -> None:
-    """Beside the tensors (48 MiB a rank) there are the buffers of four threads at most; saving has none."""
+    """Beside the tensors (48 MiB a rank) there are the buffers of four threads at most: of 2 MiB each to save, of 4 MiB
+    each to load, unless what is read goes where it belongs at once."""
     for outcome in run_cases([Case(save_and_load_large, 2, (tmp_path, consolidated))])[0]:
         assert outcome.ok, outcome
         save, same, columns = outcome.value
-        assert save < 8 * MIB
+        assert save < 12 * MIB
         assert same < 8 * MIB
         assert columns < 24 * MIB
 
