@@ -37,7 +37,7 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part; None where there is none (of 0-dim boxes it is always the one element)."""
-        if self == other:  # by far the most frequent case
+        if self is other or self == other:  # by far the most frequent case
             return self if self.numel or not self.shape else None
         start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
         end = tuple(min(pair) for pair in zip(self.end, other.end, strict=True))
@@ -92,7 +92,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 def flat_range_within(box: Box, outer: Box) -> tuple[int, int] | None:
     """The range of row-major indices of `box` within `outer`, if they are contiguous there; else None."""
-    return (0, box.numel) if box == outer else flat_range(box.within(outer), outer.shape)
+    return (0, box.numel) if box is outer or box == outer else flat_range(box.within(outer), outer.shape)
 
 
 def flat_range(box: Box, shape: Sequence[int]) -> tuple[int, int] | None:
@@ -168,6 +168,8 @@ class Cover:
         Raises:
             CorruptError: a part is missing, or is there twice.
         """
+        if self._parts == [self._box]:  # by far the most frequent case
+            return
         wanted = f"{list(self._box.start)}..{list(self._box.end)}"
         overlap = self.overlap()
         if overlap is not None:

@@ -28,7 +28,7 @@ class StoredTensorInfo:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredPiece:
     """A part of a tensor, somewhere in a file, row-major.
 

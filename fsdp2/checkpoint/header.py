@@ -154,6 +154,8 @@ def parse_json(text: bytes, file: str) -> Any:
         raise CorruptError(f"{file}: not valid JSON ({type(error).__name__}: {error})") from error
     level = [content] if type(content) in CONTAINERS else []
     for _ in range(MAX_DEPTH):
+        if not level:
+            break
         items = (value.values() if type(value) is dict else value for value in level)
         level = [item for inner in items for item in inner if type(item) in CONTAINERS]
     if level:

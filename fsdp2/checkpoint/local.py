@@ -213,6 +213,8 @@ def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 class LocalReader:
     """See `Reader`. Reads, and never maps: a file that shrinks is an error then, not a SIGBUS."""
 
+    chunk = 256 << 10  # twice that, source and destination, is in the cache of one core when it is read again
+
     def __init__(self, path: str):
         self._path = path
         try:

@@ -148,10 +148,10 @@ class Manifest:
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
         for table in body["tables"]:
             grids = [Grid(_shape(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
-            tilings: dict[Any, Tiling] = {}
+            alike: dict[Any, Record] = {}
             for section, names in table["tensors"].items():
                 for name, row in names.items():
-                    records[section][name] = _record(name, row, grids, tilings, file)
+                    records[section][name] = _record(name, row, grids, alike, file)
             for section, names in table["aliases"].items():
                 aliases[section].update(names)
             for section, value in table["values"].items():
@@ -198,11 +198,18 @@ def table_of(
     return {"meshes": meshes, "tensors": tensors, "aliases": dict(aliases), "values": dict(values)}
 
 
-def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], tilings: dict[Any, Tiling], file: str) -> Record:
-    """A row of a table. Tensors that are cut alike share one tiling, which knows then what was asked of it before."""
+def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], alike: dict[Any, Record], file: str) -> Record:
+    """A row of a table. Tensors that are alike share a record, whose tiling knows then what was asked of it before."""
     dtype, shape, mesh, cuts = row
-    grid = grids[mesh]
-    pairs = tuple((int(axis), int(dim)) for axis, dim in cuts)
+    pairs = tuple([(int(axis), int(dim)) for axis, dim in cuts])
+    key = (dtype, tuple(shape), mesh, pairs)
+    if key not in alike:
+        alike[key] = Record(dtype, _tiling(name, row, grids[mesh], pairs, file))
+    return alike[key]
+
+
+def _tiling(name: str, row: Sequence[Any], grid: Grid, pairs: tuple[tuple[int, int], ...], file: str) -> Tiling:
+    dtype, shape, _, _ = row
     size = 1
     for extent in grid.shape:
         size *= extent
@@ -210,10 +217,7 @@ def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], tilings: dict[
     in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
     if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
         raise CorruptError(f"{file}: the record of '{name}' is not in order: {str(row)[:80]}")
-    key = (_shape(shape), mesh, pairs)
-    if key not in tilings:
-        tilings[key] = Tiling(key[0], grid, pairs)
-    return Record(dtype, tilings[key])
+    return Tiling(_shape(shape), grid, pairs)
 
 
 def _listed(name: object, files: Iterable[str], file: str) -> str:

@@ -25,7 +25,7 @@ __all__ = ["Matching", "Need"]
 EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Need:
     """A tensor of this rank to be filled, which fits what is stored.
 
@@ -130,7 +130,7 @@ class Matching:
         computed: dict[str, Any] = {}
         for name, entry in state.entries.items():
             source, *twins = self._sources_of(section, (name, *tied.get(name, [])))
-            absent = sorted(source.names() - stored.keys())
+            absent = sorted(name for name in source.names() if name not in stored)
             if absent:
                 made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
                 self.missing.append(f"{section} '{name}'{made_of}")

@@ -13,6 +13,7 @@ else of it is JSON::
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -326,10 +327,13 @@ class OptimizerTarget:
     def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
         """Whether the optimizer will keep counters beside the parameters, as torch's do if asked to never wait for the
         GPU: by the options that come back, else by those that it has."""
-        for group in self.optimizer.param_groups:
-            if any(param is other for other in group["params"]):
-                return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
-        return False
+        group = self._groups.get(param, {})
+        return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
+
+    @cached_property
+    def _groups(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """The param group of each parameter."""
+        return {param: group for group in self.optimizer.param_groups for param in group["params"]}
 
     def finish(self) -> None:
         """Give the optimizer its state and options. A parameter that had no state when it was saved has none again."""

@@ -15,7 +15,7 @@ import torch
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.catalog import StoredPiece
-from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum
+from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of, wait_for
 from fsdp2.checkpoint.storage import Reader, Storage
@@ -27,11 +27,12 @@ __all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "read
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # of each thread
-RUN = 16 * BLOCK  # bytes of one task
+RUN = 16 * BLOCK  # bytes of one task, or of several that one thread does together
+TOGETHER = 16  # how many of them at most: of small ones in a distant storage most of the time is waiting
 MAX_OPEN_FILES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """A part of a tensor to fill from a piece.
 
@@ -61,19 +62,27 @@ def read_all(
     """
     files, buffers = OpenFiles(storage), _Buffers()
 
-    def run(task: _Task) -> None:
-        progress(task.run(files, buffers))
+    def run(lot: _Lot) -> None:
+        progress(lot.run(files, buffers))
 
     try:
-        run_all(run, _ordered(requests, verify), THREADS, "fsdp2-read")
+        run_all(run, _lots(requests, verify), THREADS, "fsdp2-read")
     finally:
         files.close()
 
 
-def _ordered(requests: Sequence[Request], verify: bool) -> list["_Task"]:
+def _lots(requests: Sequence[Request], verify: bool) -> list["_Lot"]:
     """The work for requests. Neighbours in a file are read one after the other."""
     tasks = [task for request in requests for task in _tasks(request, verify)]
-    return sorted(tasks, key=lambda task: task.place)
+    lots: list[_Lot] = []
+    room = 0
+    for task in sorted(tasks, key=lambda task: task.place):
+        if not lots or lots[-1].path != task.place[0] or len(lots[-1].tasks) == TOGETHER or task.nbytes > room:
+            lots.append(_Lot(task.place[0], []))
+            room = RUN
+        lots[-1].tasks.append(task)
+        room -= task.nbytes
+    return lots
 
 
 class Filler:
@@ -87,8 +96,8 @@ class Filler:
 
     def fill(self, requests: Sequence[Request]) -> None:
         """Fill all targets; `CorruptError` as for `read_all`."""
-        for task in _ordered(requests, self._verify):
-            task.run(self._files, self._buffers)
+        for lot in _lots(requests, self._verify):
+            lot.run(self._files, self._buffers)
 
     def close(self) -> None:
         """Close all files."""
@@ -147,7 +156,7 @@ class _Buffers(local):
         return self._buffer[:nbytes]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PieceBytes:
     """The row-major bytes of a piece's values, wherever they are in its file.
 
@@ -181,25 +190,50 @@ class PieceBytes:
                 reader.read_into(piece.offset + low * itemsize, into[filled : filled + size])
                 filled += size
 
-    def check(self, start: int, data: memoryview) -> None:
-        """Compare whole blocks, which begin at `start`, with their checksums."""
+    def read(self, reader: Reader, start: int, into: memoryview) -> None:
+        """Read bytes from `start`: any, or with `verify` whole blocks, whose checksums are computed while the processor
+        still has what was just read in its cache.
+
+        Raises:
+            CorruptError: a block does not have its checksum.
+        """
         if not self.verify:
+            self.fetch(reader, start, into)
             return
-        piece = self.piece
-        for first, last, found, expected in self.bad_blocks(start, data):
+        crc = 0
+        for at in range(0, into.nbytes, reader.chunk):
+            chunk = into[at : at + reader.chunk]
+            self.fetch(reader, start + at, chunk)
+            for low in range(0, chunk.nbytes, BLOCK):
+                part = chunk[low : low + BLOCK]
+                crc = crc32(part, crc)
+                end = at + low + part.nbytes
+                if end % BLOCK == 0 or end == into.nbytes:
+                    self._check(start + (end - 1) // BLOCK * BLOCK, start + end, text_of(crc))
+                    crc = 0
+
+    def _check(self, first: int, last: int, found: str) -> None:
+        """Compare the checksum of a block."""
+        expected = self._sum_at(first)
+        if found != expected:
+            box = self.piece.box
             raise CorruptError(
-                f"{piece.path}: '{self.name}' is damaged: bytes {first}..{last} of its part "
-                f"{list(piece.box.start)}..{list(piece.box.end)} have checksum {found}, expected {expected}. Load an "
-                "earlier checkpoint; python -m fsdp2.checkpoint verify lists all damage."
+                f"{self.piece.path}: '{self.name}' is damaged: bytes {first}..{last} of its part "
+                f"{list(box.start)}..{list(box.end)} have checksum {found}, expected {expected}. Load an earlier "
+                "checkpoint; python -m fsdp2.checkpoint verify lists all damage."
             )
+
+    def _sum_at(self, start: int) -> str:
+        """What the checksum of the block that begins there should be."""
+        number = start // BLOCK
+        return self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
 
     def bad_blocks(self, start: int, data: memoryview) -> Iterator[tuple[int, int, str, str]]:
         """(first byte, end, checksum, what it should be) of each damaged block among whole ones that begin at
         `start`."""
         for at in range(0, data.nbytes, BLOCK):
             block = data[at : at + BLOCK]
-            number = (start + at) // BLOCK
-            expected = self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
+            expected = self._sum_at(start + at)
             found = checksum(block)
             if found != expected:
                 yield start + at, start + at + block.nbytes, found, expected
@@ -210,15 +244,34 @@ class _Task(Protocol):
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Where it is: sorts neighbours in a file together."""
+        """Where it is: file, piece, byte. Sorts neighbours in a file together."""
         ...
 
-    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
+    @property
+    def nbytes(self) -> int:
+        """How much is read."""
+        ...
+
+    def run(self, reader: Reader, buffers: _Buffers) -> int:
         """Do it; the bytes that were filled."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Lot:
+    """Tasks of one file that a thread does together: to hand over each small tensor alone takes longer than to read
+    it."""
+
+    path: str
+    tasks: list[_Task]
+
+    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
+        """Do all; the bytes that were filled."""
+        with files.use(self.path) as reader:
+            return sum(task.run(reader, buffers) for task in self.tasks)
+
+
+@dataclass(slots=True)
 class _Direct:
     """Bytes that go to memory as they are.
 
@@ -235,35 +288,30 @@ class _Direct:
     def place(self) -> tuple[str, int, int]:
         return self.source.piece.path, self.source.piece.offset, self.start
 
-    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
-        """Read whole blocks to their place; the ends of blocks of which only a part is wanted through the buffer."""
-        with files.use(self.source.piece.path) as reader:
-            self._run(reader, buffers)
+    @property
+    def nbytes(self) -> int:
         return self.into.nbytes
 
-    def _run(self, reader: Reader, buffers: _Buffers) -> None:
-        source = self.source
-        if not source.verify:
-            source.fetch(reader, self.start, self.into)
-            return
-        at, end = self.start, self.start + self.into.nbytes
+    def run(self, reader: Reader, buffers: _Buffers) -> int:
+        """Read whole blocks to their place; the ends of blocks of which only a part is wanted through the buffer."""
+        source, at, end = self.source, self.start, self.start + self.nbytes
+        last = end if end == source.nbytes or not source.verify else end // BLOCK * BLOCK  # of what goes to its place
         while at < end:
             low = at // BLOCK * BLOCK
-            high = min(low + BLOCK, source.nbytes)
-            stop = min(high, end)
-            wanted = self.into[at - self.start : stop - self.start]
-            if wanted.nbytes == high - low:
-                source.fetch(reader, low, wanted)
-                source.check(low, wanted)
+            if at < last and (at == low or not source.verify):
+                stop = last
+                source.read(reader, at, self.into[at - self.start : stop - self.start])
             else:
+                high = min(low + BLOCK, source.nbytes)
+                stop = min(high, end)
                 scratch = bytes_of(buffers.get(high - low, torch.device("cpu")))
-                source.fetch(reader, low, scratch)
-                source.check(low, scratch)
-                wanted[:] = scratch[at - low : stop - low]
+                source.read(reader, low, scratch)
+                self.into[at - self.start : stop - self.start] = scratch[at - low : stop - low]
             at = stop
+        return self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Copied:
     """A box whose elements are copied out of the buffer: rows of which only some columns are wanted, another dtype,
     another device.
@@ -283,14 +331,16 @@ class _Copied:
     def place(self) -> tuple[str, int, int]:
         return self.source.piece.path, self.source.piece.offset, self.first
 
-    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
+    @property
+    def nbytes(self) -> int:
+        return self.last - self.first
+
+    def run(self, reader: Reader, buffers: _Buffers) -> int:
         """Read the range, then copy the box out of it; both are small."""
         target, piece = self.request.target, self.source.piece
         buffer = buffers.get(self.last - self.first, target.device)
         data = bytes_of(buffer)
-        with files.use(piece.path) as reader:
-            self.source.fetch(reader, self.first, data)
-        self.source.check(self.first, data)
+        self.source.read(reader, self.first, data)
         within, steps = self.box.within(piece.box), strides(piece.box.shape)
         begin = sum(at * step for at, step in zip(within.start, steps, strict=True))
         begin -= self.first // ITEMSIZES[piece.dtype]

@@ -249,6 +249,8 @@ class RemoteReader:
     """See `Reader`. Every read is a request of its own, for exactly its bytes: threads share nothing, and nothing is
     kept or read ahead."""
 
+    chunk = 4 << 20
+
     def __init__(self, fs: Any, path: str, bare: str, size: int):
         self._fs = fs
         self._path = path

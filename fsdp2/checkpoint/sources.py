@@ -19,7 +19,7 @@ from fsdp2.errors import ArgumentError, MismatchError
 __all__ = ["Source", "Sources", "concatenated", "source_of", "stored"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A part of a stored tensor, and where it goes.
 

@@ -34,9 +34,16 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """A file that is being read, by several threads at the same time."""
+    """A file that is being read, by several threads at the same time.
+
+    Attributes:
+        size: in bytes.
+        chunk: how many bytes to ask for at a time, where something is to be done with them in between: what a
+            processor's cache holds, or what is worth a request. A part of a block (see `checksum.py`), or several.
+    """
 
     size: int
+    chunk: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; `CorruptError` where the file ends before."""

@@ -146,7 +146,12 @@ def _chunk(box: Box, dim: int, parts: int, index: int) -> Box:
 
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Tiling:
     """A tensor that all of these ranks have whole."""
-    return Tiling(tuple(shape), _row(tuple(ranks)))
+    return _replicated(tuple(shape), _row(tuple(ranks)))
+
+
+@lru_cache(maxsize=64)
+def _replicated(shape: tuple[int, ...], grid: Grid) -> Tiling:
+    return Tiling(shape, grid)
 
 
 @lru_cache(maxsize=64)

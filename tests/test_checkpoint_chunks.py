@@ -1,0 +1,63 @@
+"""Reading in chunks: blocks are checked right, however many bytes a storage wants to be asked for at a time."""
+
+import pytest
+import torch
+
+from fsdp2.checkpoint import reading
+from fsdp2.checkpoint.box import Box, whole
+from fsdp2.checkpoint.catalog import StoredPiece
+from fsdp2.checkpoint.checksum import checksum
+from fsdp2.checkpoint.local import LocalReader, LocalStorage
+from fsdp2.checkpoint.reading import Request, read_all
+from fsdp2.errors import CorruptError
+
+BLOCK = 64
+NUM_ROWS = 250  # bytes: three blocks and a part of one
+
+
+@pytest.fixture(params=[16, 64, 128, 1024], ids=lambda chunk: f"chunk{chunk}")
+def requests(request, tmp_path, monkeypatch):
+    """A tensor of bytes whose values are their places, and what makes a request for a range of it."""
+    monkeypatch.setattr(reading, "BLOCK", BLOCK)
+    monkeypatch.setattr(LocalReader, "chunk", request.param)
+    content = bytes(range(NUM_ROWS))
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * 8 + content)
+    sums = "".join(checksum(content[at : at + BLOCK]) for at in range(0, NUM_ROWS, BLOCK))
+    piece = StoredPiece(str(path), 8, whole((NUM_ROWS,)), whole((NUM_ROWS,)), "U8", sums)
+
+    def make(first, last):
+        return Request("w", torch.zeros(last - first, dtype=torch.uint8), Box((first,), (last - first,)), piece)
+
+    return make, path
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 250), (0, 128), (64, 250), (3, 250), (3, 60), (70, 200), (192, 250)])
+def test_every_range_comes_back(requests, first, last):
+    make, _ = requests
+    request = make(first, last)
+    read_all(LocalStorage(), [request])
+    assert request.target.tolist() == list(range(first, last))
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 130, 191, 192, 249])
+def test_the_damaged_block_is_named(requests, at):
+    make, path = requests
+    content = bytearray(path.read_bytes())
+    content[8 + at] ^= 1
+    path.write_bytes(content)
+    first = at // BLOCK * BLOCK
+    with pytest.raises(CorruptError, match=rf"bytes {first}\.\.{min(first + BLOCK, NUM_ROWS)} of its part"):
+        read_all(LocalStorage(), [make(0, NUM_ROWS)])
+    if first:
+        read_all(LocalStorage(), [make(0, first)])  # what is not asked for is not looked at
+
+
+def test_many_small_tensors_are_read_by_several_threads(requests):
+    make, _ = requests
+    wanted = [make(at, at + 1) for at in range(NUM_ROWS)]
+    read_all(LocalStorage(), wanted)
+    assert [int(request.target) for request in wanted] == list(range(NUM_ROWS))
+    lots = reading._lots(wanted, True)
+    assert max(len(lot.tasks) for lot in lots) == reading.TOGETHER
+    assert len(lots) == -(-NUM_ROWS // reading.TOGETHER)
