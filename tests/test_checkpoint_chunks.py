@@ -1,5 +1,7 @@
 """Reading in chunks: blocks are checked right, however many bytes a storage wants to be asked for at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,3 +63,22 @@ def test_many_small_tensors_are_read_by_several_threads(requests):
     lots = reading._lots(wanted, True)
     assert max(len(lot.tasks) for lot in lots) == reading.TOGETHER
     assert len(lots) == -(-NUM_ROWS // reading.TOGETHER)
+
+
+def test_a_thread_gets_as_many_bytes_as_one_large_tensor_has(requests, monkeypatch):
+    make, _ = requests
+    monkeypatch.setattr(reading, "RUN", 2 * BLOCK)
+    lots = reading._lots([make(0, 60), make(64, 124), make(128, 140), make(192, 250)], True)
+    assert [[task.start for task in lot.tasks] for lot in lots] == [[0, 64], [128, 192]]
+
+
+def test_a_lot_is_of_one_file(requests, tmp_path):
+    make, path = requests
+    other = tmp_path / "other"
+    other.write_bytes(path.read_bytes()[::-1] + b"x" * 8)
+    reverse = make(0, 10)
+    reverse.piece = replace(reverse.piece, path=str(other), offset=0, sums="")
+    request = make(0, 10)
+    read_all(LocalStorage(), [request, reverse])
+    assert request.target.tolist() == list(range(10))
+    assert reverse.target.tolist() == list(range(249, 239, -1))
