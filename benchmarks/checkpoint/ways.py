@@ -254,8 +254,8 @@ def ways_of(state: State, group: dist.ProcessGroup | None) -> dict[str, Way]:
 
 def fetch(folder: Path) -> None:
     """Let the kernel have the files in memory: which saves leave them there is another matter. Twice: at the second
-    access it moves a page to those that are in use, which takes time and has been done for what was written through the
-    page cache."""
+    access it moves a page to those that are in use, which has been done already for what was written through the page
+    cache."""
     buffer = bytearray(CHUNK)
     for path in [*folder.rglob("*")] * 2:
         if path.is_file():
