@@ -1,6 +1,7 @@
-# make train    train a small language model on two ranks          make test     all checks and tests: what CI runs
-# make lint     ruff and mypy alone                                make bench    a short version of every benchmark, and figures
-# make docs     the API reference, from the docstrings        make fuzz     ten minutes of hostile checkpoints
+# make train    train a small language model on two ranks          make test      lint, types and the protective tests: what CI runs
+# make lint     ruff and mypy alone                                make test-all  these and the exhaustive tests
+# make docs     the API reference, from the docstrings             make bench     a short version of every benchmark, and figures
+# make fuzz     ten minutes of hostile checkpoints
 # make test-clients   torchtitan, Accelerate, transformers, peft, torchao, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
@@ -18,12 +19,15 @@ CLIENTS   := .venv-clients
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-clients lint bench docs fuzz clean
+.PHONY: train test test-all test-clients lint bench docs fuzz clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
 
 test: lint
+	$(BIN)/python -m pytest --durations=15 -m "not exhaustive" $(ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
 lint: $(INSTALLED)

@@ -1,5 +1,5 @@
-"""Session-wide set-up: one thread per process, pools closed at the end, what the `gpu` marker means, known warnings, no
-name server."""
+"""Session-wide set-up: one thread per process, pools closed at the end, which cases are in the protective tier, what the
+`gpu` marker means, known warnings, no name server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+MAX_PROTECTIVE_CASES = 12
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _sample_large_grids(items)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -37,3 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _pools() -> Iterator[None]:
     yield
     close_pools()
+
+
+def _sample_large_grids(items: list[pytest.Item]) -> None:
+    """Of a test with many cases the protective tier runs a sample, evenly spread; the others are `exhaustive`."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("exhaustive") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        if len(found) > MAX_PROTECTIVE_CASES:
+            sample = {index * len(found) // MAX_PROTECTIVE_CASES for index in range(MAX_PROTECTIVE_CASES)}
+            for index, item in enumerate(found):
+                if index not in sample:
+                    item.add_marker(pytest.mark.exhaustive)

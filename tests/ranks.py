@@ -42,7 +42,10 @@ def run_on_ranks(
 def on_ranks(
     *world_sizes: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Parametrise a test by world size and run its body on every rank. See the module docstring."""
+    """Parametrise a test by world size and run its body on every rank. See the module docstring.
+
+    The first world size is in the protective tier, the others are `exhaustive`: name the one that matters most first.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         parameters = inspect.signature(body).parameters
@@ -63,6 +66,9 @@ def on_ranks(
         del test.__wrapped__
         test.__signature__ = inspect.Signature([p for name, p in parameters.items() if name != "rank"])
         test.rank_body = body
-        return pytest.mark.parametrize("world_size", world_sizes, ids=[f"ranks{size}" for size in world_sizes])(test)
+        first, *others = world_sizes
+        sizes = [pytest.param(first, id=f"ranks{first}")]
+        sizes += [pytest.param(size, id=f"ranks{size}", marks=pytest.mark.exhaustive) for size in others]
+        return pytest.mark.parametrize("world_size", sizes)(test)
 
     return decorate

@@ -185,8 +185,14 @@ def inherited(node: ast.ClassDef) -> set[str]:
     """Attributes of the base classes that the package defines itself."""
     names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
     found: set[str] = set()
-    for module in modules().values():
-        for path, other in definitions(module):
-            if isinstance(other, ast.ClassDef) and path in names and other is not node:
-                found |= attributes(other) | fields(other) | inherited(other)
+    for path, other in classes():
+        if path in names and other is not node:
+            found |= attributes(other) | fields(other) | inherited(other)
     return found
+
+
+@cache
+def classes() -> tuple[tuple[str, ast.ClassDef], ...]:
+    """The classes of the package, with their path in their module."""
+    found = ((path, node) for module in modules().values() for path, node in definitions(module))
+    return tuple((path, node) for path, node in found if isinstance(node, ast.ClassDef))

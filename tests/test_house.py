@@ -11,7 +11,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -90,11 +91,11 @@ LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "compat")
 FORBIDDEN_IMPORTS = ("torch.distributed.fsdp._", "torch.distributed._composable")
 PRIVATE_TORCH_HOME = "_torch"
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60  # without the docstring: what it does at length, it may also explain at length
 MAX_PARAMETERS = 8  # without self and cls
 MAX_CLASS_LINES = 300
-MAX_ATTRIBUTES = 12  # set on self in __init__, or fields of a dataclass
+MAX_ATTRIBUTES = 16  # set on self in __init__, or fields of a dataclass
 
 # Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field", and
 # `os._exit` is documented.
@@ -104,11 +105,24 @@ PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields", "_exi
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and one of ours",
     ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",
-    ("attributes", "policies:UnitSettings"): "one for each setter of FSDPModule; a unit replaces it as a whole",
 }
 
 
-every_module = pytest.mark.parametrize("module", modules().values(), ids=lambda module: module.name)
+def every_module(check: Callable[[Module], None]) -> Callable[[], None]:
+    """One test that runs `check` on each module of the package and reports all problems together."""
+
+    @wraps(check)
+    def test() -> None:
+        problems = []
+        for module in modules().values():
+            try:
+                check(module)
+            except AssertionError as problem:
+                problems.append(str(problem).strip())
+        report(problems)
+
+    del test.__wrapped__
+    return test
 
 
 def report(problems: list[str]) -> None:
