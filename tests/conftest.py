@@ -1,5 +1,5 @@
-"""Session-wide set-up: one thread per process, pools closed at the end, which cases are in the protective tier, what the
-`gpu` marker means, known warnings, no name server."""
+"""Session-wide set-up: one thread per process, pools closed at the end, which cases are in the protective tier, what
+the `gpu` marker means, known warnings, no name server."""
 
 from __future__ import annotations
 
