@@ -1,9 +1,9 @@
 """`GlooComm`: point-to-point messages straight into the destination's rows. Layer: comm.
 
 gloo's own all-gather and reduce-scatter stage their data and take up to twice as long (its reduce-scatter is slower
-than its all-reduce), see docs/log.md. Here each rank sends its range to every other rank and receives theirs in place;
-in a reduce-scatter it receives what the others have for its range and sums in rank order, so that the result does not
-depend on who was first.
+than its all-reduce), see docs/decisions/gloo.md. Here each rank sends its range to every other rank and receives theirs
+in place; in a reduce-scatter it receives what the others have for its range and sums in rank order, so that the result
+does not depend on who was first.
 
 All-gathers and reduce-scatters use different tags: several may be under way at once, and those of one kind are issued
 in the same order on every rank.
@@ -84,7 +84,7 @@ class ReduceScatter:
 class GlooComm(Comm):
     """Point-to-point on gloo. CPU tensors only."""
 
-    direct_min_bytes = 512 * 1024  # below, a message of its own costs more than the copies: docs/log.md
+    direct_min_bytes = 512 * 1024  # below, a message of its own costs more than the copies: docs/decisions/gloo.md
     direct_allows_uneven = True
 
     def __init__(self) -> None:
