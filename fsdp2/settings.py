@@ -59,7 +59,8 @@ class Settings:
         """Whether backward reduces gradients (default True). Recursive.
 
         While False, gradients add up on the unsharded parameters, in the reduce dtype, without communication; the next
-        backward with True reduces their sum.
+        backward with True reduces their sum. With HSDP that means reduce-scatter and all-reduce: each call also sets
+        what `set_requires_all_reduce` sets, and the later of the two calls counts.
 
         Example::
 
@@ -67,12 +68,14 @@ class Settings:
                 model.set_requires_gradient_sync(index == len(microbatches) - 1)
                 loss(model(batch)).backward()
         """
-        self._set(recurse, requires_gradient_sync=boolean("requires_gradient_sync", requires_gradient_sync))
+        sync = boolean("requires_gradient_sync", requires_gradient_sync)
+        self._set(recurse, requires_gradient_sync=sync, requires_all_reduce=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With HSDP, whether backward also reduces over the replicate axis (default True). Recursive.
 
         While False, reduce-scattered gradients add up apart from `.grad`; the next backward with True reduces them.
+        `set_requires_gradient_sync` sets this as well, so call that one first.
         """
         self._set(recurse, requires_all_reduce=boolean("requires_all_reduce", requires_all_reduce))
 

@@ -129,9 +129,11 @@ class Dot(nn.Module):
         return sum((weight * value).sum() for weight, value in pairs if value is not None)
 
 
-def add(model: Any, *values: float | None, sync: bool = True) -> None:
+def add(model: Any, *values: float | None, sync: bool = True, all_reduce: bool = True) -> None:
     """Backward such that the parameters' gradients on every rank are `values`."""
     model.set_requires_gradient_sync(sync)
+    if not all_reduce:
+        model.set_requires_all_reduce(False)
     model(*values).float().backward()
 
 

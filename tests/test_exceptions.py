@@ -122,10 +122,8 @@ def test_unsynced_gradients_are_dropped(rank: int, world_size: int) -> None:
 def test_partial_gradients_are_dropped(rank: int, world_size: int) -> None:
     """SPEC 178: so do HSDP's partial gradients."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
-    model.set_requires_all_reduce(False)
-    add(model, 100)
+    add(model, 100, all_reduce=False)
     model.reset_iter_state()
-    model.set_requires_all_reduce(True)
     add(model, 2)
     assert grads(model) == [2]
 

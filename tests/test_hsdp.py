@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -119,15 +121,13 @@ def test_all_three_homes_of_a_gradient(rank: int, world_size: int) -> None:
     """SPEC 95, 103, 107: unsynced, partial and sharded gradients are kept apart and add up; zero_grad takes one."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     add(model, 100)
-    model.set_requires_all_reduce(False)
-    add(model, 20)
+    add(model, 20, all_reduce=False)
     add(model, 3, sync=False)
     assert grads(model) == [100]
     model.zero_grad()
     assert grads(model) == [None]
-    add(model, 4)  # the partial is now 20 + 3 + 4
+    add(model, 4, all_reduce=False)  # the partial is now 20 + 3 + 4
     assert grads(model) == [None]
-    model.set_requires_all_reduce(True)
     add(model, 1000)
     assert grads(model) == [1027]
     add(model, 1)
@@ -192,10 +192,8 @@ def test_replicas_are_not_synchronised(rank: int, world_size: int) -> None:
 def test_members_of_a_group_at_different_times(rank: int, world_size: int) -> None:
     """SPEC 111: parameters first used, or last used, in different microbatches share one partial sum."""
     model: Any = fully_shard(Dot(4), mesh=mesh_2d(2, 2))
-    model.set_requires_all_reduce(False)
-    add(model, 1, None, None, None)
-    add(model, 2, 30, None, None)
-    model.set_requires_all_reduce(True)
+    add(model, 1, None, None, None, all_reduce=False)
+    add(model, 2, 30, None, None, all_reduce=False)
     with events.record() as log:
         add(model, None, 4, 500, None)
     assert grads(model) == [3, 34, 500, None]
@@ -210,9 +208,7 @@ def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dty
     """SPEC 107, 111: 256 and 1 are 257 in fp32 and 256 in bf16; the all-reduce has that dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2), mp_policy=policy)
-    model.set_requires_all_reduce(False)
-    add(model, 256)
-    model.set_requires_all_reduce(True)
+    add(model, 256, all_reduce=False)
     with events.record() as log:
         add(model, 1)
     assert grads(model) == [257 if reduce_dtype is torch.float32 else 256]
@@ -225,8 +221,83 @@ def test_divide_factor_with_partials(rank: int, world_size: int) -> None:
     """SPEC 104, 129: the factor divides the sum over all ranks once, also of what waited for the all-reduce."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     model.set_gradient_divide_factor(8)
-    model.set_requires_all_reduce(False)
-    add(model, 6)
-    model.set_requires_all_reduce(True)
+    add(model, 6, all_reduce=False)
     add(model, 2)
     assert grads(model) == [4]  # (6 + 2) * 4 ranks / 8
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("factors", "force", "expected"),
+    [
+        ([8, 16], [False, False], 6 * 4 / 8 + 2 * 4 / 16),
+        ([16, 8], [True, False], 6 * 4 / 16 + 2 * 4 / 8),
+        ([None, 16], [False, True], 6 * 4 / 4 + 2 * 4 / 16),
+        ([2, 8], [False, False], 6 * 4 / 2 + 2 * 4 / 8),
+        ([None, None], [False, True], 6 + 2),
+    ],
+)
+def test_divide_factor_of_each_microbatch(
+    rank: int, world_size: int, factors: list[float | None], force: list[bool], expected: float
+) -> None:
+    """A user divided each microbatch by its number of tokens, and all-reduced in the last one only. All gradients were
+    divided by the last factor, silently: 8 and 16 for 6 and 2 gave 2.0. The factor that held when a gradient was
+    reduce-scattered counts for it. (torch's FSDP2 multiplies before it sums, which gloo cannot; so it is not compared.)
+    """
+    model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
+    for value, factor, sums, is_last in zip((6, 2), factors, force, (False, True), strict=True):
+        if factor is not None:
+            model.set_gradient_divide_factor(factor)
+        model.set_force_sum_reduction_for_comms(sums)
+        model.set_requires_all_reduce(is_last)
+        model(value).backward()
+    assert grads(model) == [expected]
+
+
+SETTERS = {
+    "sync": lambda model, value: model.set_requires_gradient_sync(value),
+    "all_reduce": lambda model, value: model.set_requires_all_reduce(value),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_order_of_the_setters(rank: int, world_size: int, length: int) -> None:
+    """transformers' Trainer turned all-reduce off before each microbatch and gradient sync on after it. Here the second
+    call left the first in force, so gradients stayed partial for ever: nothing was trained, without an error. On torch
+    `set_requires_gradient_sync` sets both. Every sequence of the two setters does here what it does there."""
+    calls = [(name, value) for name in SETTERS for value in (False, True)]
+    sequences = list(product(calls, repeat=length))
+    for sequence in sequences[:: 1 if length < 3 else 5]:
+        found = []
+        for api in (fsdp2, torch.distributed.fsdp):
+            model: Any = api.fully_shard(Dot(), mesh=mesh_2d(2, 2))
+            for name, value in sequence:
+                SETTERS[name](model, value)
+            model(3).backward()
+            model.set_requires_gradient_sync(True)
+            model(4).backward()
+            found.append(grads(model))
+            for name, value in sequence:
+                SETTERS[name](model, value)
+                model(5).backward()
+            found.append(grads(model))
+        assert found[:2] == found[2:], sequence
+
+
+@on_ranks(4)
+def test_the_setters_of_a_trainer(rank: int, world_size: int) -> None:
+    """The calls of transformers' Trainer for HSDP with accumulation: the last microbatch reduces all."""
+    plain = Layers(2)
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
+    for micro in range(3):
+        if micro < 2:
+            model.set_requires_all_reduce(False)
+        backward(model, micro, rank)
+        model.set_requires_gradient_sync(True)
+
+    def three(m: nn.Module, r: int) -> None:
+        for micro in range(3):
+            backward(m, micro, r)
+
+    assert_gradients(model, mean_gradients(plain, world_size, three))

@@ -28,6 +28,10 @@ class Scaling:
     all_reduce_averages: bool = False
     post: float = 1.0
 
+    def after_scatter(self, replicate_size: int) -> float:
+        """What a sum over the replicas is to be divided by, when the reduce-scatter is done."""
+        return self.post * (replicate_size if self.all_reduce_averages else 1)
+
 
 def fp16_factors(factor: float) -> tuple[float, float]:
     """Split `factor` in a power of two before the sum and the rest after it, as equal as can be.

@@ -16,7 +16,7 @@ the module holds now is the group's to know.
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -40,7 +40,7 @@ from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
 from fsdp2.specs import ParamSpecs
 
-__all__ = ["ManagedParameter", "Plan", "managed_by"]
+__all__ = ["ManagedParameter", "Partial", "Plan", "managed_by"]
 
 # From original and unsharded parameters to what manages them now. Weak on both sides: a later parameter at the same
 # address is not taken for an earlier one.
@@ -101,6 +101,23 @@ class _Kind:
         return _Kind(type(original), dict(original.__dict__))
 
 
+class Partial(NamedTuple):
+    """A gradient that was reduce-scattered and not yet all-reduced.
+
+    Attributes:
+        flat: its sum, 1-D and padded.
+        divisor: what the sum over the replicas is still to be divided by.
+    """
+
+    flat: torch.Tensor
+    divisor: float
+
+    def over(self, divisor: float) -> torch.Tensor:
+        """The sum, scaled so that `divisor` is what it is still to be divided by. The factors that held when a gradient
+        was reduce-scattered count for it, whatever holds now."""
+        return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
+
+
 class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
@@ -116,7 +133,7 @@ class ManagedParameter:
         sharded, unsharded, resharded: see the table above; the last two are None while there is none.
         flat: 1-D storage of the local shard, padded.
         whole: the memory of `unsharded`, dims in memory order; a tensor of its own, which no autograd graph knows.
-        partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce (1-D, padded).
+        partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
         extension: the user's hooks that change the all-gather of this parameter, if there are any.
     """
 
@@ -135,7 +152,7 @@ class ManagedParameter:
         self.unsharded: nn.Parameter | None = None
         self.whole: torch.Tensor | None = None
         self.resharded: nn.Parameter | None = None
-        self.partial: torch.Tensor | None = None
+        self.partial: Partial | None = None
         _managed[original] = ref(self)
         self.put(self.sharded)
 

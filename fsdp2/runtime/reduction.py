@@ -28,7 +28,7 @@ from fsdp2._torch import (
     post_accumulate_grad_hooks,
 )
 from fsdp2.comm.base import Operand, Pending, Scatter, Works
-from fsdp2.comm.scaling import scaling_for
+from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit
 from fsdp2.layout import ShardLayout
@@ -36,6 +36,7 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.gather import named
 from fsdp2.runtime.packing import packed
+from fsdp2.runtime.parameter import Partial
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
@@ -137,11 +138,11 @@ class Reduction:
                 if not streams.lazy:
                     yield  # else compute would wait for each reduce-scatter as soon as it is issued
                 streams.wait(done)
-                self._keep_partial()
+                self._keep_partial(scaling.after_scatter(roles.replicate_size))
                 return
             with streams.all_reducing():
                 streams.wait(done)
-                pending = self._over_replicas(scaling.all_reduce_averages)  # [4]
+                pending = self._over_replicas(scaling)  # [4]
                 if streams.lazy:
                     yield
                 with named("all-reduce", self.fqn, roles.replicate):
@@ -228,20 +229,23 @@ class Reduction:
             scatters.append(Scatter(operand, output[:numel]))
         return scatters
 
-    def _keep_partial(self) -> None:
-        """Add the outputs to what waits for an all-reduce."""
+    def _keep_partial(self, divisor: float) -> None:
+        """Add the outputs to what waits for an all-reduce; `divisor` is what they are still to be divided by."""
         if self._is_abandoned:
             return
         for param, output in zip(self._plan.params, self._outputs(), strict=True):
-            param.partial = output if param.partial is None else param.partial.add_(output)
+            total = output if param.partial is None else param.partial.over(divisor).add_(output)
+            param.partial = Partial(total, divisor)
 
-    def _over_replicas(self, average: bool) -> Pending:
+    def _over_replicas(self, scaling: Scaling) -> Pending:
         """Issue what sums the flat output over the replicas, with what earlier backwards left."""
         assert self._flat is not None
+        average = scaling.all_reduce_averages
         if any(partial is not None for partial in self._partials):
+            divisor = scaling.after_scatter(self.roles.replicate_size)
             for partial, output in zip(self._partials, self._outputs(), strict=True):
                 if partial is not None:
-                    output.add_(partial)
+                    output.add_(partial.over(divisor))
         if self.roles.sharded_replicas:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate

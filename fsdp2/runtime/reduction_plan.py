@@ -8,18 +8,18 @@ import torch
 
 from fsdp2.layout import Lane, choose_lane
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.parameter import ManagedParameter, Partial
 
 __all__ = ["Contribution", "ReductionPlan"]
 
 
 class Contribution(NamedTuple):
     """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
-    left for this all-reduce (1-D, padded), or both."""
+    left for this all-reduce, or both."""
 
     param: ManagedParameter
     grad: torch.Tensor | None
-    partial: torch.Tensor | None
+    partial: Partial | None
 
 
 class ReductionPlan:
