@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.mesh import MeshRoles
-from fsdp2.module import swapped_class
+from fsdp2.module import check_names, swapped_class
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
@@ -161,6 +161,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
         if unit_of(each) is not None:
             raise MisuseError(f"fully_shard: this {type(each).__name__} is sharded already; call it once a module")
+        check_names(each)
     if len({id(each) for each in modules}) != len(modules):
         raise MisuseError("fully_shard: a module stands twice in the list")
     return modules

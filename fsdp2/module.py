@@ -14,6 +14,7 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
+from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime.attach import post_forward, pre_forward
 from fsdp2.runtime.context import Context
@@ -21,12 +22,13 @@ from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.unit import Unit
-from fsdp2.settings import Settings, boolean, unit_in
+from fsdp2.settings import Settings, boolean, change_settings, unit_for, unit_in
 
 __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "UnshardHandle",
+    "check_names",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "swapped_class",
@@ -44,6 +46,26 @@ def swapped_class(original: type) -> type:
         names = {"__module__": original.__module__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
+
+
+def check_names(module: nn.Module) -> None:
+    """`fully_shard` gives names to `module`; none may be one of its own, which would never be called again.
+
+    `_apply` and Python's special methods are no such names: ours call the model's.
+
+    Raises:
+        ArgumentError: the class of `module`, or one that it derives from, has a method or an attribute of such a name;
+            or the module itself has an attribute, a parameter, a buffer or a submodule.
+    """
+    bases = [base for base in type(module).__mro__ if base not in (object, nn.Module, _TorchFSDPModule)]
+    submodules, buffers = module.named_children(), module.named_buffers(recurse=False)
+    own = {*vars(module), *parameter_slots(module), *(name for name, _ in (*submodules, *buffers))}
+    for name in sorted(_given_names & own.union(*map(vars, bases))):
+        owner = next((base.__qualname__ for base in bases if name in vars(base)), f"this {type(module).__qualname__}")
+        raise ArgumentError(
+            f"fully_shard: a sharded module has a method '{name}', which would hide the '{name}' of {owner}. Rename "
+            "that in the model."
+        )
 
 
 class UnshardHandle:
@@ -122,7 +144,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             x = model.layers[0](x)
             handle.wait()
         """
-        unit = self._unit()
+        unit = unit_for(self)
         context = unit.ready_context()
         if not context.schedule.in_root_forward:
             context.follow_compute()
@@ -134,11 +156,11 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
     def reshard(self) -> None:
         """Give back the unsharded parameters of this module's unit. No communication."""
-        self._unit().reshard_all()
+        unit_for(self).reshard_all()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """`to`, `cpu`, `to_empty` and the like act on the sharded parameters."""
-        unit = self._unit()
+        unit = unit_for(self)
         unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
@@ -159,7 +181,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         Raises:
             OrderError: this module is not the root.
         """
-        unit = self._unit()
+        unit = unit_for(self)
         context = unit.context
         if context is None:
             return
@@ -180,10 +202,10 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         Raises:
             OrderError: this module is not the root.
         """
-        unit, context = self._unit(), self._unit().context
+        unit, context = unit_for(self), unit_for(self).context
         if context is not None and not context.is_provisional and context.root is not unit:
             raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
-        self._set(False, manual_finalization=boolean("enable", enable))
+        change_settings(self, False, manual_finalization=boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
         """After the last backward in manual mode: reduce all gradients and reshard. Collective; every rank calls it.
@@ -206,7 +228,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             model.set_requires_gradient_sync(True)
             model.finalize_backward()
         """
-        unit, context = self._unit(), self._unit().context
+        unit, context = unit_for(self), unit_for(self).context
         if context is None:
             if not unit.settings.manual_finalization:
                 raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
@@ -219,7 +241,15 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
     # --- ours --------------------------------------------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
-        return self._unit()
+        return unit_for(self)
+
+
+_given_names = frozenset(
+    name
+    for cls in (FSDPModule, Settings, _TorchFSDPModule)
+    for name in vars(cls)
+    if name != "_apply" and not name.startswith("__")
+)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -1,6 +1,9 @@
 """`Settings`: the setters of `FSDPModule`: when and how a unit gathers and reduces. Layer: module.
 
 What they set are the units' `UnitSettings`, read at the moment when they matter, and the param groups' channels.
+
+The class stands before the model's own in the class of a sharded module, so it has no names but the documented ones:
+any other would hide a method of the model. What the methods share are functions below.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +21,7 @@ from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["Settings", "boolean", "unit_in"]
+__all__ = ["Settings", "boolean", "change_settings", "unit_for", "unit_in"]
 
 
 class Settings:
@@ -28,20 +31,6 @@ class Settings:
     the others act on this module's unit alone.
     """
 
-    def _unit(self) -> Unit:
-        assert isinstance(self, nn.Module)
-        unit = unit_of(self)
-        assert unit is not None
-        return unit
-
-    def _units(self, recurse: bool) -> list[Unit]:
-        assert isinstance(self, nn.Module)
-        return units_below(self) if recurse else [self._unit()]
-
-    def _set(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            unit.settings = replace(unit.settings, **changes)
-
     # --- when to reduce ----------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -50,7 +39,7 @@ class Settings:
         Applies to the whole tree of the root. Set False for all microbatches but the last: reductions are still issued,
         but waited for only in the last; parameters that were prefetched and not used stay for the next backward.
         """
-        unit = self._unit()
+        unit = unit_for(self)
         root = unit if unit.context is None else unit.context.root
         assert isinstance(root, Unit)
         root.settings = replace(root.settings, is_last_backward=boolean("is_last_backward", is_last_backward))
@@ -69,7 +58,7 @@ class Settings:
                 loss(model(batch)).backward()
         """
         sync = boolean("requires_gradient_sync", requires_gradient_sync)
-        self._set(recurse, requires_gradient_sync=sync, requires_all_reduce=sync)
+        change_settings(self, recurse, requires_gradient_sync=sync, requires_all_reduce=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With HSDP, whether backward also reduces over the replicate axis (default True). Recursive.
@@ -77,13 +66,15 @@ class Settings:
         While False, reduce-scattered gradients add up apart from `.grad`; the next backward with True reduces them.
         `set_requires_gradient_sync` sets this as well, so call that one first.
         """
-        self._set(recurse, requires_all_reduce=boolean("requires_all_reduce", requires_all_reduce))
+        change_settings(self, recurse, requires_all_reduce=boolean("requires_all_reduce", requires_all_reduce))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether trainable parameters without a gradient take part in reductions, with zeros (default False).
         Recursive. For models in which ranks use different parameters: all ranks then reduce the same ones, in the same
         order, at the end of backward (so the gradients of the whole unit stay until then)."""
-        self._set(recurse, reduce_unused=boolean("reduce_scatter_unused_params", reduce_scatter_unused_params))
+        change_settings(
+            self, recurse, reduce_unused=boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
@@ -92,13 +83,13 @@ class Settings:
             raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ArgumentError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
-        self._set(recurse, max_input_buffers=max_input_buffers)
+        change_settings(self, recurse, max_input_buffers=max_input_buffers)
 
     # --- how to reduce -----------------------------------------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over all ranks by `factor`, in place of the number of ranks."""
-        self._set(False, gradient_divide_factor=float(factor))
+        change_settings(self, False, gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -106,7 +97,7 @@ class Settings:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let this unit's collectives sum, and divide afterwards, never use a backend's AVG."""
-        self._set(False, force_sum=boolean("enable", enable))
+        change_settings(self, False, force_sum=boolean("enable", enable))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
@@ -119,13 +110,13 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes; or `stream` with a replicate axis.
         """
-        groups = self._groups_of_one_mesh("set_all_reduce_hook")
+        groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
         if stream is not None and any(group.roles.replicate_group is not None for group in groups):
             raise ArgumentError(
                 "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
                 "of the all-reduce. Pass stream=None."
             )
-        self._set(False, all_reduce_hook=(hook, stream))
+        change_settings(self, False, all_reduce_hook=(hook, stream))
 
     # --- how to communicate ------------------------------------------------------------------------------------------
 
@@ -135,7 +126,7 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes.
         """
-        for group in self._groups_of_one_mesh("set_custom_all_gather"):
+        for group in _groups_of_one_mesh(self, "set_custom_all_gather"):
             group.channel.customise(all_gather=comm)
             group.channel_changed()
 
@@ -145,8 +136,8 @@ class Settings:
         Raises:
             ArgumentError: the unit's parameters are on several meshes, or its policy has a `reduce_scatter_dtype`.
         """
-        groups = self._groups_of_one_mesh("set_custom_reduce_scatter")
-        if self._unit().policy.reduce_scatter_dtype is not None:
+        groups = _groups_of_one_mesh(self, "set_custom_reduce_scatter")
+        if unit_for(self).policy.reduce_scatter_dtype is not None:
             raise ArgumentError(
                 "set_custom_reduce_scatter: the unit's reduce_scatter_dtype needs an exchange of our own; leave one out"
             )
@@ -163,7 +154,7 @@ class Settings:
             MisuseError: a custom collective was set before.
         """
         make = GroupMemory if boolean("enable", enable) else None
-        self._use_memory("set_allocate_memory_from_process_group_for_comm", make)
+        _use_memory(self, "set_allocate_memory_from_process_group_for_comm", make)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Let this unit's communication buffers be symmetric memory. Collective.
@@ -173,9 +164,9 @@ class Settings:
             MisuseError: a custom collective was set before.
             ArgumentError: several reductions may be in flight, but there is one buffer; or an unknown `backend`.
         """
-        if self._unit().settings.max_input_buffers > 1:
+        if unit_for(self).settings.max_input_buffers > 1:
             raise ArgumentError("set_symm_mem_for_comm: set_reduce_scatter_max_input_buffers must be 1 with it")
-        self._use_memory("set_symm_mem_for_comm", lambda group, device: SymmetricMemory(group, device, backend))
+        _use_memory(self, "set_symm_mem_for_comm", lambda group, device: SymmetricMemory(group, device, backend))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have a process group of their own (default False). Recursive. On NCCL one group runs
@@ -183,70 +174,46 @@ class Settings:
 
         Collective at the first call for a mesh: it makes the group. Calling it again changes nothing.
         """
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             for group in unit.groups:
                 group.channel.separate_reduce_scatter(boolean("enable", enable))
-
-    def _use_memory(self, call: str, make: Callable[..., Memory] | None) -> None:
-        for group in self._unit().groups:
-            if make is not None and group.channel.has_custom:
-                raise MisuseError(
-                    f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
-                )
-            shard_group = group.roles.shard_group
-            if make is None or shard_group is None:
-                group.channel.use_memory(None, None)
-            else:
-                memory = make(shard_group, group.roles.device)
-                # Rows that are narrower than their sum travel by an exchange of our own.
-                is_flat = self._unit().policy.reduce_scatter_dtype is None
-                group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
-            group.channel_changed()
-
-    def _groups_of_one_mesh(self, call: str) -> list[ParamGroup]:
-        """The unit's groups that have something to gather; it must be clear which mesh is meant."""
-        groups = self._unit().groups
-        meshes = {group.roles.mesh for group in groups}
-        if len(meshes) > 1:
-            raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
-        return [group for group in groups if group.roles.shard_group is not None]
 
     # --- when to reshard and unshard ---------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change the `reshard_after_forward` of `fully_shard`, also what the root chose by itself. Recursive."""
-        self._set(recurse, reshard_after_forward=boolean("reshard_after_forward", reshard_after_forward))
+        change_settings(self, recurse, reshard_after_forward=boolean("reshard_after_forward", reshard_after_forward))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward gives the unsharded parameters back (default True). Recursive. False saves the next
         microbatch's all-gathers for the memory of the whole model."""
-        self._set(recurse, reshard_after_backward=boolean("reshard_after_backward", reshard_after_backward))
+        change_settings(self, recurse, reshard_after_backward=boolean("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward all-gathers this unit's parameters (default True). False for parameters that backward
         does not read, such as those of an embedding; their gradients are reduced all the same."""
-        self._set(False, unshard_in_backward=boolean("unshard_in_backward", unshard_in_backward))
+        change_settings(self, False, unshard_in_backward=boolean("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Unshard `modules`, in this order, as soon as this module's own parameters are there in forward. Issued before
         this module computes, so that they overlap with it. An empty list undoes it."""
-        self._unit().forward_prefetch = [ref(unit_in("set_modules_to_forward_prefetch", m)) for m in modules]
+        unit_for(self).forward_prefetch = [ref(unit_in("set_modules_to_forward_prefetch", m)) for m in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """The same for backward, in place of the unit that ran just before this one in forward. An empty list restores
         that."""
-        self._unit().backward_prefetch = [ref(unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
+        unit_for(self).backward_prefetch = [ref(unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
 
     def set_auto_forward_prefetch(self, enable: bool = True) -> None:
         """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if they ran in
         one order (default False). Set it on the root. Where the order changes it stops at the first difference, and
         takes two equal iterations to begin again; every rank must run the same order, as ever."""
-        self._set(False, predicts_forward=boolean("enable", enable))
+        change_settings(self, False, predicts_forward=boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether resharded parameters keep the memory of the unsharded ones, at its address (default False).
         Recursive. They are gathered again all the same. For CUDA graphs, and to spare the allocator."""
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             frozen = unit.settings.zero is not None and unit.settings.zero.keep_frozen
             for group in unit.groups:
                 is_frozen = frozen and not any(param.sharded.requires_grad for param in group.params)
@@ -256,10 +223,55 @@ class Settings:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next root forward's all-gathers wait for `event` rather than for all work given to the current stream so
         far. Record it right after the optimizer step."""
-        self._unit().ready_context().post_optim_event = event
+        unit_for(self).ready_context().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """For call compatibility: all-gathers are always asynchronous here."""
+
+
+def unit_for(module: object) -> Unit:
+    """The unit of a sharded module, in whose class `Settings` is."""
+    assert isinstance(module, nn.Module)
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _units(module: object, recurse: bool) -> list[Unit]:
+    assert isinstance(module, nn.Module)
+    return units_below(module) if recurse else [unit_for(module)]
+
+
+def change_settings(module: object, recurse: bool, **changes: Any) -> None:
+    """Change fields of `UnitSettings` for the unit of `module`; `recurse`: and for the units below."""
+    for unit in _units(module, recurse):
+        unit.settings = replace(unit.settings, **changes)
+
+
+def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
+    for group in unit_for(module).groups:
+        if make is not None and group.channel.has_custom:
+            raise MisuseError(
+                f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
+            )
+        shard_group = group.roles.shard_group
+        if make is None or shard_group is None:
+            group.channel.use_memory(None, None)
+        else:
+            memory = make(shard_group, group.roles.device)
+            # Rows that are narrower than their sum travel by an exchange of our own.
+            is_flat = unit_for(module).policy.reduce_scatter_dtype is None
+            group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
+        group.channel_changed()
+
+
+def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
+    """The unit's groups that have something to gather; it must be clear which mesh is meant."""
+    groups = unit_for(module).groups
+    meshes = {group.roles.mesh for group in groups}
+    if len(meshes) > 1:
+        raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
+    return [group for group in groups if group.roles.shard_group is not None]
 
 
 def boolean(name: str, value: Any) -> bool:
