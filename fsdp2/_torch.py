@@ -6,6 +6,7 @@ function names the private thing and why no public one serves.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +49,6 @@ __all__ = [
     "foreach_divided",
     "foreach_multiply",
     "foreach_norm",
-    "func_transforms_are_active",
     "grad_of",
     "group_allocates",
     "group_named",
@@ -56,6 +57,7 @@ __all__ = [
     "make_dtensor",
     "make_parameter",
     "make_spec",
+    "outside_transforms",
     "parameter_slots",
     "post_accumulate_grad_hooks",
     "queue_backward_callback",
@@ -74,6 +76,7 @@ __all__ = [
     "subclassed_parameter",
     "symmetric_empty",
     "takes_device",
+    "tensors_have_levels",
     "use_symmetric_memory",
     "version",
     "written_arguments",
@@ -96,6 +99,7 @@ PICKLED_DCP_METADATA = (
 )
 PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
 
+_NOTHING = nullcontext()
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
 
@@ -238,9 +242,15 @@ def backward_is_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def func_transforms_are_active() -> bool:
-    """Whether `torch.func` differentiates now."""
-    return torch._C._are_functorch_transforms_active()
+def tensors_have_levels() -> bool:
+    """Whether `torch.func` transforms what runs now, or forward-mode differentiation is on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Let the block run as if no transform of `torch.func` were active: a tensor that is made within one belongs to it,
+    and is dead once it is over. No public name says so."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
 
 
 def allows_direct_slots(module: nn.Module) -> bool:

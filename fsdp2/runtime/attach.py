@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2._torch import outside_transforms
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
@@ -62,7 +63,8 @@ def pre_forward(
     """The forward pre-hook of a sharded module."""
     unit = _unit(module)
     if unit.context is None or unit.context.is_provisional:
-        become_root(unit)
+        with outside_transforms():
+            become_root(unit)
     return unit.pre_forward(module, args, kwargs)
 
 

@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from fsdp2._torch import backward_is_running, queue_backward_callback
+from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
 from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import UnitSettings
@@ -172,8 +172,9 @@ class Context:
 
     def finish_reductions(self) -> None:
         """Make all sharded gradients complete, and give back what was released."""
-        self.in_flight.finish_all()
-        self.memory.free_all()
+        with outside_transforms():
+            self.in_flight.finish_all()
+            self.memory.free_all()
 
     def finalize(self, is_async: bool) -> Ticket | None:
         """Reduce and reshard what manual backwards left. Returns the ticket for `finish_ticket`, None where nobody has

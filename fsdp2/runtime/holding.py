@@ -10,7 +10,7 @@ from weakref import ref
 
 from torch import nn
 
-from fsdp2._torch import backward_is_running
+from fsdp2._torch import backward_is_running, outside_transforms
 from fsdp2.errors import OrderError
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.param_group import ParamGroup, Phase
@@ -107,16 +107,18 @@ class Holding(ABC):
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
         context = self.ready_context()
         groups = [*self.groups, *self.borrowed] if self.borrowed else self.groups
-        for group in reversed(groups) if prefetching and backward_is_running() else groups:
-            group.users.add(id(self))
-            group.unshard(context.memory, prefetching)
+        with outside_transforms():
+            for group in reversed(groups) if prefetching and backward_is_running() else groups:
+                group.users.add(id(self))
+                group.unshard(context.memory, prefetching)
 
     def wait_for_unshard(self) -> None:
         """Make the parameters usable."""
-        for group in self.groups:
-            group.wait_for_unshard()
-        for group in self.borrowed:
-            group.wait_for_unshard()
+        with outside_transforms():
+            for group in self.groups:
+                group.wait_for_unshard()
+            for group in self.borrowed:
+                group.wait_for_unshard()
 
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
         """Give unsharded parameters back, where no other unit computes with them.
@@ -125,7 +127,9 @@ class Holding(ABC):
             to_smaller: keep a copy on the smaller mesh.
             within_step: the parameters will not change before the next unshard, so inner shards may stay.
         """
-        if self.context is not None:
+        if self.context is None:
+            return
+        with outside_transforms():
             for group in (*self.groups, *self.borrowed):
                 group.users.discard(id(self))
                 if not group.users:

@@ -7,6 +7,13 @@
 
 The hook on an output runs when its gradient is there, before the unit's backward. `_BackwardEnd` passes gradients of
 the inputs through after it. Inputs that need no gradient have no such end; the root's final callback serves instead.
+
+A backward with a graph of its own (``create_graph=True``) can be gone through too. That begins where this one ended, at
+the gradients of the inputs, which therefore get the hook of an output.
+
+Under `torch.func` a tensor is a stack of tensors, one for each transform, and says of the uppermost alone whether it
+requires a gradient; in forward mode it has a tangent with a graph of its own. So the same hooks are functions there,
+which torch applies at every level, to every tensor.
 """
 
 from collections.abc import Callable
@@ -15,73 +22,121 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import base_of, func_transforms_are_active
+from fsdp2._torch import base_of, tensors_have_levels
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
 
+Callback = Callable[[], None]
+
 
 class _BackwardEnd(torch.autograd.Function):
-    """Identity whose backward calls `callback`."""
+    """Identity whose backward calls `end`, and has `begin` called before a backward through itself."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.callback = callback
+    def forward(ctx: Any, end: Callback, begin: Callback, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.end, ctx.begin = end, begin
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.callback()
-        return (None, *grads)
-
-
-class _BackwardEndOfTransforms(torch.autograd.Function):
-    """The same as torch.func asks for it: `setup_context` and `jvp`. Calling it costs four times as much."""
+        ctx.end()
+        if torch.is_grad_enabled():
+            grads = on_backward_begin(ctx.begin, grads)
+        return (None, None, *grads)
 
     @staticmethod
-    def forward(callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def jvp(ctx: Any, _end: None, _begin: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Autograd runs last what was recorded first: all that the unit computes of the tangents comes before this.
+        # What autograd is given must not be what it gave.
+        views = tuple(tangent.view_as(tangent) for tangent in tangents)
+        return on_backward_end(ctx.end, ctx.begin, views, {})[0]
+
+
+class _BackwardEndOfLevels(torch.autograd.Function):
+    """The same as torch.func asks for it. Calling it costs four times as much."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(end: Callback, begin: Callback, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.callback = inputs[0]
+        ctx.end, ctx.begin = inputs[:2]
+
+    backward = _BackwardEnd.backward
+
+    jvp = _BackwardEnd.jvp
+
+
+class _BackwardBeginOfLevels(torch.autograd.Function):
+    """Identity whose backward calls `begin` first."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.callback()
-        return (None, *grads)
+    def forward(begin: Callback, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
 
     @staticmethod
-    def jvp(ctx: Any, _callback: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tangent.view_as(tangent) for tangent in tangents)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.begin = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.begin()
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _begin: None, tangent: Any) -> Any:
+        return on_backward_begin(ctx.begin, tangent)
 
 
 def on_backward_end(
-    callback: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a forward, such that `callback` runs when backward has come through all of them."""
-    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if tensor.requires_grad]
+    """The inputs of a forward, such that `end` runs when backward has come through all of them, and `begin` when a
+    backward through that backward comes to them."""
+    levels = tensors_have_levels()
+    matters = _is_differentiable if levels else _requires_grad
+    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if matters(tensor)]
     if not tensors:
         return args, kwargs
-    function: Any = _BackwardEndOfTransforms if func_transforms_are_active() else _BackwardEnd
-    wrapped = iter(function.apply(callback, *tensors))
+    function: Any = _BackwardEndOfLevels if levels else _BackwardEnd
+    wrapped = iter(function.apply(end, begin, *tensors))
     if not kwargs and len(args) == 1 and args[0] is tensors[0]:
         return (next(wrapped),), kwargs
-    return map_tensors(lambda tensor: next(wrapped) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
+    return map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def on_backward_begin(callback: Callable[[torch.Tensor], None], output: Any) -> None:
-    """Run `callback` in backward when the gradient of a tensor in `output` is there; once for each tensor."""
+def on_backward_begin(callback: Callback, output: Any) -> Any:
+    """`output`, such that `callback` runs in backward when the gradient of a tensor in it is there; once for each."""
+    if tensors_have_levels():
+        begin: Any = _BackwardBeginOfLevels.apply
+        return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
     for tensor in tensors_in(output):
         # A parameter that is returned as it is has no backward of its own, and would keep the hook for life.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-            tensor.register_hook(callback)
+            tensor.register_hook(lambda _grad: callback())
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             if node is not None:
                 # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
                 # remains in the graph.
-                node.register_prehook(lambda grads: callback(grads[0]))
+                node.register_prehook(lambda _grads: callback())
+    return output
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether some level of `tensor` may require a gradient."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not isinstance(tensor, nn.Parameter)
 
 
 def cast_floating(dtype: torch.dtype | None, value: Any) -> Any:

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running
+from fsdp2._torch import backward_is_running, outside_transforms
 from fsdp2.errors import OrderError
 from fsdp2.events import emit
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
@@ -158,7 +158,7 @@ class Unit(Holding):
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
-            args, kwargs = on_backward_end(self.post_backward, args, kwargs)
+            args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
         return args, kwargs
 
     def _prefetch_in_forward(self, context: Context) -> None:
@@ -175,7 +175,7 @@ class Unit(Holding):
         self._to_run.discard(id(module))
         if not self._to_run:
             emit("post_forward", self.fqn)
-        self._hook_backward(output)
+        output = self._hook_backward(output)
         if not self._to_run:
             self._move(Stage.IDLE)
             if backward_is_running():
@@ -208,14 +208,14 @@ class Unit(Holding):
             self._move(Stage.IDLE)
             self._reshard_after_forward()
 
-    def _hook_backward(self, output: Any) -> None:
+    def _hook_backward(self, output: Any) -> Any:
         if not torch.is_grad_enabled():
-            return
+            return output
         assert self.context is not None
         order, position = None, -1
         if self.groups:
             order, position = self.context.schedule.finished(self)
-        on_backward_begin(lambda _grad: self.pre_backward(order, position), output)
+        return on_backward_begin(lambda: self.pre_backward(order, position), output)
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Inputs on the accelerator. On the CPU they are there."""
@@ -244,6 +244,10 @@ class Unit(Holding):
                 if unit.settings.unshard_in_backward:
                     unit.unshard(prefetching=True)
 
+    def _pre_backward_again(self) -> None:
+        """A backward comes to what an earlier one computed in this unit."""
+        self.pre_backward(None, -1)
+
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient: their reduction can start before backward is through
         with the unit. Not where another rank may lack some: then all ranks start at the same place, the end."""
@@ -256,7 +260,8 @@ class Unit(Holding):
         assert self.context is not None
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
-        self.context.in_flight.start(group.gradients.take(settings, at_end, self.context.streams, self.fqn))
+        with outside_transforms():
+            self.context.in_flight.start(group.gradients.take(settings, at_end, self.context.streams, self.fqn))
 
     def post_backward(self) -> None:
         """Backward is through with the unit, at least for now: reshard, reduce what was not."""
