@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,23 @@ def test_lower_precision_parameters_with_state_in_fp32(rank: int, world_size: in
         assert_same(name, other_optimizer.state[param], expected[name])
 
 
+@on_ranks(1, 2)
+def test_values_that_are_equal_and_not_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
+    """States were merged if Python called them equal, so that of 1, 1.0 and True each became the first."""
+    values = [1, 1.0, True, 0.0, -0.0, False, math.nan, collections.Counter(a=1), {"a": 1}]
+    params = nn.ParameterDict({f"p{index}": nn.Parameter(torch.ones(2)) for index in range(len(values))})
+    optimizer = torch.optim.SGD(
+        [{"params": [param], "nesterov": value} for param, value in zip(params.values(), values, strict=True)]
+    )
+    for param, value in zip(params.values(), values, strict=True):
+        optimizer.state[param] = {"value": value}
+    fc.save(tmp_path / "a", model=params, optimizer=optimizer)
+    again = torch.optim.SGD([{"params": [param]} for param in params.values()])
+    fc.load(tmp_path / "a", model=params, optimizer=again)
+    assert [repr(again.state[param]["value"]) for param in params.values()] == [*map(repr, values)]
+    assert [repr(group["nesterov"]) for group in again.param_groups] == [*map(repr, values)]
+
+
 # --- param groups -----------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +331,33 @@ def test_learning_rate_as_tensor_and_schedulers(rank: int, world_size: int, tmp_
     assert steps(other, other_optimizer, other_scheduler, 3, 4) == expected
     for (fqn, param), source in zip(other.named_parameters(), model.parameters(), strict=True):
         assert_bits(fqn, param, source)
+
+
+@on_ranks(2)
+def test_options_of_a_group_without_parameters(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A group whose parameters are not unfrozen yet has a learning rate too, and a schedule that set it."""
+    model = build()
+
+    def make(model: nn.Module, *rates: float, first: bool = True) -> torch.optim.Optimizer:
+        params = list(model.parameters())
+        groups = [{"params": params if (index == 0) is first else [], "lr": lr} for index, lr in enumerate(rates)]
+        return torch.optim.AdamW(groups)
+
+    optimizer = make(model, 0.01, 0.25)
+    train(model, optimizer, rank, 0)
+    fc.save(tmp_path / "a", model=model, optimizer=optimizer)
+    other = build()
+    for first in (True, False):
+        again = make(other, 7.0, 7.0, first=first)
+        fc.load(tmp_path / "a", model=other, optimizer=again)
+        assert [group["lr"] for group in again.param_groups] == ([0.01, 0.25] if first else [0.25, 0.01])
+    fc.load(tmp_path / "a", model=other, optimizer=make(other, 7.0))
+    fc.save(tmp_path / "b", model=model, optimizer=make(model, 0.01, 0.25, 0.5))
+    again = make(other, 7.0, 7.0)
+    with pytest.raises(MismatchError, match="param group 1"):
+        fc.load(tmp_path / "b", model=other, optimizer=again)
+    fc.load(tmp_path / "b", model=other, optimizer=again, strict=False)
+    assert [group["lr"] for group in again.param_groups] == [0.01, 7.0]
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ class Manifest:
                 if (
                     share["key"] != key
                     or "json" not in share
+                    or not isinstance(share["ranks"], list)
                     or not all(0 <= rank < extra_world for rank in share["ranks"])
                 ):
                     raise CorruptError(f"{file}: the extra state '{key}' is not in order")

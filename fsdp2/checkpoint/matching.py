@@ -238,8 +238,8 @@ class Matching:
             ranks_of(model.parameters() if model else (), self.world),
         )
         target.prepare(self.catalog.values.get(section, []), stored)
-        self.missing += [f"optimizer state of '{fqn}'" for fqn in target.missing]
-        self.unexpected += [f"optimizer state of '{fqn}'" for fqn in target.unexpected]
+        self.missing += target.missing
+        self.unexpected += target.unexpected
         self.unexpected += [target.stranger] if target.stranger else []
         for name, entry in target.entries.items():
             self._need(section, from_stored(name), entry)

@@ -25,7 +25,7 @@ from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.state import Entry, State, World, check_name, checked, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.tiling import tiling_from
-from fsdp2.checkpoint.tree import at_path, decode, encode
+from fsdp2.checkpoint.tree import at_path, canonical, decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
@@ -77,7 +77,8 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
     assert model is not None
     ranks = ranks_of(model.parameters(), world)
     state = State()
-    forms: list[Any] = []
+    forms: dict[str, Any] = {}
+    numbers: dict[str, int] = {}
     states: dict[str, int] = {}
     for param, fqn in names.items():
         if param not in optimizer.state:
@@ -85,9 +86,9 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
         form = encode(
             dict(optimizer.state[param]), _noting(param, fqn, state, world, ranks), f"optimizer state of '{fqn}'"
         )
-        if form not in forms:
-            forms.append(form)
-        states[fqn] = forms.index(form)
+        text = canonical(form)
+        forms.setdefault(text, form)
+        states[fqn] = numbers.setdefault(text, len(numbers))
     other: dict[Any, Any] = dict(optimizer.state)
     empty: tuple[Any, ...] = (None, {}, [], ())
     rest = [
@@ -103,7 +104,7 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
         )
     state.values = {
         "kind": _kinds(optimizer)[0],
-        "forms": forms,
+        "forms": list(forms.values()),
         "states": states,
         "groups": [_group(group, names) for group in optimizer.param_groups],
     }
@@ -187,8 +188,8 @@ class OptimizerTarget:
 
     Attributes:
         ranks: those that have the model.
-        missing: parameters of which nothing is stored, with their names.
-        unexpected: stored states of which no parameter is here.
+        missing: what is here and not stored, in words.
+        unexpected: what is stored and not here, in words.
         stranger: another kind of optimizer saved it, in words; "" if not.
     """
 
@@ -216,14 +217,13 @@ class OptimizerTarget:
         """
         try:
             forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
-            options = {
-                fqn: dict(group["options"]) for table in tables for group in table["groups"] for fqn in group["params"]
-            }
+            saved = [[(list(group["params"]), dict(group["options"])) for group in table["groups"]] for table in tables]
+            options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CorruptError(f"the optimizer's part of the manifest is not in order ({error!r})") from error
         known = set(self.names.values())
-        self.missing = sorted(fqn for fqn in known if fqn not in options)
-        self.unexpected = sorted(fqn for fqn in options if fqn not in known)
+        self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
+        self.unexpected = [f"optimizer state of '{fqn}'" for fqn in sorted(options.keys() - known)]
         self._fresh = [param for param, fqn in self.names.items() if fqn in options and fqn not in forms]
         for param, fqn in self.names.items():
             if fqn in forms:
@@ -233,6 +233,7 @@ class OptimizerTarget:
                     raise CorruptError(f"{what} is no dict")
         self.stranger = self._stranger({str(table.get("kind") or "") for table in tables} - {""})
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
+        self._ask_empty_groups(saved, known)
 
     def _stranger(self, kinds: set[str]) -> str:
         """Another optimizer's state is good for nothing, unless it has the same parts (AdamW's and Adam's).
@@ -264,12 +265,32 @@ class OptimizerTarget:
             (self.names[param], options[self.names[param]]) for param in group["params"] if self.names[param] in options
         ]
         for fqn, other in found[1:]:
-            if other != found[0][1]:
+            if canonical(dict(sorted(other.items()))) != canonical(dict(sorted(found[0][1].items()))):
                 raise MismatchError(
                     f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "
                     f"options ({found[0][1]} and {other}). Make the param groups as they were."
                 )
         return dict(found[0][1]) if found else {}
+
+    def _ask_empty_groups(self, saved: Sequence[Sequence[tuple[list[str], dict[str, Any]]]], known: set[str]) -> None:
+        """The options of groups without parameters (all frozen, or all on other pipeline stages), which have no names
+        to be found by: they are, in their order, the saved groups of which no parameter is here.
+
+        Args:
+            saved: of each table, (parameters, options) of its groups.
+            known: the parameters that are here.
+        """
+        empty = [index for index, group in enumerate(self.optimizer.param_groups) if not group["params"]]
+        rest = [[options for params, options in groups if not known.intersection(params)] for groups in saved]
+        fitting = {canonical(found): found for found in rest if len(found) == len(empty)}
+        if len(fitting) == 1:
+            for index, options in zip(empty, *fitting.values(), strict=True):
+                self._options[index] = options
+        elif empty and any(not params for groups in saved for params, _ in groups):
+            self.missing += [
+                f"options of param group {index}, which has no parameters: which of the saved ones it is cannot be told"
+                for index in empty
+            ]
 
     def _making(
         self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None

@@ -6,21 +6,24 @@ JSON values are themselves. What JSON cannot say is an object with the one key t
     {"$float": "nan"}        also "inf", "-inf"
     {"$tuple": [...]}        {"$bytes": base64}
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
+    {"$counter": [{...}]}    and other containers; numbers of NumPy: see `containers.py`
 """
 
 import base64
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 
+from fsdp2.checkpoint.containers import KINDS, kind_of
 from fsdp2.errors import ArgumentError, CorruptError
 
-__all__ = ["Leaf", "at_path", "decode", "encode"]
+__all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]
 
-MAX_DEPTH = 40  # each level takes one to three of JSON; what is too deep for that is refused at the commit
+MAX_DEPTH = 40  # each level takes one to six of JSON; what is too deep for that is refused at the commit
 
 # Given a tensor and its path in the tree: what stands for it in the JSON, besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -39,7 +42,7 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
 
     def inner(key: object, item: Any) -> Any:
         # The keys 1 and "1" are two.
-        text = f"{type(key).__name__}:{key}" if isinstance(value, Mapping) and not isinstance(key, str) else str(key)
+        text = f"{type(key).__name__}:{key}" if isinstance(value, dict) and not isinstance(key, str) else str(key)
         part = quote(text, safe="").replace(".", "%2E")
         return encode(item, leaf, where, f"{path}/{part}" if path else part)
 
@@ -53,29 +56,39 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
         return {"$tensor": path, **leaf(path, value)}
     elif type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    elif isinstance(value, bytes):
+    elif type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     elif type(value) is list:
         return [inner(index, item) for index, item in enumerate(value)]
-    elif isinstance(value, tuple):
+    elif type(value) is tuple:
         return {"$tuple": [inner(index, item) for index, item in enumerate(value)]}
-    elif isinstance(value, Mapping):
+    elif type(value) is dict:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: inner(key, item) for key, item in value.items()}
         return {"$dict": [[encode(key, leaf, where, path), inner(key, item)] for key, item in value.items()]}
+    elif kind := kind_of(value):
+        return {kind.name: [*kind.head(value), encode(kind.body(value), leaf, where, path)]}
     at = f" at '{path}'" if path else ""
     raise ArgumentError(
-        f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, lists, tuples and dicts of them, and got "
+        f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, and lists, tuples and dicts of them "
+        f"(OrderedDict, Counter, named tuples, torch.Size, defaultdict of a builtin type too), and got "
         f"{type(value).__module__}.{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
     )
+
+
+def canonical(form: Any) -> str:
+    """A text that is the same for the same encoded state, and only for it: 1, 1.0 and True are equal to Python, and
+    -0.0 and 0.0 too."""
+    return json.dumps(form)
 
 
 def at_path(value: Any, path: str) -> Any:
     """What is at a path (``"a/0/b"``) of nested state; None if there is nothing."""
     for part in path.split("/") if path else ():
         try:
-            value = value[int(part)] if isinstance(value, (list, tuple)) else value[unquote(part)]
-        except (KeyError, IndexError, ValueError, TypeError):
+            # `get`: a defaultdict would make what it does not have.
+            value = value[int(part)] if isinstance(value, (list, tuple)) else value.get(unquote(part))
+        except (AttributeError, IndexError, ValueError, TypeError):
             return None
     return value
 
@@ -109,6 +122,9 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
             return tuple(decode(item, tensor, where) for item in content)
         if kind == "$dict":
             return {decode(key, tensor, where): decode(item, tensor, where) for key, item in content}
-    except (TypeError, ValueError) as error:
+        if kind in KINDS:
+            *head, body = content
+            return KINDS[kind].build(head, decode(body, tensor, where))
+    except (TypeError, ValueError, OverflowError) as error:
         raise CorruptError(f"{where}: {kind} with {str(content)[:80]!r} ({error})") from error
     raise CorruptError(f"{where}: unknown kind of value {kind[:80]!r}")

@@ -13,7 +13,7 @@ import torch
 
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import name_of
-from fsdp2.checkpoint.tree import encode
+from fsdp2.checkpoint.tree import canonical, encode
 from fsdp2.errors import ArgumentError, MismatchError
 
 __all__ = [
@@ -224,22 +224,19 @@ class ForeignOptimizer:
                 self._options.setdefault(str(fqn), {})
                 for name, value in own.items():
                     self.add_option(str(fqn), name, value)
-        forms: list[Any] = []
+        forms: dict[str, Any] = {}
+        numbers: dict[str, int] = {}
         states = {}
         for fqn, items in self._states.items():
             form = _form(items, shapes.get(fqn))
-            if form not in forms:
-                forms.append(form)
-            states[fqn] = forms.index(form)
-        groups: list[dict[str, Any]] = []
+            forms.setdefault(canonical(form), form)
+            states[fqn] = numbers.setdefault(canonical(form), len(numbers))
+        groups: dict[str, dict[str, Any]] = {}
         for fqn in [*self._options, *(fqn for fqn in self._states if fqn not in self._options)]:
             options = encoded(self._options.get(fqn, {}))
-            same = next((group for group in groups if group["options"] == options), None)
-            if same is None:
-                groups.append({"params": [fqn], "options": options})
-            else:
-                same["params"].append(fqn)
-        return {"kind": "", "forms": forms, "states": states, "groups": groups}
+            group = groups.setdefault(canonical(options), {"params": [], "options": options})
+            group["params"].append(fqn)
+        return {"kind": "", "forms": list(forms.values()), "states": states, "groups": list(groups.values())}
 
 
 def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
