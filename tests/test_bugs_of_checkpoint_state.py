@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2 import ArgumentError, CheckpointError, MismatchError, checkpoint, fully_shard, local_optimizer
@@ -110,30 +112,94 @@ def stepped(kind: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def test_the_state_of_another_optimizer(tmp_path: Path) -> None:
-    """It was accepted, and the next step ended with a KeyError."""
-    model, optimizer = stepped(torch.optim.SGD, momentum=0.9)
-    checkpoint.save(tmp_path / "sgd", model=model, optimizer=optimizer)
-    other, adamw = stepped(torch.optim.AdamW)
-    with pytest.raises(MismatchError, match="optimizer state of SGD, and this is AdamW"):
-        checkpoint.load(tmp_path / "sgd", model=other, optimizer=adamw)
-    with pytest.warns(UserWarning, match=r"saved by SGD is given to AdamW.*momentum_buffer"):
-        checkpoint.load(tmp_path / "sgd", model=model, optimizer=torch.optim.AdamW(model.parameters()))
+FAMILY: dict[str, Any] = {
+    "SGD": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "Adam": torch.optim.Adam,
+    "decoupled": partial(torch.optim.Adam, decoupled_weight_decay=True),
+    "AdamW": torch.optim.AdamW,
+    "local": partial(local_optimizer, torch.optim.AdamW),
+    "RAdam": torch.optim.RAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+}
+ALIKE = [{"SGD", "momentum"}, {"AdamW", "local", "decoupled"}, {"Adam", "decoupled"}]
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, partial(local_optimizer, torch.optim.AdamW)])
-def test_the_state_of_an_optimizer_of_the_same_kind(make: Any, tmp_path: Path) -> None:
-    """Adam and AdamW have the same; `local_optimizer` is no other kind."""
-    model, optimizer = stepped(make)
+@pytest.mark.parametrize("saved", FAMILY)
+def test_the_state_of_another_optimizer(saved: str, tmp_path: Path) -> None:
+    """It was accepted: with a warning and a KeyError in the next step if the optimizer was new, as after every restart,
+    and without either where the other one (SGD) needs nothing. It is a mismatch, with ``strict=False`` too: what has
+    the same parts and goes by the same rule is no other optimizer."""
+    model, optimizer = stepped(FAMILY[saved])
     checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
-    other, adamw = stepped(torch.optim.AdamW)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not checkpoint.load(tmp_path / "a", model=other, optimizer=adamw).unexpected
-        if make is not torch.optim.Adam:
-            checkpoint.load(tmp_path / "a", model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    for name, make in FAMILY.items():
+        for target in (make(nn.Linear(3, 3).parameters(), lr=0.1), stepped(make)[1]):
+            owner = nn.Linear(3, 3)
+            owner.weight, owner.bias = target.param_groups[0]["params"]
+            if name == saved or any({name, saved} <= alike for alike in ALIKE):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    checkpoint.load(tmp_path / "a", model=owner, optimizer=target)
+                for param in owner.parameters():
+                    param.grad = torch.ones_like(param)
+                target.step()
+            else:
+                with pytest.raises(
+                    MismatchError, match=f"optimizer state of .*this is {type(target).__name__.removeprefix('Local')}"
+                ):
+                    checkpoint.load(tmp_path / "a", model=owner, optimizer=target, strict=False)
     kind = checkpoint.describe(tmp_path / "a").optimizer
-    assert kind == ("Adam" if make is torch.optim.Adam else "AdamW")
+    assert kind == {"momentum": "SGD", "decoupled": "Adam", "local": "AdamW"}.get(saved, saved)
+
+
+class Lion(torch.optim.Optimizer):
+    """Of another library: which parts its state has shows at the first step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                param -= group["lr"] * state["momentum"].sign()
+
+
+class Tiger(Lion):
+    """A subclass may use what its base saved."""
+
+
+class Panther(torch.optim.Optimizer):
+    """The same options as Lion, and what else, nobody knows before a step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+
+def test_the_state_of_an_optimizer_of_another_library(tmp_path: Path) -> None:
+    model, optimizer = stepped(Lion)
+    checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path / "a", model=model, optimizer=Tiger(model.parameters()))
+    with pytest.warns(UserWarning, match=r"saved by Lion is given to Panther.*momentum"):
+        checkpoint.load(tmp_path / "a", model=model, optimizer=Panther(model.parameters()))
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(MismatchError, match="optimizer state of Lion"):
+            checkpoint.load(tmp_path / "a", model=model, optimizer=kind(model.parameters()))
+
+
+def test_the_state_of_another_optimizer_in_a_folder_of_torch(tmp_path: Path) -> None:
+    """DCP does not say which optimizer it was. What torch's keep is known."""
+    model, optimizer = stepped(torch.optim.SGD, momentum=0.9)
+    names = ("model", "optimizer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has some about one process
+        dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=tmp_path / "a")
+    checkpoint.load(tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9))
+    with pytest.raises(MismatchError, match="this is AdamW: the saved one keeps momentum_buffer"):
+        checkpoint.load(tmp_path / "a", model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.mark.parametrize("value", [0.0, torch.zeros(2), {"a": 1}], ids=repr)

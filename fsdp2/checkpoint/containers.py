@@ -138,7 +138,7 @@ KINDS = {
         Kind("$numpy", lambda value: [value.dtype.name], lambda value: value.item(), _number),
     )
 }
-_BY_TYPE = {
+_BY_TYPE: dict[type, Kind] = {
     OrderedDict: KINDS["$ordered"],
     Counter: KINDS["$counter"],
     defaultdict: KINDS["$default"],

@@ -240,7 +240,7 @@ class Matching:
         target.prepare(self.catalog.values.get(section, []), stored)
         self.missing += target.missing
         self.unexpected += target.unexpected
-        self.unexpected += [target.stranger] if target.stranger else []
+        self.mismatches += [target.stranger] if target.stranger else []
         for name, entry in target.entries.items():
             self._need(section, from_stored(name), entry)
         self._finish.append(target.finish)

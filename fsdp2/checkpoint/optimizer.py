@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.optimizer_kinds import kinds_of, stranger, unsure
 from fsdp2.checkpoint.state import Entry, State, World, check_name, checked, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.tiling import tiling_from
 from fsdp2.checkpoint.tree import at_path, canonical, decode, encode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
-from fsdp2.optim.local import LocalOptimizer
 
 __all__ = ["OptimizerTarget", "optimizer_state"]
 
@@ -103,17 +103,12 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
             "under. Keep it in the options of a group, or save it as extra=."
         )
     state.values = {
-        "kind": _kinds(optimizer)[0],
+        "kind": kinds_of(optimizer)[0],
         "forms": list(forms.values()),
         "states": states,
         "groups": [_group(group, names) for group in optimizer.param_groups],
     }
     return state
-
-
-def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimizer is, as users call it, and what that derives from."""
-    return [cls.__name__ for cls in type(optimizer).__mro__ if not issubclass(cls, LocalOptimizer)]
 
 
 def _noting(
@@ -231,34 +226,13 @@ class OptimizerTarget:
                 self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is no dict")
-        self.stranger = self._stranger({str(table.get("kind") or "") for table in tables} - {""})
+        kinds = {str(table.get("kind") or "") for table in tables} - {""}
+        pairs = [(self.optimizer.state.get(param) or (), state) for param, state in self._states.items()]
+        self.stranger = stranger(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
+        if not self.stranger and (doubt := unsure(self.optimizer, kinds, pairs)):
+            warnings.warn(doubt, stacklevel=5)
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
         self._ask_empty_groups(saved, known)
-
-    def _stranger(self, kinds: set[str]) -> str:
-        """Another optimizer's state is good for nothing, unless it has the same parts (AdamW's and Adam's).
-
-        Args:
-            kinds: of the optimizers that saved.
-
-        Returns:
-            "", or what is wrong, in words.
-        """
-        others = sorted(kinds - {*_kinds(self.optimizer)})
-        if not others or not self._states:
-            return ""
-        saved, here = ", ".join(others), type(self.optimizer).__name__
-        pairs = [(self.optimizer.state.get(param) or {}, state) for param, state in self._states.items()]
-        if any(now and now.keys() != state.keys() for now, state in pairs):
-            return f"optimizer state of {saved}, and this is {here}, whose state has other parts"
-        if not any(now for now, _ in pairs):
-            parts = sorted({part for _, state in pairs for part in state})
-            warnings.warn(
-                f"optimizer state saved by {saved} is given to {here}, which has made no step yet, so whether it can "
-                f"use {parts} is not known. Leave optimizer= out to begin with a fresh state.",
-                stacklevel=6,
-            )
-        return ""
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         found = [

@@ -1,0 +1,117 @@
+"""Whether the state of one optimizer is any good for another. Pure: names in, words out.
+
+SGD's momentum in AdamW, or AdamW's moments in SGD, is no training that goes on: it is another one, or a `KeyError` at
+the first step. Adam's and AdamW's states have the same parts; which of the two rules applies is an option, and options
+come back too: AdamW's would make AdamW of an Adam.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsdp2.optim.local import LocalOptimizer
+
+__all__ = ["kinds_of", "stranger", "unsure"]
+
+# Of torch's optimizers: what each keeps of every parameter, and what it keeps if its options say so.
+PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    kind: (frozenset(always.split()), frozenset(sometimes.split()))
+    for kind, always, sometimes in (
+        ("ASGD", "step eta mu ax", ""),
+        ("Adadelta", "step square_avg acc_delta", ""),
+        ("Adafactor", "step", "row_var col_var variance"),
+        ("Adagrad", "step sum", ""),
+        ("Adam", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
+        ("AdamW", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
+        ("Adamax", "step exp_avg exp_inf", ""),
+        ("Muon", "momentum_buffer", ""),
+        ("NAdam", "step exp_avg exp_avg_sq mu_product", ""),
+        ("RAdam", "step exp_avg exp_avg_sq", ""),
+        ("RMSprop", "step square_avg", "momentum_buffer grad_avg"),
+        ("Rprop", "step prev step_size", ""),
+        ("SGD", "", "momentum_buffer"),
+        ("SparseAdam", "step exp_avg exp_avg_sq", ""),
+    )
+}
+# Options that say by which rule the state is used.
+RULES = ("decoupled_weight_decay",)
+# Options that schedulers add to the groups.
+SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What an optimizer is, as users call it, and what that derives from."""
+    return [cls.__name__ for cls in _classes(optimizer)]
+
+
+def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
+    return [cls for cls in type(optimizer).__mro__ if not issubclass(cls, LocalOptimizer)]
+
+
+def stranger(
+    optimizer: torch.optim.Optimizer,
+    saved: Iterable[str],
+    states: Iterable[tuple[Collection[str], Collection[str]]],
+    options: Sequence[Mapping[str, Any]],
+) -> str:
+    """What is wrong with a state that is to be the optimizer's; "" for nothing.
+
+    Args:
+        saved: the kinds of the optimizers that saved it; none if that is unknown.
+        states: for each parameter, the parts of the state that it has here (none before the first step), and of the
+            saved one.
+        options: of the saved param groups.
+    """
+    own, *bases = kinds_of(optimizer)
+    others = sorted({*saved} - {own})
+    known = PARTS.get(own) if _classes(optimizer)[0].__module__.startswith("torch.optim.") else None
+    if (others or not [*saved]) and known is not None:
+        for _, parts in states:
+            if not known[0] <= {*parts} <= known[0] | known[1]:
+                return _words(
+                    others, own, f"keeps {_list(parts)} of a parameter", f"keeps {_list(known[0] | known[1])}"
+                )
+    if not others:
+        return ""
+    for now, parts in states:
+        if now and {*now} != {*parts}:
+            return _words(others, own, f"keeps {_list(parts)} of a parameter", f"has {_list(now)}")
+    for group in options:
+        names = {*group} - SCHEDULED
+        if names != {*optimizer.defaults} and not {*others} <= {*bases}:
+            return _words(others, own, f"has the options {_list(names)}", f"has {_list(optimizer.defaults)}")
+        for rule in RULES:
+            if group.get(rule) != optimizer.defaults.get(rule):
+                what = [f"has {rule}={each.get(rule)!r}" for each in (group, optimizer.defaults)]
+                return _words(others, own, *what)
+    return ""
+
+
+def unsure(
+    optimizer: torch.optim.Optimizer, saved: Iterable[str], states: Iterable[tuple[Collection[str], Collection[str]]]
+) -> str:
+    """A warning for what cannot be known: an optimizer of another library, which has made no step yet, with the options
+    of the one that saved; "" for none."""
+    own, *bases = kinds_of(optimizer)
+    others = sorted({*saved} - {own, *bases})
+    pairs = [*states]
+    if not others or own in PARTS or not pairs or any(now for now, _ in pairs):
+        return ""
+    return (
+        f"optimizer state saved by {', '.join(others)} is given to {own}, which has made no step yet, so whether it "
+        f"can use {_list({part for _, parts in pairs for part in parts})} is not known. Leave optimizer= out to begin "
+        "with a fresh state."
+    )
+
+
+def _words(others: Sequence[str], own: str, saved: str, here: str) -> str:
+    who = ", ".join(others) or "another optimizer"
+    return (
+        f"optimizer state of {who}, and this is {own}: the saved one {saved}, this one {here}. Leave optimizer= out to "
+        "begin with a fresh state."
+    )
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
