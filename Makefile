@@ -2,6 +2,7 @@
 # make lint     ruff and mypy alone                                make test-all  these and the exhaustive tests
 # make docs     the API reference, from the docstrings             make bench     a short version of every benchmark, and figures
 # make fuzz     ten minutes of hostile checkpoints
+# make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-clients   torchtitan, Accelerate, transformers, peft, torchao, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
@@ -19,7 +20,7 @@ CLIENTS   := .venv-clients
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-clients lint bench docs fuzz clean
+.PHONY: train test test-all test-clients lint bench docs fuzz fuzz-runtime clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -64,6 +65,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz_checkpoint --seconds 600 $(ARGS)
+
+fuzz-runtime: $(INSTALLED)
+	$(BIN)/python -m tests.differential --shrink 60 --keep found $(ARGS)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_api.py > docs/api.md

@@ -1,0 +1,163 @@
+"""What is compared after every action, and how closely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.differential.program import Program
+
+if TYPE_CHECKING:
+    from tests.differential.one_process import OneProcess
+
+__all__ = ["Observation", "Seen", "compare", "compare_with_whole"]
+
+Seen = tuple[str, str]  # what kind of difference, and where
+
+
+@dataclass
+class Observation:
+    """What a program can see of a side after an action."""
+
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    values: dict[str, Tensor]
+    flags: dict[str, bool]
+    rng: Tensor
+
+
+def compare(ours: Observation, theirs: Observation, program: Program) -> Seen | None:
+    """The first difference between fsdp2 and torch."""
+    if ours.values.keys() != theirs.values.keys():
+        return "loss", f"fsdp2 has {sorted(ours.values)}, torch {sorted(theirs.values)}"
+    for name, value in theirs.values.items():
+        if text := _values(ours.values[name], value, program):
+            return "loss", f"{name}: {text}"
+    if ours.params.keys() != theirs.params.keys():
+        return "form", f"names: {sorted(ours.params)} and {sorted(theirs.params)}"
+    for name, param in theirs.params.items():
+        if seen := _params(name, ours.params[name], param, program):
+            return seen
+    for name, buffer in theirs.buffers.items():
+        if text := _values(ours.buffers[name], buffer, program):
+            return "buffer", f"{name}: {text}"
+    if ours.flags != theirs.flags:
+        return "flag", f"training: {ours.flags} and {theirs.flags}"
+    if not torch.equal(ours.rng, theirs.rng):
+        return "rng", "the random states differ"
+    return None
+
+
+def _params(name: str, ours: nn.Parameter, theirs: nn.Parameter, program: Program) -> Seen | None:
+    if isinstance(ours, DTensor) != isinstance(theirs, DTensor):
+        return "form", f"{name}: fsdp2 has a {type(ours).__name__}, torch a {type(theirs).__name__}"
+    if ours.requires_grad != theirs.requires_grad:
+        return "flag", f"{name}.requires_grad: fsdp2 {ours.requires_grad}, torch {theirs.requires_grad}"
+    if text := _values(ours, theirs, program):
+        return "param", f"{name}: {text}"
+    if (ours.grad is None) != (theirs.grad is None):
+        have = {True: "None", False: "a gradient"}
+        return "grad", f"{name}.grad: fsdp2 has {have[ours.grad is None]}, torch {have[theirs.grad is None]}"
+    if ours.grad is not None and theirs.grad is not None and (text := _values(ours.grad, theirs.grad, program)):
+        return "grad", f"{name}.grad: {text}"
+    return None
+
+
+def _values(ours: Tensor, theirs: Tensor, program: Program) -> str:
+    if ours.dtype != theirs.dtype:
+        return f"fsdp2 has {ours.dtype}, torch {theirs.dtype}"
+    if ours.shape != theirs.shape:
+        return f"fsdp2 has {tuple(ours.shape)}, torch {tuple(theirs.shape)}"
+    if isinstance(ours, DTensor) and isinstance(theirs, DTensor):
+        if ours.placements != theirs.placements:
+            return f"fsdp2 has {ours.placements}, torch {theirs.placements}"
+        ours, theirs = ours.to_local(), theirs.to_local()
+        if ours.shape != theirs.shape:
+            return f"fsdp2 has {tuple(ours.shape)} here, torch {tuple(theirs.shape)}"
+    ours, theirs = ours.detach(), theirs.detach()
+    if torch.equal(ours, theirs):
+        return ""
+    loose = 3e-2 if is_coarse(program) else 0.0 if is_exact(program) else 1e-4
+    if _close(ours, theirs, loose, loose * 1e-2):
+        return ""
+    return f"fsdp2 has {_show(ours)}, torch {_show(theirs)}"
+
+
+def compare_with_whole(
+    seen: Observation, plain: OneProcess, rank: int, program: Program, *, strict: bool
+) -> Seen | None:
+    """The first difference from one process: losses, parameters and, where the account knows them, gradients."""
+    coarse = is_coarse(program)
+    loose = 1e-1 if coarse else 1e-3
+    losses = plain.namespaces[rank]["loss"]
+    for name, value in seen.values.items():
+        if name != "norm":
+            whole = losses[int(name[5:-1])].detach()
+            if not _close(value.detach(), whole, loose, loose):
+                return "loss", f"{name}: sharded {_show(value)}, one process {_show(whole)}"
+    for model in program.models:
+        for name, whole in plain.namespaces[0][model.name].named_parameters():
+            param = seen.params[f"{model.name}.{name}"]
+            if not isinstance(param, DTensor) or param.dtype != whole.dtype:
+                continue
+            if not _close(param.to_local().detach(), local_part(whole.detach(), param), loose, loose):
+                return "param", f"{model.name}.{name}: sharded {_show(param.to_local())}, one process {_show(whole)}"
+            if not plain.knows_gradients():
+                continue
+            if (param.grad is None) != (whole.grad is None):
+                have = {True: "None", False: "a gradient"}
+                return (
+                    "grad",
+                    f"{name}.grad: sharded {have[param.grad is None]}, one process {have[whole.grad is None]}",
+                )
+            if whole.grad is not None:
+                assert isinstance(param.grad, DTensor)
+                local = local_part(whole.grad, param)
+                if not _close(param.grad.to_local(), local, loose, loose * 1e-1):
+                    return "grad", f"{name}.grad: sharded {_show(param.grad.to_local())}, one process {_show(local)}"
+    return None
+
+
+def local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank has of a whole tensor; of tensor-parallel ones, whole again, is too much to say here."""
+    local = whole
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            if type(placement) is not Shard:
+                return like.full_tensor()[:0]
+            chunks = local.chunk(like.device_mesh.size(axis), placement.dim)
+            index = like.device_mesh.get_local_rank(axis)
+            local = chunks[index] if index < len(chunks) else local.narrow(placement.dim, 0, 0)
+    return local
+
+
+def is_coarse(program: Program) -> bool:
+    return "float16" in program.options() or any("float16" in action.code for action in program.actions)
+
+
+def is_exact(program: Program) -> bool:
+    """Whether at most two numbers meet in each sum, and divisors are exact."""
+    factors = [a.value for a in program.actions if "factor" in a.kind]
+    return max(program.mesh) <= 2 and not program.has_tp and all(f in (1, 2, 4, 8, 16) for f in factors)
+
+
+def _close(a: Tensor, b: Tensor, rtol: float, atol: float) -> bool:
+    if a.numel() == 0 or b.numel() == 0:
+        return True
+    if a.shape != b.shape:
+        return False
+    a, b = a.double(), b.double()
+    if not torch.isfinite(b).all():
+        return torch.equal(a.isfinite(), b.isfinite())
+    return bool((a - b).norm() <= rtol * b.norm() + atol)
+
+
+def _show(value: Tensor) -> str:
+    value = value.to_local() if isinstance(value, DTensor) else value
+    numbers = value.detach().double().flatten()
+    shown = ", ".join(f"{number:.9g}" for number in numbers[:3].tolist())
+    return f"[{shown}{', ...' if numbers.numel() > 3 else ''}] (norm {numbers.norm():.9g})"

@@ -1,0 +1,406 @@
+"""Programs from seeds. A seed and a number of ranks give the same program on every machine."""
+
+from __future__ import annotations
+
+import random
+
+from tests.differential.program import Action, Model, Node, Program
+
+__all__ = ["generate"]
+
+LEAVES = {
+    "Lin": 8,
+    "Mlp": 8,
+    "Norm": 2,
+    "Scale": 3,
+    "Embed": 2,
+    "TiedPair": 2,
+    "Drop": 2,
+    "Batch": 2,
+    "Unused": 2,
+    "HalfFrozen": 2,
+    "Frozen": 2,
+    "HalfDouble": 1,
+    "TwoDtypes": 1,
+    "Scalar": 1,
+    "GradByHand": 3,
+    "Tiled": 3,
+    "Hooked": 3,
+    "Transforms": 3,
+    "Awkward": 3,
+    "Recursive": 2,
+}
+AROUND = {"Seq": 4, "Residual": 4, "Repeat": 2, "Checkpointed": 5, "Detached": 1, "Teacher": 1, "Views": 2}
+POLICIES = (
+    "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+    "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)",
+    "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)",
+    "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)",
+    "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+)
+OPTIMIZERS = (
+    "torch.optim.SGD({}, lr=0.05)",
+    "torch.optim.SGD({}, lr=0.05, momentum=0.9)",
+    "torch.optim.AdamW({}, lr=0.01, eps=1e-2)",
+)
+
+
+def generate(seed: int, world_size: int) -> Program:
+    return _Generator(random.Random(f"{seed} on {world_size}"), world_size).program(seed)
+
+
+def _pick(rng: random.Random, weights: dict[str, int]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+class _Generator:
+    def __init__(self, rng: random.Random, world_size: int) -> None:
+        self.rng, self.world_size = rng, world_size
+        self.actions: list[Action] = []
+        self.slots: dict[int, bool] = {}  # losses that have not gone backward; whether under autocast, say
+        self.next_slot = 0
+        self.next_batch = 0
+        self.models: tuple[Model, ...] = ()
+        self.sharded: list[str] = []
+        self.paths: list[str] = []
+        self.mixed = False
+
+    def chance(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def program(self, seed: int) -> Program:
+        mesh, axes = self._mesh()
+        self.mixed = self.chance(0.2)
+        names = ["model"] if self.chance(0.88) else ["model", "other"]
+        self.models = tuple(self._model(name) for name in names)
+        self.sharded = [path for model in self.models for unit in model.units() for path in unit.modules]
+        self.paths = [path for model in self.models for path, _ in model.nodes()]
+        params = "model.parameters()" if len(names) == 1 else "[*model.parameters(), *other.parameters()]"
+        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS).format(params)
+        self._write_actions()
+        return Program(seed, self.world_size, mesh, axes, self.models, optimizer, tuple(self.actions))
+
+    def _mesh(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        if self.world_size == 1 or self.chance(0.5):
+            return (self.world_size,), ("shard",)
+        if self.chance(0.12) and self.world_size % 2 == 0:
+            return (self.world_size // 2, 2), ("shard", "tp")
+        replicas = self.rng.choice([n for n in (1, 2, 4) if self.world_size % n == 0])
+        return (replicas, self.world_size // replicas), ("replicate", "shard")
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def _model(self, name: str) -> Model:
+        blocks = tuple(self._node(2, 0.7) for _ in range(self.rng.randint(1, 4)))
+        alone = [i for i, block in enumerate(blocks) if not block.unit and not any(n.unit for _, n in block.nodes(""))]
+        together = tuple(alone[:2]) if len(alone) >= 2 and self.chance(0.6) else ()
+        return Model(name, blocks, together, self._options())
+
+    def _node(self, depth: int, unit: float) -> Node:
+        is_unit = self.chance(unit)
+        options = self._options() if is_unit else ""
+        if depth == 0 or self.chance(0.65):
+            kind = _pick(self.rng, LEAVES)
+            return Node(kind, self._arguments(kind), (), is_unit, options)
+        kind = _pick(self.rng, AROUND)
+        args = f"reentrant={self.chance(0.4)}" if kind == "Checkpointed" else ""
+        inner = tuple(self._node(depth - 1, 0.5) for _ in range(self.rng.choice((1, 1, 2))))
+        return Node(kind, args, inner, is_unit, options)
+
+    def _arguments(self, kind: str) -> str:
+        if kind in ("Mlp", "Scale", "Embed", "HalfFrozen"):
+            return str(self.rng.choice((2, 3, 4, 5, 7, 8)))
+        if kind == "Tiled":
+            return self.rng.choice(("1", "2", "3", "1, by_rank=True"))
+        if kind == "Hooked":
+            return self.rng.choice(('"accumulated"', '"gradient"'))
+        if kind == "Transforms":
+            return self.rng.choice(('"jvp"', '"vjp"', '"grad"', '"vmap"'))
+        return ""
+
+    def _options(self) -> str:
+        options = []
+        if self.chance(0.35):
+            choices = ["True", "False"] + (["2"] if self.world_size == 4 else [])
+            options.append(f"reshard_after_forward={self.rng.choice(choices)}")
+        if self.mixed and self.chance(0.8):
+            options.append(self.rng.choice(POLICIES))
+        if self.chance(0.06):
+            options.append("shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else Shard(0)")
+        return ", ".join(options)
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _write_actions(self) -> None:
+        for _ in range(self.rng.randint(1, 3)):
+            style = self.rng.choice(("step", "step", "accumulate", "anything", "anything"))
+            getattr(self, f"_{style}")()
+        if self.chance(0.7):
+            self._forward()
+            self._backward()
+            self._add("step", "optimizer.step()")
+
+    def _step(self) -> None:
+        """A training step with something unusual around it."""
+        for _ in range(self.rng.randint(0, 2)):
+            self._setter()
+        self._forward()
+        if self.chance(0.3):
+            self._odd()
+        self._backward()
+        self._finish()
+
+    def _accumulate(self) -> None:
+        """Microbatches, with what may hold for each of them."""
+        ways = self.rng.sample(("sync", "all_reduce", "last", "factor", "reshard", "none"), 2)
+        count = self.rng.randint(2, 3)
+        target = self.models[0].name
+        for index in range(count):
+            last = index == count - 1
+            if "sync" in ways:
+                self._set("set_requires_gradient_sync", target, last)
+            if "all_reduce" in ways:
+                self._set("set_requires_all_reduce", target, last)
+            if "last" in ways:
+                self._set("set_is_last_backward", target, last)
+            if "reshard" in ways:
+                self._set("set_reshard_after_backward", target, last)
+            if "factor" in ways:
+                factor = self.rng.choice((2.0, 4.0, 8.0))
+                for path in self._single():
+                    self._factor("set_gradient_divide_factor", path, factor)
+            self._forward()
+            if self.chance(0.2):
+                self._odd()
+            self._backward()
+        self._finish()
+
+    def _anything(self) -> None:
+        for _ in range(self.rng.randint(3, 9)):
+            way = self.rng.random()
+            if way < 0.3:
+                self._setter()
+            elif way < 0.5:
+                self._odd()
+            elif way < 0.75:
+                self._forward()
+            elif way < 0.93:
+                self._backward()
+            else:
+                self._finish()
+
+    def _finish(self) -> None:
+        if self.chance(0.3):
+            which = self.rng.choice(self.models).name
+            norm = self.rng.choice(("2.0", "1.0", 'float("inf")'))
+            self._add("clip", f"norm = whole(torch.nn.utils.clip_grad_norm_({which}.parameters(), 0.05, {norm}))")
+        if self.chance(0.9):
+            self._add("step", "optimizer.step()")
+        if self.chance(0.85):
+            self._add("zero_grad", f"optimizer.zero_grad(set_to_none={self.chance(0.7)})")
+
+    def _add(self, kind: str, code: str, **more: object) -> None:
+        self.actions.append(Action(kind, code, **more))  # type: ignore[arg-type]
+
+    # --- forward and backward -----------------------------------------------------------------------------------------
+
+    def _route(self, model: Model) -> str:
+        blocks = list(range(len(model.blocks)))
+        if self.chance(0.3):
+            blocks = self.rng.choices(blocks, k=self.rng.randint(1, len(blocks) + 1))
+        return f"({', '.join(map(str, blocks))},)"
+
+    def _call(self, x: str = "{x}") -> str:
+        if len(self.models) == 2 and self.chance(0.7):
+            call = f"other(model({x}, {self._route(self.models[0])}), {self._route(self.models[1])})"
+        elif self.chance(0.12):
+            path = self.rng.choice([path for path in self.paths if path.count(".") == 1])
+            call = f"{path}({x})"
+        else:
+            model = self.rng.choice(self.models)
+            call = f"{model.name}({x}, {self._route(model)})"
+        return call
+
+    def _x(self) -> str:
+        self.next_batch += 1
+        return f"x({self.next_batch})"
+
+    def _forward(self) -> None:
+        slot = self.next_slot
+        way = self.rng.random()
+        if way < 0.1:
+            context = self.rng.choice(("torch.no_grad()", "torch.inference_mode()"))
+            code = f"with {context}: seen = loss_of({self._call().format(x=self._x())}); loss[{slot}] = seen.clone()"
+            self._add("forward in " + context, code, makes=slot)
+            self.next_slot += 1
+            return
+        self.next_slot += 1
+        self.slots[slot] = True
+        kind, code = "forward", f"loss[{slot}] = loss_of({self._call().format(x=self._x())})"
+        if way < 0.16:
+            kind = "forward in autocast"
+            code = f'with torch.autocast("cpu", torch.bfloat16): {code}'
+        elif way < 0.21:
+            kind = "two forwards in a loss"
+            first, second = (self._call().format(x=self._x()) for _ in range(2))
+            code = f"loss[{slot}] = loss_of({first}) + loss_of({second})"
+        elif way < 0.25:
+            kind = "gradient of the input"
+            call = self._call().format(x="given")
+            code = f"given = {self._x()}.requires_grad_(); loss[{slot}] = loss_of({call})"
+            code += f"; slope = torch.autograd.grad(loss[{slot}], given, retain_graph=True, allow_unused=True)[0]"
+        elif way < 0.36:
+            kind, code = self._transform(slot)
+        self._add(kind, code, makes=slot)
+
+    def _transform(self, slot: int) -> tuple[str, str]:
+        which = self.rng.choice(("jvp", "vjp", "grad", "jacrev", "vmap"))
+        f = f"lambda t: {self._call().format(x='t')}"
+        x = self._x()
+        code = {
+            "jvp": f"value, tangent = torch.func.jvp({f}, ({x},), (torch.ones_like({x}),)); "
+            f"loss[{slot}] = loss_of(value) + loss_of(tangent)",
+            "vjp": f"value, pull = torch.func.vjp({f}, {x}); "
+            f"loss[{slot}] = loss_of(value) + loss_of(pull(torch.ones_like(value))[0])",
+            "grad": f"f = {f}; loss[{slot}] = loss_of(torch.func.grad(lambda t: loss_of(f(t)))({x}))",
+            "jacrev": f"loss[{slot}] = loss_of(torch.func.jacrev({f})({x}[:2]))",
+            "vmap": f"loss[{slot}] = loss_of(torch.func.vmap({f})({x}.unflatten(0, (2, -1))))",
+        }[which]
+        return f"torch.func.{which}", code
+
+    def _backward(self) -> None:
+        if not self.slots:
+            self._forward()
+        if not self.slots:
+            return
+        chosen = self.rng.sample(sorted(self.slots), min(len(self.slots), self.rng.choice((1, 1, 1, 2))))
+        code = " + ".join(f"loss[{slot}]" for slot in chosen)
+        code = f"({code})" if len(chosen) > 1 else code
+        retain = self.chance(0.12)
+        self._add("backward", f"{code}.backward({'retain_graph=True' if retain else ''})", needs=tuple(chosen))
+        if not retain:
+            for slot in chosen:
+                del self.slots[slot]
+
+    # --- setters ------------------------------------------------------------------------------------------------------
+
+    def _set(self, name: str, on: str, value: bool | float, recurse: bool | None = None) -> None:
+        more = "" if recurse is None else f", recurse={recurse}"
+        recursive = recurse is not False and name in RECURSIVE
+        self._add(name, f"{on}.{name}({value}{more})", on=on, value=value, recurse=recursive)
+
+    def _factor(self, name: str, on: str, factor: float) -> None:
+        """With gloo torch needs the sum apart for that."""
+        self._set("set_force_sum_reduction_for_comms", on, True)
+        self._set(name, on, factor)
+
+    def _setter(self) -> None:
+        single = self._single()
+        on = self.models[0].name if self.chance(0.5) else self.rng.choice(single)
+        name = _pick(self.rng, SETTERS)
+        recurse = False if name in RECURSIVE and self.chance(0.25) else None
+        if "factor" in name:
+            self._factor(name, on, self.rng.choice((1.0, 2.0, 4.0, 8.0, 3.0)))
+        elif name == "set_reduce_scatter_max_input_buffers":
+            self._set(name, on, self.rng.choice((1, 2, 3)), recurse)
+        elif "prefetch" in name:
+            chosen = self.rng.sample(single, min(len(single), self.rng.choice((0, 1, 1, 2))))
+            self._add(name, f"{on}.{name}([{', '.join(chosen)}])", on=on)
+        elif name == "set_all_reduce_hook":
+            self._add(name, f"{on}.{name}(lambda grad: grad.mul_(0.5))", on=on)
+        else:
+            self._set(name, on, self.chance(0.5), recurse)
+
+    def _single(self) -> list[str]:
+        """One module of each unit."""
+        return [unit.modules[0] for model in self.models for unit in model.units()]
+
+    # --- other things -------------------------------------------------------------------------------------------------
+
+    def _odd(self) -> None:
+        way = _pick(self.rng, ODD)
+        on = self.rng.choice(self.sharded)
+        model = self.rng.choice(self.models).name
+        path = self.rng.choice(self.paths)
+        if way == "unshard":
+            self._add(way, f"{on}.unshard()")
+        elif way == "reshard":
+            self._add(way, f"{on}.reshard()")
+        elif way == "wait":
+            self._add("unshard", f"handles[0] = {on}.unshard(async_op=True)")
+            if self.chance(0.7):
+                self._forward()
+            self._add(way, "handles[0].wait()")
+        elif way == "state_dict":
+            self._add(way, f"saved[0] = {{k: v.clone() for k, v in {model}.state_dict().items()}}")
+            if self.chance(0.7):
+                self._step()
+                self._add("load_state_dict", f"{model}.load_state_dict(saved[0])")
+        elif way == "freeze":
+            self._add(way, f"{path}.requires_grad_({self.chance(0.4)})")
+        elif way == "train":
+            self._add(way, f"{path}.train({self.chance(0.5)})")
+        elif way == "deepcopy":
+            self._add(way, f"copied = copy.deepcopy({model})")
+        elif way == "fail":
+            self._fail(path)
+        elif way == "hand":
+            self._add(way, f"for p in {path}.parameters(): p.grad = torch.full_like(p, 0.25)")
+        elif way == "forget":
+            self._add(way, f"for p in {path}.parameters(): p.grad = None")
+        elif way == "to":
+            self._add(way, f"{model}.to(torch.{self.rng.choice(('float64', 'float32', 'bfloat16'))})")
+        elif way == "hook":
+            self._add(way, f"{path}.register_forward_hook(lambda module, args, out: out * 1.5)")
+
+    def _fail(self, path: str) -> None:
+        self._add("fail", f'{path}.fails = "{self.rng.choice(("forward", "backward"))}"')
+        self._forward()
+        self._backward()
+        for model in self.models:
+            self._add("reset_iter_state", f"{model.name}.reset_iter_state()")
+        for each in self.models:
+            for path in (path for path, _ in each.nodes()):
+                if f'{path}.fails = "' in self.actions[-1].code:
+                    self._add("fail", f'{path}.fails = ""')
+        self.slots.clear()
+        if self.chance(0.7):
+            self._add("zero_grad", "optimizer.zero_grad()")
+
+
+RECURSIVE = {
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_reshard_after_forward",
+    "set_reshard_after_backward",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+}
+SETTERS = {
+    "set_requires_gradient_sync": 6,
+    "set_requires_all_reduce": 4,
+    "set_is_last_backward": 3,
+    "set_reshard_after_forward": 3,
+    "set_reshard_after_backward": 3,
+    "set_unshard_in_backward": 1,
+    "set_gradient_divide_factor": 3,
+    "set_reduce_scatter_divide_factor": 1,
+    "set_reduce_scatter_unused_params": 2,
+    "set_reduce_scatter_max_input_buffers": 1,
+    "set_all_reduce_hook": 1,
+    "set_modules_to_forward_prefetch": 3,
+    "set_modules_to_backward_prefetch": 3,
+}
+ODD = {
+    "unshard": 3,
+    "reshard": 3,
+    "wait": 2,
+    "state_dict": 2,
+    "freeze": 3,
+    "train": 2,
+    "fail": 3,
+    "hand": 1,
+    "forget": 1,
+    "to": 1,
+    "hook": 1,
+}

@@ -1,0 +1,284 @@
+"""Runs a program on torch's FSDP2, on fsdp2 and in one process, in lock-step, on every rank; stops at a difference."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import sdpa_kernel  # noqa: F401 - part of what programs may use
+
+import fsdp2
+from tests.differential import models
+from tests.differential.compare import Observation, Seen, compare, compare_with_whole
+from tests.differential.known import tolerates_type, torch_cannot, torch_gives_up
+from tests.differential.one_process import OneProcess
+from tests.differential.program import Action, Program
+
+__all__ = ["Result", "run_program"]
+
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+@dataclass
+class Result:
+    """How a run ended. kind: "same", or what differed: "exception", "loss", "param", "grad", "flag", "rng", "buffer",
+    "form"; `hang` and `died` are the runner's."""
+
+    kind: str
+    text: str = ""
+    at: int = -1  # the action
+    ended: str = ""  # why the run ended before the last action, without a difference
+    ran: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)  # known differences that were met
+    seconds: float = 0.0
+
+
+def mesh_of(program: Program) -> DeviceMesh:
+    key = (program.mesh, program.axes)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh("cpu", program.mesh, mesh_dim_names=program.axes)
+    return _meshes[key]
+
+
+def run_program(rank: int, world_size: int, text: str, progress: str = "") -> Result:
+    """The body that runs on every rank."""
+    program = Program.from_json(text)
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = _Run(program, rank, progress).run()
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+class _Side:
+    """One implementation and the namespace in which its lines run."""
+
+    def __init__(self, name: str, namespace: dict[str, Any]) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.rng = torch.get_rng_state()
+
+    def execute(self, code: str) -> Exception | None:
+        torch.set_rng_state(self.rng)
+        try:
+            exec(code, self.namespace)
+        except Exception as error:
+            return error
+        finally:
+            self.rng = torch.get_rng_state()
+        return None
+
+
+class _Run:
+    def __init__(self, program: Program, rank: int, progress: str) -> None:
+        self.program, self.rank = program, rank
+        self.mesh = mesh_of(program)
+        tp = self.mesh["tp"].size() if program.has_tp else 1
+        self.data_rank, self.data_ranks = rank // tp, program.world_size // tp
+        self.progress = os.open(f"{progress}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if progress else -1
+        self.ran: list[str] = []
+        self.used: list[str] = []  # known differences that were met
+
+    def run(self) -> Result:
+        try:
+            result = self._run()
+            result.used = self.used
+            return result
+        finally:
+            if self.progress >= 0:
+                os.close(self.progress)
+
+    def _note(self, at: int, side: str) -> None:
+        if self.progress >= 0:
+            os.pwrite(self.progress, f"action {at:3d} on {side:11s}".encode(), 0)
+
+    def _run(self) -> Result:
+        program = self.program
+        torch.manual_seed(program.seed)
+        ours = _Side("fsdp2", self._namespace(fsdp2.fully_shard))
+        theirs: _Side | None = _Side("torch", self._namespace(torch.distributed.fsdp.fully_shard))
+        plain = OneProcess(program, self.data_ranks, lambda rank: self._namespace(lambda module, **_: module, rank))
+        errors = {}
+        for name, run in (("one process", None), ("torch", theirs), ("fsdp2", ours)):
+            self._note(-1, name)
+            errors[name] = self._build(plain.namespaces[0] if run is None else run.namespace, run is not None)
+        plain.sharded()
+        assert errors["one process"] is None, errors
+        for side in (ours, theirs, plain):
+            assert side is not None
+            side.rng = torch.Generator().manual_seed(program.seed).get_state()
+        for namespace in plain.namespaces[1:]:
+            namespace.update({k: v for k, v in plain.namespaces[0].items() if k not in namespace})
+            for model in program.models:
+                namespace[model.name] = plain.namespaces[0][model.name]
+        reason = torch_cannot(program)
+        if reason:
+            theirs = None
+            self.used.append(reason)
+        elif type(errors["torch"]) is not type(errors["fsdp2"]):
+            return self._differs("exception", -1, f"fully_shard: torch {errors['torch']!r}, fsdp2 {errors['fsdp2']!r}")
+        if errors["fsdp2"] is not None:
+            return Result("same", ended=f"fully_shard: {errors['fsdp2']!r}")
+        return self._actions(ours, theirs, plain)
+
+    def _actions(self, ours: _Side, theirs: _Side | None, plain: OneProcess) -> Result:
+        for at, action in enumerate(self.program.actions):
+            if not all(slot in ours.namespace["loss"] for slot in action.needs):
+                continue
+            errors: list[Exception | None] = [None, None, None]
+            self._note(at, "one process")
+            errors[2] = plain.execute(action)
+            if theirs is not None:
+                self._note(at, "torch")
+                errors[1] = theirs.execute(action.code)
+            self._note(at, "fsdp2")
+            errors[0] = ours.execute(action.code)
+            self._note(at, "compare")
+            self.ran.append(action.kind)
+            if known := torch_gives_up(errors[1], errors[0], errors[2]):
+                self.used.append(known)
+                theirs = None
+            difference = self._compare(at, action, errors, ours, theirs, plain)
+            if self._any(difference is not None):
+                return difference or Result("elsewhere", ran=self.ran)
+            error = errors[0]
+            if error is not None and not isinstance(error, models.Boom) and not action.kind.startswith("set_"):
+                where = "torch and fsdp2" if theirs is not None else "fsdp2"
+                return Result(
+                    "same", at=at, ran=self.ran, ended=f"{action.kind}: {where}: {type(error).__name__}: {error}"[:300]
+                )
+        return Result("same", ran=self.ran)
+
+    def _compare(
+        self,
+        at: int,
+        action: Action,
+        errors: list[Exception | None],
+        ours: _Side,
+        theirs: _Side | None,
+        plain: OneProcess,
+    ) -> Result | None:
+        error, of_torch, of_plain = errors
+        if theirs is not None:
+            if not tolerates_type(self.program, action, error, of_torch):
+                text = f"torch: {of_torch!r}\nfsdp2: {error!r}\none process: {of_plain!r}"
+                return self._differs("exception", at, text[:1500])
+        elif type(error) is not type(of_plain):
+            return self._differs("exception", at, f"fsdp2: {error!r}\none process: {of_plain!r}"[:1500])
+        seen = self._observe(ours)
+        found: Seen | None = None
+        if theirs is not None:
+            found = compare(seen, self._observe(theirs), self.program)
+        against = compare_with_whole(seen, plain, self.data_rank, self.program, strict=theirs is None)
+        if found is None and (theirs is not None or against is None):
+            return None
+        kind, text = found or against  # type: ignore[misc]
+        if theirs is not None:
+            other = compare_with_whole(self._observe(theirs), plain, self.data_rank, self.program, strict=True)
+            verdict = {
+                (True, False): "fsdp2 agrees with one process",
+                (False, True): "torch agrees with one process",
+                (True, True): "one process agrees with both, or says nothing",
+                (False, False): "one process agrees with neither",
+            }[against is None, other is None]
+            text += f"\n{verdict}"
+        return self._differs(kind, at, text)
+
+    def _differs(self, kind: str, at: int, text: str) -> Result:
+        return Result(kind, text, at, ran=self.ran)
+
+    def _any(self, value: bool) -> bool:
+        flag = torch.tensor(int(value))
+        dist.all_reduce(flag)
+        return bool(flag)
+
+    # --- building and looking -----------------------------------------------------------------------------------------
+
+    def _namespace(self, fully_shard: Any, rank: int | None = None) -> dict[str, Any]:
+        rank = self.data_rank if rank is None else rank
+        names = {name: value for name, value in vars(models).items() if not name.startswith("_")}
+        names.update(
+            torch=torch,
+            nn=nn,
+            copy=copy,
+            fully_shard=fully_shard,
+            MixedPrecisionPolicy=torch.distributed.fsdp.MixedPrecisionPolicy,
+            Shard=Shard,
+            parallelize_module=parallelize_module,
+            ColwiseParallel=ColwiseParallel,
+            RowwiseParallel=RowwiseParallel,
+            whole=lambda t: t.full_tensor() if isinstance(t, DTensor) else t,
+            mesh=None if len(self.program.axes) == 1 else self._data_mesh(),
+            tp=self.mesh["tp"] if self.program.has_tp else None,
+            rank=rank,
+            x=lambda index: models.batch(index, rank),
+            loss={},
+            saved={},
+            handles={},
+        )
+        return names
+
+    def _data_mesh(self) -> DeviceMesh:
+        axes = tuple(axis for axis in self.program.axes if axis != "tp")
+        return self.mesh[axes] if len(axes) < len(self.program.axes) else self.mesh
+
+    def _build(self, namespace: dict[str, Any], is_sharded: bool) -> Exception | None:
+        torch.manual_seed(self.program.seed)
+        try:
+            for line in build_lines(self.program, is_sharded):
+                exec(line, namespace)
+        except Exception as error:
+            return error
+        return None
+
+    def _observe(self, side: _Side) -> Observation:
+        params, buffers, flags = {}, {}, {}
+        for model in self.program.models:
+            module = side.namespace[model.name]
+            for name, param in module.named_parameters():
+                params[f"{model.name}.{name}"] = param
+            for name, buffer in module.named_buffers():
+                buffers[f"{model.name}.{name}"] = buffer
+            flags[model.name] = module.training
+        values = {f"loss[{slot}]": value.detach() for slot, value in side.namespace["loss"].items()}
+        if "norm" in side.namespace:
+            values["norm"] = side.namespace["norm"]
+        return Observation(params, buffers, values, flags, side.rng)
+
+
+def build_lines(program: Program, is_sharded: bool = True) -> Iterator[str]:
+    """What comes before the actions."""
+    for model in program.models:
+        yield model.source()
+        if is_sharded:
+            if program.has_tp:
+                yield from _tp_lines(model)
+            for unit in model.units():
+                yield unit.source() if len(program.axes) == 1 else unit.source()[:-1] + ", mesh=mesh)"
+    yield program.optimizer
+
+
+def _tp_lines(model: Any) -> Iterator[str]:
+    for path, node in model.nodes():
+        if node.kind == "Mlp":
+            yield f'parallelize_module({path}, tp, {{"up": ColwiseParallel(), "down": RowwiseParallel()}})'
+
+
+def tensor_of(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+assert Replicate

@@ -1,0 +1,161 @@
+"""The whole batch in one process, without sharding: the reference that says who is right.
+
+Lines that compute run once for each rank's rows; what the ranks' gradients come to is kept in an account of its own,
+by the documented meaning of the setters: a gradient waits unreduced, waits for the all-reduce, or has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.differential.program import Action, Program
+
+__all__ = ["OneProcess"]
+
+
+class _Unit:
+    """What one process has to know of a unit's settings."""
+
+    def __init__(self, modules: list[nn.Module], model: str) -> None:
+        self.modules = modules
+        self.model = model
+        self.sync = True
+        self.all_reduce = True
+        self.factor: float | None = None
+        self.params: list[nn.Parameter] = []
+
+
+class OneProcess:
+    """The unsharded side of a run: `namespaces[rank]` is where the lines of that rank's rows run."""
+
+    def __init__(self, program: Program, ranks: int, make: Callable[[int], dict[str, Any]]) -> None:
+        self.program, self.ranks = program, ranks
+        self.rng = torch.get_rng_state()
+        first = make(0)
+        self.namespaces = [first]
+        for rank in range(1, ranks):
+            own = {name: make(rank)[name] for name in ("x", "loss", "rank")}
+            self.namespaces.append({**first, **own})
+        # None: the account does not know, until gradients are zeroed.
+        self.waiting: dict[nn.Parameter, Tensor] = {}
+        self.partial: dict[nn.Parameter, Tensor] = {}
+        self.unsure = False
+        self._units: list[_Unit] = []
+
+    def sharded(self) -> None:
+        """The models are there: who owns which parameter."""
+        owned: set[nn.Parameter] = set()
+        for unit in self.program.units():
+            modules = [eval(expression, self.namespaces[0]) for expression in unit.modules]
+            new = _Unit(modules, unit.modules[0].partition(".")[0])
+            for module in modules:
+                new.params += [p for p in module.parameters() if p not in owned]
+                owned.update(new.params)
+            self._units.append(new)
+
+    def execute(self, action: Action) -> Exception | None:
+        torch.set_rng_state(self.rng)
+        try:
+            if action.kind.startswith("set_"):
+                self._set(action)
+            elif action.kind == "backward":
+                self._backward(action)
+            elif action.kind == "reset_iter_state":
+                self.waiting.clear()
+                self.partial.clear()
+                self.unsure = True
+            elif action.makes is not None:
+                self._each_rank(action.code)
+            elif action.kind not in ("unshard", "reshard", "wait"):
+                exec(action.code, self.namespaces[0])
+                if action.kind == "zero_grad":
+                    self.unsure = False
+        except Exception as error:
+            if action.kind == "backward":
+                self.unsure = True
+            return error
+        finally:
+            self.rng = torch.get_rng_state()
+        return None
+
+    def knows_gradients(self) -> bool:
+        return not self.unsure and not self.waiting and not self.partial
+
+    def _modules(self) -> list[nn.Module]:
+        return [m for model in self.program.models for m in self.namespaces[0][model.name].modules()]
+
+    def _each_rank(self, code: str) -> None:
+        """Each rank starts from the same buffers, the same random state and the same blocks told to fail."""
+        rng, modules = torch.get_rng_state(), self._modules()
+        buffers = [(b, b.clone()) for m in modules for b in m.buffers(recurse=False)]
+        fails = [(m, m.__dict__["fails"]) for m in modules if m.__dict__.get("fails")]
+        errors = []
+        for namespace in self.namespaces:
+            torch.set_rng_state(rng)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            for module, value in fails:
+                module.fails = value
+            try:
+                exec(code, namespace)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _backward(self, action: Action) -> None:
+        params = [p for unit in self._units for p in unit.params]
+        arrived = {p: p.grad for p in params}
+        totals: dict[nn.Parameter, Tensor] = {}
+        rng = torch.get_rng_state()
+        errors = []
+        for namespace in self.namespaces:
+            torch.set_rng_state(rng)
+            for p in params:
+                p.grad = None
+            try:
+                exec(action.code, namespace)
+            except Exception as error:
+                errors.append(error)
+            for p in params:
+                if p.grad is not None:
+                    totals[p] = totals[p] + p.grad if p in totals else p.grad
+        for p in params:
+            p.grad = arrived[p]
+        if errors:
+            raise errors[0]
+        models = {unit.model for unit in self._units if any(p in totals for p in unit.params)}
+        for p, total in totals.items():
+            self.waiting[p] = self.waiting[p] + total if p in self.waiting else total
+        for unit in self._units:
+            if unit.model in models and unit.sync:
+                self._reduce(unit)
+
+    def _reduce(self, unit: _Unit) -> None:
+        for p in unit.params:
+            if p in self.waiting:
+                reduced = self.waiting.pop(p) / (unit.factor or self.ranks)
+                self.partial[p] = self.partial[p] + reduced if p in self.partial else reduced
+            if p in self.partial and (unit.all_reduce or "replicate" not in self.program.axes):
+                reduced = self.partial.pop(p)
+                p.grad = reduced if p.grad is None else p.grad + reduced
+
+    def _set(self, action: Action) -> None:
+        module = eval(action.on, self.namespaces[0])
+        below = set(module.modules()) if action.recurse else {module}
+        for unit in self._units:
+            if not below.intersection(unit.modules):
+                continue
+            if action.kind == "set_requires_gradient_sync":
+                unit.sync = unit.all_reduce = action.value
+            elif action.kind == "set_requires_all_reduce":
+                unit.all_reduce = action.value
+            elif action.kind in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
+                unit.factor = action.value
+            elif action.kind == "set_all_reduce_hook":
+                self.unsure = True

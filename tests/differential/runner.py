@@ -1,0 +1,29 @@
+"""Runs programs on pools of ranks: a hang or a dead process is a result too."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tests.differential.interpret import Result, run_program
+from tests.differential.program import Program
+from tests.ranks import RanksFailed, run_on_ranks
+
+__all__ = ["run"]
+
+TIMEOUT_S = 30.0
+
+
+def run(program: Program, timeout_s: float = TIMEOUT_S) -> Result:
+    """What the program comes to; of several ranks that saw a difference the first one's."""
+    with tempfile.TemporaryDirectory(prefix="differential") as folder:
+        try:
+            results: list[Result] = run_on_ranks(
+                run_program, program.world_size, timeout_s=timeout_s, text=program.to_json(), progress=f"{folder}/rank"
+            )
+        except RanksFailed as error:
+            where = "; ".join(f"rank {path.name[4:]}: {path.read_text()}" for path in sorted(Path(folder).iterdir()))
+            text = str(error)
+            kind = "died" if "process died" in text else "error" if "failed" in text.partition("stuck")[0] else "hang"
+            return Result(kind, f"{where}\n{text}"[:6000])
+    return next((result for result in results if result.kind not in ("same", "elsewhere")), results[0])
