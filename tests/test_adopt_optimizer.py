@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
+import fsdp2.checkpoint
 from fsdp2.errors import ArgumentError
+from fsdp2.init import deferred, materialize, seeded
 from fsdp2.optim import adopt_optimizer, local_optimizer
 from tests.parity_models import Stack, TiedLm, assert_same, batch, full, local, mesh_2d, shard_blocks, shard_like
 from tests.ranks import on_ranks
@@ -41,7 +47,11 @@ def stale_warnings() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(each.message) for each in caught if "fully_shard has replaced" in str(each.message)]
+    texts += [
+        str(each.message)
+        for each in caught
+        if "change nothing" in str(each.message) or "do not change" in str(each.message)
+    ]
 
 
 @on_ranks(2, 4)
@@ -225,3 +235,119 @@ def test_tensor_parallel(rank: int, world_size: int, tp_dim: int) -> None:
     adopted = optimizer.state[held]["sum"]
     assert held is model.weight and adopted.placements == held.placements and adopted.device_mesh.ndim == 2
     assert torch.equal(adopted.full_tensor(), whole)
+
+
+# --- made before the model had values -------------------------------------------------------------------------------
+
+ROUTES = ["to_empty", "materialize", "load", "replay"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("made_by", ["torch", "local_optimizer"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: Any, route: str, made_by: str) -> None:
+    """meta -> fully_shard -> AdamW(model.parameters()) -> materialise: modules held new parameter objects afterwards,
+    so that the steps changed nothing, without a word. torch's `to_empty` keeps the objects of sharded parameters; so
+    does every way to materialise now, also of those that no unit manages (`out`), which `to_empty` replaces."""
+    torch.manual_seed(0)
+    with deferred() if route == "replay" else torch.device("meta") as recording:
+        model: Any = Stack(depth=2)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    make: Any = torch.optim.AdamW if made_by == "torch" else functools.partial(local_optimizer, torch.optim.AdamW)
+    optimizer = make(model.parameters(), lr=1e-2)
+    before = list(model.parameters())
+    if route == "to_empty":
+        model.to_empty(device="cpu")
+        with seeded(0):
+            model.apply(lambda module: getattr(module, "reset_parameters", int)())
+    elif route == "materialize":
+        materialize(model, seed=0)
+    elif route == "load":
+        plain = Stack(depth=2)
+        if rank == 0:
+            save_file(plain.state_dict(), tmp_path / "model.safetensors")
+        dist.barrier()
+        fsdp2.checkpoint.load(tmp_path, model=model)
+    else:
+        recording.replay(model)
+    kept = [now is then for now, then in zip(model.parameters(), before, strict=True)]
+    assert all(kept) or route == "to_empty"
+    values = [local(param).clone() for param in model.parameters()]
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    changed = [not torch.equal(local(p), v) or not v.numel() for p, v in zip(model.parameters(), values, strict=True)]
+    assert changed == kept
+    assert bool(texts) == (route == "to_empty"), texts  # of the parameters that torch has replaced
+
+
+@on_ranks(2)
+def test_what_refers_weakly_makes_new_objects(rank: int, world_size: int) -> None:
+    """torch cannot exchange two tensors that something refers to weakly. The model gets new objects then; the first
+    step says so, and `adopt_optimizer` repairs it."""
+    with torch.device("meta"):
+        model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched = [weakref.ref(param) for param in model.parameters()]
+    materialize(model, seed=0)
+    assert all(weak() is not param for weak, param in zip(watched, model.parameters(), strict=True))
+    before = [local(param).clone() for param in model.parameters()]
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    assert len(texts) == 1 and "inp.weight" in texts[0]
+    assert all(torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
+    adopt_optimizer(optimizer)
+    model.zero_grad()
+    step(model, optimizer, 0)
+    assert all(
+        not torch.equal(local(param), old) or not old.numel()
+        for param, old in zip(model.parameters(), before, strict=True)
+    )
+
+
+@on_ranks(2)
+def test_state_on_meta_is_named(rank: int, world_size: int) -> None:
+    """Adagrad makes its state with itself. Made before the model has memory it fails in its first step, and
+    `adopt_optimizer` says the same instead of nothing."""
+    with torch.device("meta"):
+        model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    materialize(model, seed=0)
+    for use in (lambda: adopt_optimizer(optimizer), lambda: step(model, optimizer, 0)):
+        with pytest.raises(ArgumentError, match=r"Adagrad: the state 'sum' .* on the meta device"):
+            use()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_assigned(rank: int, world_size: int, kind: str) -> None:
+    """`load_state_dict(assign=True)` in the middle of a training puts other parameter objects into the model: the
+    optimizer's steps changed nothing from there on (in torch too). The next step says so, and `adopt_optimizer` hands
+    the state over. Parameters that are put back, as after evaluation with an EMA's, are no news."""
+    torch.manual_seed(0)
+    model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    cls, options = KINDS[kind]
+    optimizer = cls(model.parameters(), **options)
+    step(model, optimizer, 0)
+    trained = dict(model.named_parameters())
+    other = {name: nn.Parameter(param.detach().clone()) for name, param in trained.items()}
+    model.load_state_dict(other, assign=True)
+    model(batch(1, 0, 8))
+    model.load_state_dict(trained, assign=True)
+    with stale_warnings() as texts:
+        step(model, optimizer, 1)
+    assert not texts and all(param is trained[name] for name, param in model.named_parameters())
+    model.load_state_dict(other, assign=True)
+    with stale_warnings() as texts:
+        step(model, optimizer, 2)
+    assert len(texts) == 1 and "assign=True" in texts[0]
+    states = {name: optimizer.state[param] for name, param in trained.items()}
+    adopt_optimizer(optimizer)
+    for name, param in model.named_parameters():
+        assert all(optimizer.state[param][key] is value for key, value in states[name].items())
+    with stale_warnings() as texts:
+        step(model, optimizer, 2)
+    assert not texts

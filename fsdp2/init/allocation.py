@@ -11,7 +11,7 @@ from fsdp2._torch import local_tensor, parameter_slots, version
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.together import Places
 
-__all__ = ["Fresh", "allocate", "tensors_of"]
+__all__ = ["Fresh", "allocate", "become", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Fresh:
 def allocate(
     model: nn.Module, device: torch.device | None = None, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[Fresh]:
-    """Memory, without values, for parameters and buffers that are on the meta device. Tied ones stay tied. Modules hold
-    new parameter objects afterwards.
+    """Memory, without values, for parameters and buffers that are on the meta device. Tied ones stay tied. Parameters
+    stay the objects that they are (see `become`), so that an optimizer may hold them already.
 
     Args:
         device: of buffers and of parameters that no unit manages; None: of their mesh, of the units, or the CPU.
@@ -57,11 +57,11 @@ def allocate(
         for name, param in slots.items():
             if param in chosen:
                 assert param is not None
-                if param not in made and (managed := of_unit.get(param)) is not None:
-                    placed = places.parameter_for(managed)
-                    made[param] = _parameter_like(param, managed.plan.home) if placed is None else placed
-                elif param not in made:
-                    made[param] = _parameter_like(param, _device_of(param, home))
+                if param not in made:
+                    managed = of_unit.get(param)
+                    placed = None if managed is None else places.parameter_for(managed)
+                    place = _device_of(param, home) if managed is None else managed.plan.home
+                    made[param] = become(param, _parameter_like(param, place) if placed is None else placed)
                 new = made[param]
                 assert isinstance(new, nn.Parameter)
                 slots[name] = new
@@ -79,6 +79,22 @@ def tensors_of(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str
     """Parameters and buffers by FQN; tied ones once, or under every name."""
     yield from model.named_parameters(remove_duplicate=not every_name)
     yield from model.named_buffers(remove_duplicate=not every_name)
+
+
+def become(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """Let `param` have the memory of `new` from now on, whatever device that is on: the same object, as `to_empty`
+    keeps those of sharded parameters, for an optimizer that holds it. Returns what the modules are to hold: `param`, or
+    `new` where torch cannot exchange the two, since something refers to `param` weakly or a graph knows it."""
+    grad_dtype = None if param.grad_dtype == param.dtype else (param.grad_dtype,)
+    try:
+        torch.utils.swap_tensors(param, new)
+    except RuntimeError:
+        held = new
+    else:
+        held = param
+    if grad_dtype is not None:
+        held.grad_dtype = grad_dtype[0]
+    return held
 
 
 def _device_of(tensor: torch.Tensor, home: torch.device) -> torch.device:

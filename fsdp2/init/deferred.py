@@ -85,9 +85,9 @@ class Recording:
         Call it after `fully_shard`, on the root or on one unit after another, on every rank; no communication. Each
         rank runs the operations of one parameter at a time, on whole tensors, keeps its rows and frees the rest. Beside
         the shards, memory holds what those operations need: one whole parameter for most, several for some
-        (`orthogonal_`, a copy of another layer's weight). A model that is not sharded gets whole parameters. Modules
-        hold new parameter objects afterwards, so make optimizers after it. Tensors that modules hold as plain
-        attributes, also within lists, tuples and dicts, are filled too.
+        (`orthogonal_`, a copy of another layer's weight). A model that is not sharded gets whole parameters.
+        Parameters stay the objects that they are, so that an optimizer may hold them already. Tensors that modules hold
+        as plain attributes, also within lists, tuples and dicts, are filled too.
 
         Memory that nobody initialised holds zeros, where an eager model holds anything.
 

@@ -40,7 +40,8 @@ def materialize(
     device: torch.device | str | None = None,
 ) -> None:
     """Give a model that was sharded on the meta device memory and values. Every rank calls it, after the last
-    `fully_shard` and before the optimizer is made: modules hold new parameter objects afterwards.
+    `fully_shard`. Parameters stay the objects that they are, so an optimizer may have been made before (but not one
+    that makes its state with itself, as Adagrad does).
 
     Values do not depend on the number of ranks (see `seeded`). Where there are replicas, those of the first one go to
     the others by broadcasts over the replicate axis, one for each parameter, and all are compared by checksum; buffers

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from fsdp2._torch import local_tensor, make_parameter, parameter_slots, split_factor, subclassed_parameter
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
+from fsdp2.init.allocation import become
 from fsdp2.init.ledger import Ledger
 from fsdp2.init.restore import restore
 from fsdp2.init.tape import Cell, Tape, Window
@@ -181,9 +182,9 @@ class _Search:
         else:
             new = subclassed_parameter(type(param), self._moved(whole), param.requires_grad)
         new.__dict__.update(param.__dict__)
-        self._filled[param] = new
+        self._filled[param] = held = become(param, new)
         for slot in slots:
-            slot.put(new)
+            slot.put(held)
 
     def _put_buffer(
         self,
@@ -241,7 +242,7 @@ def _put_rows(param: ManagedParameter, places: Places, whole: torch.Tensor) -> N
         new.__dict__.update(before.__dict__)
     else:
         param.to_memory(local_tensor(new)).copy_(rows)
-    param.put(new)
+    param.put(become(before, new))
     param.refresh()
 
 

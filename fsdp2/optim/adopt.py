@@ -1,8 +1,10 @@
 """Optimizers that were made before `fully_shard`, and a warning for those that hold parameters of the past.
 Layer: optim.
 
-`fully_shard` replaces parameter objects. An optimizer that holds the originals, or the unsharded parameters (it was
-made while a unit was unsharded), steps on tensors that nobody uses any more, and nothing would tell.
+`fully_shard` replaces parameter objects, and so do `load_state_dict(assign=True)` and the like. An optimizer that holds
+the originals, or the unsharded parameters (it was made while a unit was unsharded), steps on tensors that nobody uses
+any more, and nothing would tell. Nor would it for one that holds plain parameters on the meta device, in whose places
+`Module.to_empty` has put others.
 """
 
 import warnings
@@ -15,15 +17,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.errors import ArgumentError
-from fsdp2.runtime.parameter import ManagedParameter, managed_by
+from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
 
 __all__ = ["adopt_optimizer"]
 
 # State of 0-dim parameters in torch's optimizers that is a counter, although it has the parameter's shape.
 COUNTERS = frozenset({"eta", "mu", "mu_product", "step"})
 
-# How many param groups each optimizer had when it was last looked at.
-_num_groups_checked: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+MAKE_IT_LATER = "Make the optimizer after the model has its values."
+
+# How many param groups each optimizer had, and how many sharded parameters had been replaced, when it was last looked
+# at.
+_checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -36,7 +41,8 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Call it after the last `fully_shard`; all ranks hold the same state before, so nothing is communicated. Parameters
     that are not sharded, or have been adopted, stay as they are: calling it again does nothing. An optimizer that was
-    made while units were unsharded is mended the same way.
+    made while units were unsharded, or before ``load_state_dict(assign=True)`` put other parameters there, is mended
+    the same way.
 
     Args:
         optimizer: of any kind that keeps what it knows of a parameter in ``optimizer.state[param]``.
@@ -54,6 +60,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
         fsdp2.adopt_optimizer(optimizer)
     """
     held = [param for group in optimizer.param_groups for param in group["params"]]
+    _check_state_has_memory(optimizer)
     stale = {param: managed for param in held if (managed := _successor(param)) is not None}
     states = {
         param: _sharded_state(optimizer.state[param], stale[param]) for param in stale if param in optimizer.state
@@ -75,6 +82,18 @@ def _successor(param: torch.Tensor) -> ManagedParameter | None:
     return None if managed is None or managed.sharded is param else managed
 
 
+def _check_state_has_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for state that was made with the optimizer (Adagrad's) when its parameter was on the meta device still."""
+    for param, state in optimizer.state.items():
+        if not param.is_meta and isinstance(state, dict):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise ArgumentError(
+                        f"{type(optimizer).__name__}: the state '{key}' of a parameter of shape {tuple(param.shape)} "
+                        f"is on the meta device, the parameter on {param.device}. {MAKE_IT_LATER}"
+                    )
+
+
 def _sharded_state(state: dict[str, Any], managed: ManagedParameter) -> dict[str, Any]:
     return {key: _sharded_value(key, value, managed) for key, value in state.items()}
 
@@ -89,8 +108,10 @@ def _sharded_value(key: str, value: Any, managed: ManagedParameter) -> Any:
     if value.is_meta and not local.is_meta:
         raise ArgumentError(
             f"'{managed.fqn}': the optimizer's state '{key}' is on the meta device, the parameter on {local.device}. "
-            "Make the optimizer after the model has its values."
+            f"{MAKE_IT_LATER}"
         )
+    if isinstance(value, DTensor) and value.device_mesh == sharded.device_mesh:
+        return value  # of a sharded parameter that was replaced
     piece = _piece(local_tensor(value) if isinstance(value, DTensor) else value, managed)
     own = torch.empty_like(local, dtype=value.dtype)  # with the parameter's strides
     own.copy_(piece)
@@ -114,18 +135,29 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 
 def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before an optimizer's step: look at its parameters, unless that has been done."""
-    num_groups = len(optimizer.param_groups)
-    if _num_groups_checked.get(optimizer) == num_groups:
+    state = len(optimizer.param_groups), num_replaced()
+    if _checked.get(optimizer) == state:
         return
-    _num_groups_checked[optimizer] = num_groups
-    held = (param for group in optimizer.param_groups for param in group["params"])
+    _checked[optimizer] = state
+    held = [param for group in optimizer.param_groups for param in group["params"]]
     names = [managed.fqn for param in held if (managed := _successor(param)) is not None]
     if names:
         some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         warnings.warn(
-            f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced ({some}): it was "
-            "made before fully_shard, or while units were unsharded. Its steps change nothing in the model. Make it "
-            "after fully_shard, or call fsdp2.adopt_optimizer(optimizer).",
+            f"{type(optimizer).__name__} holds {len(names)} parameters that fully_shard has replaced, or something "
+            f"after it ({some}): it was made before fully_shard, before load_state_dict(assign=True) or the like, or "
+            "while units were unsharded. Its steps change nothing in the model. Make it afterwards, or call "
+            "fsdp2.adopt_optimizer(optimizer).",
+            stacklevel=3,
+        )
+    _check_state_has_memory(optimizer)
+    on_meta = [tuple(param.shape) for param in held if param.is_meta and param.grad is None]
+    if 0 < len(on_meta) < len(held):
+        some = ", ".join(map(str, on_meta[:5])) + (", ..." if len(on_meta) > 5 else "")
+        warnings.warn(
+            f"{type(optimizer).__name__} holds {len(on_meta)} parameters on the meta device (of shapes {some}), in "
+            "whose places the model has others by now: Module.to_empty replaces parameters that are not sharded. Its "
+            "steps do not change them. Make it after to_empty, or use fsdp2.init.materialize, which keeps them.",
             stacklevel=3,
         )
 

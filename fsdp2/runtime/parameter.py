@@ -10,8 +10,8 @@ resharded   `resharded`, a DTensor on the post-  this rank's rows of the smaller
             forward mesh
 ==========  ===================================  ==================================================================
 
-`sharded` and `unsharded` keep their identity for life: optimizers hold the one, autograd graphs the other. Which form
-the module holds now is the group's to know.
+`sharded` and `unsharded` keep their identity for life, unless the user puts another parameter there: optimizers hold
+the one, autograd graphs the other. Which form the module holds now is the group's to know.
 """
 
 import copy
@@ -40,17 +40,25 @@ from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
 from fsdp2.specs import ParamSpecs
 
-__all__ = ["ManagedParameter", "Partial", "Plan", "managed_by"]
+__all__ = ["ManagedParameter", "Partial", "Plan", "managed_by", "num_replaced"]
 
-# From original and unsharded parameters to what manages them now. Weak on both sides: a later parameter at the same
-# address is not taken for an earlier one.
+# From original and unsharded parameters, and sharded ones that were replaced, to what manages them now. Weak on both
+# sides: a later parameter at the same address is not taken for an earlier one.
 _managed = WeakIdKeyDictionary()
+_num_replaced = 0
 
 
 def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
-    """The managed parameter that `tensor` became (it was there before `fully_shard`) or is the unsharded form of."""
+    """The managed parameter that `tensor` became (it was there before `fully_shard`, or was replaced since) or is the
+    unsharded form of."""
     weak = _managed.get(tensor)
     return None if weak is None else weak()
+
+
+def num_replaced() -> int:
+    """How often something took the place of a sharded parameter in this process: what holds some may hold stale ones
+    when it has changed."""
+    return _num_replaced
 
 
 @dataclass(frozen=True)
@@ -371,11 +379,21 @@ class ManagedParameter:
             local, self.flat = self._padded(in_memory)
         self._note_extension(local)
         set_local_tensor(current, local, self.plan.specs.sharded(local.dtype))
-        if current is not self.sharded and self.sharded.grad_dtype != self.sharded.dtype:
-            current.grad_dtype = self.sharded.grad_dtype
-        self.sharded = current
+        if current is not self.sharded:
+            self._replace_sharded(current)
         self.put(current)
         return True
+
+    def _replace_sharded(self, current: nn.Parameter) -> None:
+        """The user has put another parameter there (`load_state_dict(assign=True)`, an EMA's): an optimizer may hold
+        the one of before."""
+        global _num_replaced
+        _num_replaced += 1
+        if self.sharded.grad_dtype != self.sharded.dtype:
+            current.grad_dtype = self.sharded.grad_dtype
+        _managed.pop(current, None)
+        _managed[self.sharded] = ref(self)
+        self.sharded = current
 
     def _note_extension(self, local: torch.Tensor) -> bool:
         """Hooks may come and go with the local tensor, or be set on it later on. Returns whether they did."""
