@@ -10,6 +10,7 @@ from fsdp2.errors import (
     MismatchError,
     MisuseError,
     OrderError,
+    ReplacedError,
     UnsupportedError,
 )
 from fsdp2.full_params import full_params
@@ -49,6 +50,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OrderError",
+    "ReplacedError",
     "ShardPlacementResult",
     "UnshardHandle",
     "UnsupportedError",

@@ -10,6 +10,7 @@ may already catch::
     ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
     ├── CollectiveError   (RuntimeError)         communication with the other ranks failed
     └── CheckpointError   (RuntimeError)         a checkpoint could not be written or read
+        ├── ReplacedError                        another save took its place, or it was deleted, while it was read
         ├── CorruptError                         its files are damaged, or not those that its manifest lists
         └── MismatchError                        it does not fit what it was to be loaded into
 
@@ -25,6 +26,7 @@ __all__ = [
     "MismatchError",
     "MisuseError",
     "OrderError",
+    "ReplacedError",
     "UnsupportedError",
 ]
 
@@ -55,6 +57,10 @@ class CollectiveError(FSDPError, RuntimeError):
 
 class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint could not be written or read; the message names the folder or file, and the rank that failed."""
+
+
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced or deleted while it was read. Nothing is damaged; what was filled may be incomplete."""
 
 
 class CorruptError(CheckpointError):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import committing
-from fsdp2.checkpoint.folders import find, replace_folder, sweep
+from fsdp2.checkpoint.folders import delete, find, replace_folder, sweep
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST, Manifest
 from fsdp2.errors import CheckpointError, CorruptError
@@ -206,9 +206,9 @@ class Mortal(LocalStorage):
         self.changes = 0
         self._last = last
 
-    def rename_folder(self, folder: str, to: str) -> None:
+    def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         self._note()
-        super().rename_folder(folder, to)
+        super().rename_folder(folder, to, durably)
 
     def remove(self, path: str) -> None:
         self._note()
@@ -239,7 +239,7 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
         storage = Mortal(last)
         try:
             replace_folder(storage, str(root / ".tmp-a-888888888888"), str(root / "a"), overwrite=True)
-            sweep(storage, str(root / "a"), ())
+            delete(storage, sweep(storage, str(root / "a"), ()))
         except Died:
             found.append(value_at(root / "a"))
             continue

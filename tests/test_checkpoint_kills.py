@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import agreement, storage
+from fsdp2.checkpoint import agreement
 from tests.mortal_ranks import Case, Kill, Outcome, begin, run_cases
 
 # Hundreds of processes: seconds on an idle machine, and a busy one may need minutes.
@@ -34,7 +34,7 @@ LIMIT_S = 15.0
 LOTS = 2  # looked at at the same time
 TIMEOUT_S = 0.6  # of the ranks for each other; a case in which a rank died takes as long
 
-FILE_CALLS = ("ftruncate", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir")
+FILE_CALLS = ("ftruncate", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "link", "utime")
 STORE_CALLS = ("clone", "compare_set", "set", "add", "multi_get", "get", "wait", "delete_key")
 
 
@@ -97,14 +97,23 @@ class Steps:
     def watched(self) -> Iterator[None]:
         """From here on every step counts."""
         original = agreement.store_of
-        storage.os = Watched(os, FILE_CALLS, self, "")  # type: ignore[assignment]
-        real_mkdir = os.mkdir
-        os.mkdir = lambda *args, **kwargs: (self.note("mkdir"), real_mkdir(*args, **kwargs))[1]
+        real = {name: getattr(os, name) for name in FILE_CALLS}
+        for name, call in real.items():
+            setattr(os, name, self._counted(name, call))
         agreement.store_of = lambda group: Watched(original(group), STORE_CALLS, self, "store.", self._late)
         try:
             yield
         finally:
-            storage.os, os.mkdir, agreement.store_of = os, real_mkdir, original
+            agreement.store_of = original
+            for name, call in real.items():
+                setattr(os, name, call)
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.note(name)
+            return call(*args, **kwargs)
+
+        return counted
 
 
 class Watched:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import store_of
 from fsdp2.checkpoint.state import World
-from fsdp2.errors import CheckpointError, CorruptError, MismatchError
+from fsdp2.errors import CheckpointError, CorruptError, MismatchError, ReplacedError
 
 __all__ = ["Agreement", "world_of"]
 
@@ -232,6 +232,12 @@ class Agreement:
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
             self.claim("met", FAILED)  # who waits there for this rank goes on, and finds the outcome
 
+    def failed_by(self, kind: type[Exception]) -> bool:
+        """After a failure: whether an error of that kind is everybody's outcome. False where nobody can tell."""
+        with suppress(CheckpointError, RuntimeError):
+            return self._store.check([f"{self._prefix}/outcome"]) and _kind_in(self.get("outcome")) == kind.__name__
+        return False
+
     def wait(self) -> None:
         """Wait for the outcome.
 
@@ -251,8 +257,9 @@ class Agreement:
         self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
             # Of the same kind on all ranks, whichever found it first.
-            name = outcome.split(": ", 2)[1]
-            kind = next((each for each in (CorruptError, MismatchError) if each.__name__ == name), CheckpointError)
+            name = _kind_in(outcome)
+            kinds = (CorruptError, MismatchError, ReplacedError)
+            kind = next((each for each in kinds if each.__name__ == name), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
 
     def _wait_for_the_last(self, key: str) -> None:
@@ -345,6 +352,11 @@ class _Values:
 
 def _part_keys(key: str, owner: int, count: int) -> list[str]:
     return [f"{key}/part/{owner}/{number}" for number in range(count)]
+
+
+def _kind_in(outcome: str) -> str:
+    """The name of the type of an error that became the outcome."""
+    return outcome.split(": ", 2)[1] if outcome != DONE else ""
 
 
 def _some(ranks: Sequence[int]) -> str:

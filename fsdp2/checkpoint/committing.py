@@ -14,7 +14,8 @@ from fsdp2.checkpoint.agreement import FAILED, GO, Agreement
 from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
-from fsdp2.checkpoint.folders import is_complete, replace_folder, sweep
+from fsdp2.checkpoint.folders import delete, is_complete, replace_folder, sweep
+from fsdp2.checkpoint.lease import check_lease
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
@@ -69,15 +70,17 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     agreement.decide()
     try:
         storage.write_all(storage.join(work, MANIFEST), content)
+        check_lease(storage, path, save_id)
         if storage.renames:
             replace_folder(storage, work, path, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
         raise
+    gone = sweep(storage, path, files)  # before the lease goes, and others begin to write to this name
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
-    sweep(storage, path, files)
+    delete(storage, gone)
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:

@@ -3,27 +3,46 @@
 In the folder of a run::
 
     step-00001000/            a checkpoint, if it has a manifest
-    .tmp-step-00002000-<id>/  a save that is under way, or dead; never read
+    .lease-step-00002000      somebody saves to this name (see `lease.py`)
+    .tmp-step-00002000-<id>/  a save that is under way, or dead, or what is being deleted; never read
     .old-step-00001000-<id>/  was replaced, and is about to go; found again if that was cut off half-way
+
+Any number of processes may change this at the same time, and each may die at any moment. What keeps a checkpoint:
+
+* A folder of the last two kinds belongs to the one that gave it its name, which nobody else ever uses.
+* Nothing is deleted, or taken apart, under a name that others use. It is renamed to a name of one's own first, which
+  happens or does not, and to one only.
+* What was replaced goes when its successor has been seen, under the common name and with all of its files, after it was
+  itself seen to be replaced: then it is older than that.
 """
 
 import re
+import uuid
 from collections.abc import Collection
 from contextlib import suppress
+from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
+from fsdp2.checkpoint.formats.native import read_manifest
+from fsdp2.checkpoint.lease import LEASE_NAME, is_leased, lease_name
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import ArgumentError, CheckpointError
 
 __all__ = [
+    "age_of",
+    "delete",
     "discard",
     "find",
     "free_name",
     "is_complete",
+    "is_whole",
     "left_overs",
     "old_of",
+    "remains",
     "replace_folder",
+    "replaced",
+    "set_aside",
     "step_name",
     "step_of",
     "sweep",
@@ -36,7 +55,13 @@ STEP = re.compile(r"step-(\d+)")
 OURS = re.compile(
     r"((model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors|sums-rank-\d+-of-\d+\.json)(\.part)?"
 )
+# Likewise, but a user may have made one of the same name.
+SHARED = re.compile(
+    rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"
+)
 LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}")
+LOOKS = 20  # at a name under which something is moving
+ATTEMPTS = 100  # to take a name that others take too
 
 
 def step_name(step: int) -> str:
@@ -73,15 +98,27 @@ def is_complete(storage: Storage, path: str) -> bool:
     return storage.size(storage.join(path, MANIFEST)) is not None
 
 
+def is_whole(storage: Storage, path: str) -> bool:
+    """Whether a folder is a checkpoint whose manifest is in order and whose files are there, with their sizes."""
+    with suppress(CheckpointError, OSError):
+        files = read_manifest(storage, path).files
+        sizes = storage.sizes(path)
+        return all(sizes.get(name) == size for name, (size, _) in files.items())
+    return False
+
+
 def find(storage: Storage, path: str) -> str:
-    """Where the checkpoint `path` is: there, or beside, if replacing it was cut off between two renames.
+    """Where the checkpoint `path` is: there, or beside, while it is replaced or if that was cut off.
 
     Raises:
         CheckpointError: nowhere; the message says what is there instead.
     """
-    found = _place(storage, path)
-    if found is not None:
-        return found
+    for _ in range(LOOKS):
+        found = _place(storage, path)
+        if found is not None:
+            return found
+        if not _is_moving(storage, path):
+            break
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
         raise CheckpointError(
@@ -92,13 +129,26 @@ def find(storage: Storage, path: str) -> str:
 
 
 def _place(storage: Storage, path: str) -> str | None:
-    """Where the checkpoint `path` is, see `find`; None if it is nowhere."""
+    """Where the checkpoint `path` is, see `find`; None if it was in neither place when that was looked at."""
     if is_complete(storage, path):
         return path
-    return min(_replaced(storage, path), key=lambda old: _age(storage, old), default=None)
+    return min(replaced(storage, path), key=lambda old: age_of(storage, old), default=None)
 
 
-def _replaced(storage: Storage, path: str) -> list[str]:
+def _is_moving(storage: Storage, path: str) -> bool:
+    """Whether anything of this name is there: it may have been moved from one place to the other between two looks."""
+    folder, name = storage.split(path)
+    names = storage.names(folder) if storage.renames else ()
+    return any(other in (name, lease_name(name)) or _owner(other) == name for other in names)
+
+
+def _owner(name: str) -> str | None:
+    """The checkpoint that a folder beside it belongs to."""
+    match = LEFT_OVER.fullmatch(name)
+    return match[2] if match else None
+
+
+def replaced(storage: Storage, path: str) -> list[str]:
     """What was at `path`, was replaced, and is there still. Several, if saves were cut off again and again."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
@@ -106,18 +156,56 @@ def _replaced(storage: Storage, path: str) -> list[str]:
     return [old for old in found if storage.kind(old) == "folder" and is_complete(storage, old)]
 
 
-def _age(storage: Storage, path: str) -> float:
+def age_of(storage: Storage, path: str) -> float:
     """Seconds since a checkpoint was completed: what a user puts beside its files later does not make it newer."""
     with suppress(OSError):  # somebody else may be cleaning up
         return storage.age(storage.join(path, MANIFEST))
     return inf
 
 
+def _beside(storage: Storage, path: str, kind: str) -> str:
+    """A name that nobody else has or ever will have."""
+    folder, name = storage.split(path)
+    return storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
+
+
+def put_aside(storage: Storage, path: str) -> str | None:
+    """Take a name away from what is there, which is deleted then. If that is cut off, it is swept some day.
+
+    Returns:
+        what to delete; None if nothing was there. Of a link, only the link.
+    """
+    aside = _beside(storage, path, "tmp")
+    return aside if _moved(storage, path, aside) else None
+
+
+def set_aside(storage: Storage, path: str) -> str | None:
+    """Take the name `path` away from the checkpoint that has it, which `find` still finds.
+
+    Returns:
+        where it is; None if nothing was there.
+    """
+    old = _beside(storage, path, "old")
+    return old if _moved(storage, path, old, durably=True) else None
+
+
+def _moved(storage: Storage, path: str, to: str, durably: bool = False) -> bool:
+    """Rename what is there, if anything is."""
+    try:
+        storage.rename_folder(path, to, durably)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def discard(storage: Storage, path: str) -> None:
-    """Delete a checkpoint. Its manifest goes first, so a half deleted one is none. Of a link, only the link."""
-    if storage.kind(path) != "symbolic link":
+    """Delete a checkpoint, or what is left of one. Where it cannot be put aside its manifest goes first: what is half
+    deleted is none."""
+    if not storage.renames:
         storage.remove(storage.join(path, MANIFEST))
-    storage.remove(path)
+        storage.remove(path)
+    elif (aside := put_aside(storage, path)) is not None:
+        storage.remove(aside)
 
 
 def free_name(storage: Storage, path: str, overwrite: bool) -> None:
@@ -137,61 +225,130 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
         )
     if found is not None and not storage.renames:
         raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
-    if found != path and storage.renames and storage.names(path):
-        raise CheckpointError(
-            f"{path}: has files in it and is no checkpoint; save to a folder that is empty or not there"
-        )
+    if found != path and storage.renames:
+        _check_contents(storage, path, overwrite)
+
+
+def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
+    """See that nothing of the user's is in a folder that is no checkpoint."""
+    names = storage.names(path)
+    if not names or MANIFEST in names or (overwrite and _are_remains(names)):
+        return
+    advice = "pass overwrite=True" if _are_remains(names) else "save to a folder that is empty or not there"
+    what = "has the remains of a checkpoint that was deleted in part" if _are_remains(names) else "has files in it"
+    raise CheckpointError(f"{path}: {what} and is no checkpoint; {advice}")
+
+
+def remains(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
+    """Those of the checkpoints of a run that were deleted in part, and not just now."""
+    names = storage.names(folder) if storage.renames else ()
+    paths = [storage.join(folder, name) for name in names if step_of(name) is not None]
+    folders = [path for path in paths if not is_complete(storage, path) and storage.kind(path) == "folder"]
+    return [path for path in folders if _are_remains(storage.names(path)) and storage.age(path) > older_than_s]
+
+
+def _are_remains(names: Collection[str]) -> bool:
+    """Whether a folder without manifest has files of a save and nothing else. (Saves that can rename never leave that;
+    a deletion by an earlier version, which was cut off, did.)"""
+    own = [name for name in names if OURS.fullmatch(name)]
+    return bool(own) and all(name in own or SHARED.fullmatch(name) for name in names)
 
 
 def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> None:
-    """Give the complete folder `work` the name `path`."""
-    folder, name = storage.split(path)
-    old = storage.join(folder, f".old-{name}-{work.rsplit('-', 1)[1]}")
-    if overwrite and is_complete(storage, path):
-        # While `path` is there, and counts: between the two renames below, `find` must not meet an older one. Only
-        # their manifests, which is quick; `sweep` deletes the rest.
-        for stale in _replaced(storage, path):
+    """Give the complete folder `work` the name `path`.
+
+    Raises:
+        CheckpointError: something is there that may not be replaced.
+    """
+    for _ in range(ATTEMPTS):
+        if overwrite:
+            _make_way(storage, path)
+        try:
+            storage.rename_folder(work, path)
+        except OSError as error:
+            if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
+                raise
+            free_name(storage, path, overwrite)  # raises, unless another save has just put its own there
+        else:
+            return
+    raise CheckpointError(f"{path}: others take this name faster than this save; it is complete in {work}")
+
+
+def _make_way(storage: Storage, path: str) -> None:
+    """Set aside the checkpoint that is at `path`, where `find` finds it until its successor has its name.
+
+    Older ones that were set aside and never deleted would be found as well: they go first, while this one counts. What
+    another save is just setting aside is not among them: it was seen before `path` was.
+    """
+    stale = replaced(storage, path)
+    if is_complete(storage, path):
+        for old in stale if is_whole(storage, path) else ():
             with suppress(OSError):
-                storage.remove(storage.join(stale, MANIFEST))
-        storage.rename_folder(path, old)
-    storage.rename_folder(work, path)
+                put_aside(storage, old)
+        set_aside(storage, path)
+    elif _are_remains(storage.names(path)):
+        put_aside(storage, path)
 
 
-def left_overs(storage: Storage, folder: str, taken: str | None = None, older_than_s: float = STALE_S) -> list[str]:
-    """Folders of dead saves in the folder of a run: those of the name `taken`, which a save has just been given, and
-    those in which nothing has changed for a while. What was being replaced, and is nowhere else, is none of them.
+def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
+    """What dead processes left in the folder of a run, and has not changed for a while: saves, deletions, leases. What
+    was being replaced, and is nowhere else, is none of them.
 
     Only names that saves make are looked at.
     """
-    found = []
-    for name in storage.names(folder) if storage.renames else ():
-        match = LEFT_OVER.fullmatch(name)
-        if match is None:
-            continue
-        work = storage.join(folder, name)
-        with suppress(OSError):  # somebody else may be cleaning up too
-            dead = match[2] == taken or storage.age(work) > older_than_s
-            if dead and (match[1] == "tmp" or is_complete(storage, storage.join(folder, match[2]))):
-                found.append(work)
-    return found
+    names = storage.names(folder) if storage.renames else ()
+    found = [storage.join(folder, name) for name in names if _is_stale(storage, folder, name, older_than_s)]
+    return found + remains(storage, folder, older_than_s)
 
 
-def sweep(storage: Storage, path: str, files: Collection[str]) -> None:
-    """After a commit to `path`: delete what dead saves left beside it (without renames: in it). Never raises: what
-    stays is nobody's checkpoint.
+def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
+    """Whether something that lies there for a short time only has done so for long."""
+    match = LEFT_OVER.fullmatch(name)
+    if match is None and not LEASE_NAME.fullmatch(name):
+        return False
+    with suppress(OSError):  # somebody else may be cleaning up too
+        if storage.age(storage.join(folder, name)) <= older_than_s:
+            return False
+        own = storage.join(folder, match[2]) if match else ""
+        return match is None or (not is_leased(storage, own) and (match[1] == "tmp" or is_whole(storage, own)))
+    return False
+
+
+def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
+    """Put aside what dead saves left: of the name `path` all, for the one that has its lease and has just committed; of
+    others what is old. Never raises: what stays is nobody's checkpoint.
+
+    This belongs to the save. What is returned, to `delete` it, does not: the lease can go and other ranks can go on.
 
     Args:
         files: names of the files of the checkpoint; none if it could not be made.
     """
     folder, name = storage.split(path)
+    gone: list[str] = []
     with suppress(OSError):
-        if storage.renames:
-            dead = left_overs(storage, folder, taken=name)
-        elif not files and is_complete(storage, path):
-            dead = []  # its manifest was written, and only the answer to that was lost: then its files must stay
-        else:
-            names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
-            dead = [storage.join(path, name) for name in names]
-        for work in dead:
+        if not storage.renames:
+            return _strays(storage, path, files)
+        names = storage.names(folder)
+        old = [other for other in names if old_of(other) == name]
+        superseded = old if old and is_whole(storage, path) else []  # seen there after these were seen here
+        for other in names:
             with suppress(OSError):
-                discard(storage, work)
+                own = _owner(other) == name and other not in old
+                if own or other in superseded or (_owner(other) != name and _is_stale(storage, folder, other, STALE_S)):
+                    gone += filter(None, [put_aside(storage, storage.join(folder, other))])
+    return gone
+
+
+def _strays(storage: Storage, path: str, files: Collection[str]) -> list[str]:
+    """Files of dead saves in a folder to which saves write at once."""
+    if not files and is_complete(storage, path):
+        return []  # its manifest was written, and only the answer to that was lost: then its files must stay
+    names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
+    return [storage.join(path, name) for name in names]
+
+
+def delete(storage: Storage, gone: Collection[str]) -> None:
+    """Delete what was put aside. Never raises: what stays is swept some day."""
+    for path in gone:
+        with suppress(OSError):
+            storage.remove(path)

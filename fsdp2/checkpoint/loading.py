@@ -21,10 +21,12 @@ from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.memory import wait_for
 from fsdp2.checkpoint.reading import Request, read_all
+from fsdp2.checkpoint.replacing import READS, not_replaced
 from fsdp2.checkpoint.sources import Sources
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.state import World
+from fsdp2.checkpoint.storage import Storage, storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
-from fsdp2.errors import CheckpointError, MismatchError
+from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["Loaded", "load", "requests_for"]
 
@@ -86,6 +88,7 @@ def load(
             Nothing has been changed then on the rank that found it; others are told of it by an error of the same kind
             that names that rank, and may have filled tensors by then: do not train on them.
         CorruptError: files are damaged. Destinations may have been filled in part: do not train on them.
+        ReplacedError: another save took its place while it was read, each time of several.
         CheckpointError: no checkpoint is there; or another rank failed (its error is in the message).
 
     Example::
@@ -96,21 +99,56 @@ def load(
     """
     storage, path = storage_of(folder)
     world = world_of(process_group)
-    agreement = Agreement(f"load {storage.split(path)[1]}", world, process_group, timeout_s)
+    given = model, optimizer, extra or {}
+    for reads_left in reversed(range(READS)):
+        agreement = Agreement(f"load {storage.split(path)[1]}", world, process_group, timeout_s)
+        try:
+            return _load(storage, path, given, _How(sources, strict, cast, verify), world, agreement)
+        except (CheckpointError, OSError):
+            # What all ranks learn, whatever this one's own error is: all begin again, or none.
+            if not reads_left or not agreement.failed_by(ReplacedError):
+                raise
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class _How:
+    """How to read; see `load`."""
+
+    sources: Sources | None
+    strict: bool
+    cast: bool
+    verify: bool
+
+
+def _load(
+    storage: Storage,
+    path: str,
+    given: tuple[
+        nn.Module | Mapping[str, Any] | None, torch.optim.Optimizer | Mapping[str, Any] | None, Mapping[str, Any]
+    ],
+    how: _How,
+    world: World,
+    agreement: Agreement,
+) -> Loaded:
+    """Load what is at `path` now."""
+    model, optimizer, extra = given
     try:
         catalog = open_catalog(storage, path)
         try:
-            stored = StoredExtra(catalog, world)
-            matching = Matching(catalog, world, cast, sources)
-            stored.check(extra or {}, matching.missing, matching.mismatches)
-            matching.match(model, optimizer, strict)
-            _compare_twins(catalog, matching, verify)
-            agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
-            matching.allocate(model, optimizer)
-            wait_for({need.entry.local.device for need in matching.needs})
-            read_all(catalog.storage, [one for need in matching.needs for one in requests_for(catalog, need)], verify)
-            matching.finish()
-            values = stored.give(extra or {}, verify)  # last: what came before may have drawn random numbers
+            with not_replaced(storage, path, catalog):
+                stored = StoredExtra(catalog, world)
+                matching = Matching(catalog, world, how.cast, how.sources)
+                stored.check(extra, matching.missing, matching.mismatches)
+                matching.match(model, optimizer, how.strict)
+                _compare_twins(catalog, matching, how.verify)
+                agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+                matching.allocate(model, optimizer)
+                wait_for({need.entry.local.device for need in matching.needs})
+                requests = [one for need in matching.needs for one in requests_for(catalog, need)]
+                read_all(catalog.storage, requests, how.verify)
+                matching.finish()
+                values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers
         finally:
             catalog.close()
     except BaseException as error:
@@ -118,7 +156,7 @@ def load(
         raise
     if agreement.report(catalog.manifest.id if isinstance(catalog, NativeCatalog) else ""):
         if len(set(agreement.records())) > 1:
-            agreement.fail(CheckpointError(f"the ranks have loaded different checkpoints, all called {path}"))
+            agreement.fail(ReplacedError(f"the ranks have loaded different checkpoints, all called {path}"))
         agreement.finish()
     agreement.wait()
     return Loaded(catalog.path, catalog.step, values, matching.missing, matching.unexpected)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 from fsdp2.checkpoint.direct import PAGE, DirectFile, open_direct
 from fsdp2.errors import CheckpointError, CorruptError
@@ -20,6 +21,11 @@ SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # A write of fewer bytes is for the page cache, which collects them. Those of a GPU's values have a block, 1 MiB.
 DIRECT_FROM = 256 << 10
+
+
+# Files that stay open in a pinned folder: what is read twice (header, then values) is then read of one file, even if it
+# has been deleted in between.
+KEPT_OPEN = 64
 
 
 class LocalStorage:
@@ -64,15 +70,7 @@ class LocalStorage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """See `Storage`."""
-        try:
-            with os.scandir(folder) as entries:
-                return {
-                    entry.name: entry.stat(follow_symlinks=False).st_size
-                    for entry in entries
-                    if entry.is_file(follow_symlinks=False)
-                }
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        return _sizes(folder)
 
     def kind(self, path: str) -> str | None:
         """See `Storage`."""
@@ -116,16 +114,23 @@ class LocalStorage:
         """See `Storage`."""
         return LocalReader(path)
 
-    def rename_folder(self, folder: str, to: str) -> None:
+    def pinned(self, folder: str) -> "PinnedFolder":
         """See `Storage`."""
-        _sync_folder(folder)
+        return PinnedFolder(folder)
+
+    def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
+        """See `Storage`."""
+        if durably:
+            _sync_folder(folder)
         os.rename(folder, to)
-        _sync_folder(os.path.dirname(to))
+        if durably:
+            _sync_folder(os.path.dirname(to))
 
     def remove(self, path: str) -> None:
         """See `Storage`."""
         if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+            with suppress(FileNotFoundError):  # somebody else may be deleting it too
+                shutil.rmtree(path)
         else:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(path)
@@ -215,12 +220,10 @@ class LocalReader:
 
     chunk = 256 << 10  # twice that, source and destination, is in the cache of one core when it is read again
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, fd: int | None = None):
+        """`fd`: the file, if it is open already; it is closed with this reader."""
         self._path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | SAFE_FLAGS)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
+        self._fd = _opened(path, os.O_RDONLY | SAFE_FLAGS) if fd is None else fd
         status = os.fstat(self._fd)
         self.size = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -241,6 +244,74 @@ class LocalReader:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class PinnedFolder(LocalStorage):
+    """See `Storage.pinned`. Files are opened in the folder that its descriptor is of, wherever that has been moved."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._kept: dict[str, int] = {}
+        self._lock = Lock()
+        self._fd = -1
+        self._fd = _opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """See `Storage`."""
+        if folder != self._folder:
+            return super().sizes(folder)
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            return _sizes(fd)
+        finally:
+            os.close(fd)
+
+    def open_file(self, path: str) -> LocalReader:
+        """See `Storage`."""
+        folder, name = os.path.split(path)
+        if folder != self._folder:
+            return super().open_file(path)
+        with self._lock:
+            fd = self._kept.get(name)
+            if fd is not None:
+                return LocalReader(path, os.dup(fd))
+            fd = _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd)
+            if len(self._kept) < KEPT_OPEN:
+                with suppress(OSError):  # the process may not open as many
+                    self._kept[name] = os.dup(fd)
+            return LocalReader(path, fd)
+
+    def close(self) -> None:
+        """See `PinnedStorage`."""
+        with self._lock:
+            for fd in (*self._kept.values(), self._fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._kept.clear()
+            self._fd = -1
+
+
+def _sizes(folder: str | int) -> dict[str, int]:
+    try:
+        with os.scandir(folder) as entries:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+            }
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _opened(path: str, flags: int, name: str | None = None, folder: int | None = None) -> int:
+    """Open a file, by its name in an open folder if one is given; `CheckpointError` if that cannot be done."""
+    try:
+        return os.open(name or path, flags, dir_fd=folder)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
 
 
 def _sync_folder(folder: str | Path) -> None:

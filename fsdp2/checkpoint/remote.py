@@ -160,7 +160,14 @@ class RemoteStorage:
             raise CorruptError(f"{path}: is not a regular file")
         return RemoteReader(self._fs, path, self._bare(path), int(entry["size"]))
 
-    def rename_folder(self, folder: str, to: str) -> None:
+    def pinned(self, folder: str) -> "RemoteStorage":
+        """See `Storage`. Nothing is replaced here, and the files of a save have names of their own."""
+        return self
+
+    def close(self) -> None:
+        """See `PinnedStorage`; nothing is held."""
+
+    def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         """See `Storage`; not here."""
         raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
 

@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
-from fsdp2.checkpoint.folders import discard, find, old_of, step_of
-from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.storage import Folder, storage_of
+from fsdp2.checkpoint.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
+from fsdp2.checkpoint.formats.native import read_manifest
+from fsdp2.checkpoint.lease import is_leased
+from fsdp2.checkpoint.replacing import id_at, open_found
+from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
@@ -66,26 +68,29 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
             warnings.warn(message, stacklevel=2)
             unread = unread or error
             continue
-        try:
-            if valid is not None:
-                valid(folder)
-        except FSDPError:
-            continue
-        return folder
+        if _is_valid(folder, valid):
+            return folder
     if unread is not None:
         raise unread
     return None
 
 
-def prune(root: Folder, keep: int, every: int | None = None) -> list[str]:
+def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None) -> list[str]:
     """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
+
+    What stays: the `keep` newest sound ones by step, and likewise by when they were saved. These are the same, but in a
+    run that was rolled back: there the newest of both its lives stay, until the steps have caught up. So what was saved
+    last is never deleted, nor is the only one that is sound. What somebody is saving at this moment stays too.
 
     Args:
         keep: how many of the newest sound ones stay, at least one (see `latest`).
         every: checkpoints whose step is a multiple of it stay besides.
+        valid: as for `latest`: with `verify`, only checkpoints that were read to the end count as sound. Without it bad
+            bytes within a file are not seen.
 
     Returns:
-        the folders that were deleted. Each loses its manifest first, so a half deleted one is no checkpoint.
+        the folders that were deleted. Each is given another name first, so none is ever there in part. What is (since
+        earlier versions deleted it, and were killed) goes too, once it is an hour old.
 
     Raises:
         ArgumentError: `keep` or `every` is less than one.
@@ -93,36 +98,104 @@ def prune(root: Folder, keep: int, every: int | None = None) -> list[str]:
     Example::
 
         if rank == 0:
-            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000)
+            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000, valid=fsdp2.checkpoint.verify)
     """
-    gone = superseded(root, keep, every)
     storage, path = storage_of(root)
-    names = {storage.split(folder)[1] for folder in gone}
-    for other in storage.names(path):
-        if other in names or old_of(other) in names:
-            discard(storage, storage.join(path, other))
+    known: dict[str, bool] = {}
+    ids = {folder: id_at(storage, folder) for folder in _old(root, keep, every, valid, known)}
+    # Judged again: what has taken one of these names since is not what was read above.
+    old = [folder for folder in _old(root, keep, every, valid, known) if folder in ids]
+    gone = [folder for folder in old if _pruned(storage, folder, ids[folder])]
+    for left in remains(storage, path):
+        discard(storage, left)
     return gone
 
 
-def superseded(root: Folder, keep: int, every: int | None = None) -> list[str]:
+def superseded(
+    root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None
+) -> list[str]:
     """What `prune` would delete."""
+    return _old(root, keep, every, valid, {})
+
+
+def _old(
+    root: Folder, keep: int, every: int | None, valid: Callable[[str], object] | None, known: dict[str, bool]
+) -> list[str]:
+    """See `prune`.
+
+    Args:
+        known: which checkpoints are sound, as far as that has been looked at.
+    """
     if keep < 1 or (every is not None and every < 1):
         raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
-    everything = checkpoints(root)
-    sound = [folder for folder in reversed(everything) if _is_sound(folder)]
-    if len(sound) < keep:
-        return []
-    old = everything[: everything.index(sound[keep - 1])]  # what is damaged among the newer ones is not ours to judge
-    steps = {folder: step_of(storage.split(folder)[1]) for folder in old}
+    by_step = checkpoints(root)
+    ages = {folder: age_of(storage, place) for folder in by_step if (place := _place(storage, folder))}
+    by_time = sorted(ages, key=lambda folder: -ages[folder])
+    staying: set[str] = set()
+    for order in (by_step, by_time):
+        sound = 0
+        for folder in reversed(order):  # what is damaged among the newer ones is not ours to judge
+            if sound == keep:
+                break
+            staying.add(folder)
+            if folder not in known:
+                known[folder] = _is_sound(folder) and _is_valid(folder, valid)
+            sound += known[folder]
+    steps = {folder: step_of(storage.split(folder)[1]) for folder in by_step if folder not in staying}
     return [folder for folder, step in steps.items() if every is None or step is None or step % every]
+
+
+def _place(storage: Storage, folder: str) -> str | None:
+    """Where a checkpoint is; None if it has gone meanwhile."""
+    with suppress(CheckpointError):
+        return find(storage, folder)
+    return None
+
+
+def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
+    """Delete the checkpoint `path`, wherever it is, if it still is that of the save, and nobody saves there."""
+    if not storage.renames or storage.kind(path) == "symbolic link":
+        discard(storage, path)
+        return True
+    if is_leased(storage, path):
+        return False
+    older = replaced(storage, path)
+    # `find` still finds it then. So if it is not the one, or this process dies, nothing is lost.
+    aside = set_aside(storage, path)
+    if aside is not None and _id_of(storage, aside) != save_id:
+        with suppress(OSError):  # taken again, by a still newer one
+            storage.rename_folder(aside, path)
+        return False
+    for old in older:
+        if aside is not None or _id_of(storage, old) == save_id:
+            discard(storage, old)
+    if aside is not None:
+        discard(storage, aside)
+    return True
+
+
+def _id_of(storage: Storage, folder: str) -> str | None:
+    """The id of what is in a folder; None if that cannot be read."""
+    with suppress(CheckpointError, OSError):
+        return read_manifest(storage, folder).id
+    return None
+
+
+def _is_valid(folder: str, valid: Callable[[str], object] | None) -> bool:
+    try:
+        if valid is not None:
+            valid(folder)
+    except FSDPError:
+        return False
+    return True
 
 
 def _is_sound(folder: str) -> bool:
     """Whether its manifest is undamaged and its files are there; `OSError` if the disk does not tell."""
     storage, path = storage_of(folder)
     try:
-        NativeCatalog.open(storage, find(storage, path)).close()
+        open_found(storage, path).close()
     except FSDPError:
         return False
     return True

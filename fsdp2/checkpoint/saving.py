@@ -46,6 +46,7 @@ from fsdp2.checkpoint.files import (
     sums_file_name,
 )
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
+from fsdp2.checkpoint.lease import Lease, take_lease
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.memory import blocks_of, wait_for
 from fsdp2.checkpoint.optimizer import optimizer_state
@@ -127,16 +128,30 @@ def save(
         step = _as_int(step)
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
+    lease = Lease()
     try:
         in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
         free_name(storage, path, chosen.overwrite)
         job = _Job(storage, path, step, world, agreement, chosen)
-        run = job.prepare(model, optimizer, extra or {}, staged=async_op)
+        nonce, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+        if world.rank == 0:
+            lease = take_lease(storage, path, nonce, chosen.timeout_s)
     except BaseException as error:
         agreement.abandon(error)
         raise
-    return in_flight.start(path, run, async_op, agreement.abandon)
+
+    def run() -> None:
+        try:
+            write()
+        finally:
+            lease.release()
+
+    def not_run(error: BaseException) -> None:
+        agreement.abandon(error)
+        lease.release()
+
+    return in_flight.start(path, run, async_op, not_run)
 
 
 def _as_int(step: SupportsIndex) -> int:
@@ -180,8 +195,8 @@ class _Job:
         optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
         extra: Mapping[str, Any],
         staged: bool,
-    ) -> Callable[[], None]:
-        """Plan everything; what then writes and commits, on any thread."""
+    ) -> tuple[str, Callable[[], None]]:
+        """Plan everything: the id of the save, and what then writes and commits, on any thread."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -223,7 +238,7 @@ class _Job:
         if staged:
             pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
+        return nonce, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:

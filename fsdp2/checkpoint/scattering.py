@@ -22,6 +22,7 @@ from fsdp2.checkpoint.loading import Loaded, requests_for
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.reading import Filler
+from fsdp2.checkpoint.replacing import not_replaced
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.state import World
 from fsdp2.checkpoint.storage import storage_of
@@ -135,13 +136,14 @@ class _Files:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        storage, path = storage_of(folder)
-        self.catalog: Catalog = open_catalog(storage, path)
+        self._storage, self._path = storage_of(folder)
+        self.catalog: Catalog = open_catalog(self._storage, self._path)
         self._filler = Filler(self.catalog.storage)
 
     def read(self, need: Need, part: Box, into: torch.Tensor) -> None:
         """A part of a tensor that is needed, whoever needs it."""
-        self._filler.fill(requests_for(self.catalog, need, part, into))
+        with not_replaced(self._storage, self._path, self.catalog):
+            self._filler.fill(requests_for(self.catalog, need, part, into))
 
     def compare(self, twins: Iterable[tuple[Need, Need]]) -> None:
         """See that weights which are one here have the same values under both names; `MismatchError` if not."""

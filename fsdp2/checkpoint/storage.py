@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.errors import ArgumentError, CorruptError
 
-__all__ = ["Folder", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
+__all__ = ["Folder", "PinnedStorage", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
 
 # A folder, as users name it: a local path, or a URL for fsspec.
 Folder = str | os.PathLike[str]
@@ -115,12 +115,25 @@ class Storage(Protocol):
         """Open a file; `CheckpointError` if there is none."""
         ...
 
-    def rename_folder(self, folder: str, to: str) -> None:
-        """Give a folder another name, durably, in one step; `OSError` if that is taken."""
+    def pinned(self, folder: str) -> "PinnedStorage":
+        """This storage, for reading from `folder` as it is now: what takes its name later is not seen, and what it is
+        replaced by cannot be mixed with it. `CheckpointError` if there is none."""
+        ...
+
+    def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
+        """Give a folder (if not durably, also a file or a link) another name, in one step; `OSError` if it is taken."""
         ...
 
     def remove(self, path: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+        ...
+
+
+class PinnedStorage(Storage, Protocol):
+    """See `Storage.pinned`."""
+
+    def close(self) -> None:
+        """Release the folder; what is open stays so."""
         ...
 
 

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
-from fsdp2.checkpoint.storage import Reader, Storage
+from fsdp2.checkpoint.storage import PinnedStorage, Reader, Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["NativeCatalog", "file_of", "read_header", "read_manifest", "read_small"]
@@ -108,13 +108,9 @@ class _RankFile:
 
 @dataclass
 class NativeCatalog:
-    """See `Catalog`, and the module docstring.
+    """See `Catalog`, and the module docstring. Opened by `open_found` (`replacing.py`)."""
 
-    Args:
-        files_are_there: False reads the manifest alone, for `describe`.
-    """
-
-    storage: Storage
+    storage: PinnedStorage
     path: str
     manifest: Manifest
     kind: str = "fsdp2"
@@ -123,15 +119,19 @@ class NativeCatalog:
     _sums: dict[int, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, storage: Storage, path: str) -> "NativeCatalog":
-        """Read the manifest, and look that all files are there with the size that it lists.
+    def checked(
+        cls, storage: PinnedStorage, path: str, manifest: Manifest, files_are_there: bool = True
+    ) -> "NativeCatalog":
+        """The catalog for a manifest, once all files are there with the size that it lists.
+
+        Args:
+            files_are_there: False does not look, for `describe`.
 
         Raises:
             CorruptError: they are not.
         """
-        manifest = read_manifest(storage, path)
-        sizes = storage.sizes(path)
-        for name, (size, _) in manifest.files.items():
+        sizes = storage.sizes(path) if files_are_there else {}
+        for name, (size, _) in manifest.files.items() if files_are_there else ():
             found = sizes.get(name)
             if found != size:
                 what = "is missing (or a link)" if found is None else f"has {found} bytes"
@@ -180,6 +180,7 @@ class NativeCatalog:
 
     def close(self) -> None:
         """See `Catalog`."""
+        self.storage.close()
 
     def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
         dtype, shape = record.dtype, record.shape

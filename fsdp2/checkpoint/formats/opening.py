@@ -3,12 +3,11 @@
 from collections.abc import Callable
 
 from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.folders import find
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.deepspeed import is_deepspeed, open_deepspeed
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
-from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.manifest import MANIFEST
+from fsdp2.checkpoint.replacing import open_found
 from fsdp2.checkpoint.storage import Storage
 
 __all__ = ["open_catalog"]
@@ -32,6 +31,7 @@ def open_catalog(storage: Storage, path: str) -> Catalog:
     # not be read as such, without checksums, when its manifest is damaged.
     if MANIFEST not in storage.names(path):
         for is_there, opened in FOREIGN:
-            if is_there(storage, path):
+            # A save may be replacing it at this moment, between two renames: then look at what has come.
+            if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
-    return NativeCatalog.open(storage, find(storage, path))
+    return open_found(storage, path)

@@ -23,7 +23,7 @@ from fsdp2.checkpoint.tools import screen
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import Description, describe
-from fsdp2.checkpoint.tools.inspection import Report, find_damage
+from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
 from fsdp2.checkpoint.tools.rewriting import LAYOUTS
 from fsdp2.errors import ArgumentError, CorruptError, FSDPError
 
@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="RUN")
     one.add_argument("--keep", type=int, metavar="N", help="how many of the newest stay")
     one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
+    one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
     one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
     one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
@@ -244,11 +245,12 @@ def _prune(args: argparse.Namespace) -> int:
     if args.keep is None and not args.sweep:
         raise ArgumentError("prune: say how many checkpoints stay (--keep N), or --sweep")
     storage, path = storage_of(args.folder)
-    old = superseded(args.folder, args.keep, args.every) if args.keep is not None else []
+    valid = verify if args.verify else None
+    old = superseded(args.folder, args.keep, args.every, valid) if args.keep is not None and args.dry_run else []
     dead = left_overs(storage, path) if args.sweep else []
     if not args.dry_run:
-        if old:
-            old = prune(args.folder, args.keep, args.every)
+        if args.keep is not None:
+            old = prune(args.folder, args.keep, args.every, valid)
         for folder in dead:
             discard(storage, folder)
     if args.json:

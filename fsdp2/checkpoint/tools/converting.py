@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.folders import free_name, replace_folder, sweep, work_folder
+from fsdp2.checkpoint.folders import delete, free_name, replace_folder, sweep, work_folder
 from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.lease import LEASE_S, Lease, check_lease, take_lease
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -69,24 +70,29 @@ def convert(
     nonce = uuid.uuid4().hex[:12]
     work = work_folder(storage, path, nonce)
     files: list[str] = []
+    lease = Lease()
     try:
+        lease = take_lease(storage, path, nonce, LEASE_S)
         storage.make_folder(work)
         if chosen.to == "dcp":
             _write_dcp(catalog, storage, work, chosen.verify)
         else:
             files = Rewriting(catalog, storage, chosen, nonce).run(work, progress)
         if storage.renames:
+            check_lease(storage, path, nonce)
             replace_folder(storage, work, path, chosen.overwrite)
+        gone = sweep(storage, path, files)
     except BaseException:
         if storage.renames:
             with suppress(OSError):
                 storage.remove(work)
         else:
-            sweep(storage, path, ())
+            delete(storage, sweep(storage, path, ()))
         raise
     finally:
+        lease.release()
         catalog.close()
-    sweep(storage, path, files)
+    delete(storage, gone)
     return path
 
 

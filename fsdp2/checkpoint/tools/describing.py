@@ -9,9 +9,10 @@ from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.folders import find, is_complete
-from fsdp2.checkpoint.formats.native import NativeCatalog, read_manifest
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.replacing import open_found
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.errors import CheckpointError
 
@@ -103,6 +104,7 @@ def describe(folder: Folder) -> Description:
             return Description(catalog.path, catalog.kind, catalog.step, tensors, optimizer=_kinds(catalog))
         finally:
             catalog.close()
+    native.close()
     manifest = native.manifest
     tensors = tuple(
         _entry(native, section, name, sum(1 for _ in record.tiling.owners(whole(record.shape))))
@@ -133,10 +135,10 @@ def open_native(storage: Storage, path: str) -> NativeCatalog | None:
     """
     if not is_complete(storage, path):
         try:
-            path = find(storage, path)
+            find(storage, path)
         except CheckpointError:
             return None
-    return NativeCatalog(storage, path, read_manifest(storage, path))
+    return open_found(storage, path, files_are_there=False)
 
 
 def stray_files(storage: Storage, path: str, manifest: Manifest) -> list[str]:

@@ -18,12 +18,13 @@ from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header,
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.reading import OpenFiles, PieceBytes
+from fsdp2.checkpoint.replacing import READS, id_at
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
 from fsdp2.checkpoint.workers import run_all
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import CheckpointError, CorruptError, ReplacedError
 
 __all__ = ["Damage", "Report", "find_damage", "verify"]
 
@@ -89,20 +90,30 @@ def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
 
     Raises:
         CheckpointError: there is no checkpoint.
+        ReplacedError: it was replaced while it was read, again and again.
     """
     storage, path = storage_of(folder)
+    for _ in range(READS):
+        report, save_id = _looked_at(storage, path, progress)
+        if report.ok or id_at(storage, path) in (None, save_id):  # else it was replaced meanwhile: no damage
+            return report
+    raise ReplacedError(f"{path}: is replaced by one save after the other, faster than it can be read")
+
+
+def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[Report, str | None]:
+    """The report, and the id of the save that it is about."""
     report = Report(path, "fsdp2")
     try:
         native = open_native(storage, path)
         catalog = open_catalog(storage, path) if native is None else native
     except CorruptError as error:
-        return Report(path, "damaged", [_damage_of(storage, path, error)])
+        return Report(path, "damaged", [_damage_of(storage, path, error)]), None
     report.folder, report.kind = catalog.path, catalog.kind
     try:
         _Verification(catalog, report).run(progress)
     finally:
         catalog.close()
-    return report
+    return report, native.manifest.id if native is not None else None
 
 
 class _Verification:

@@ -1,0 +1,284 @@
+"""Who saves to a name: a file beside the folder, for as long as the save lasts. Layer: checkpoint.
+
+The lease of ``step-00001000`` is ``.lease-step-00001000``. It says who has it: host, process, when that began, job,
+save. A second job that comes to the name is told so. The lease of a process that is gone (its own host can tell), or
+that has not been renewed for `LEASE_S` (for other hosts), is taken over.
+
+It is a courtesy, and nothing that a checkpoint hangs on: whoever commits renames only what is its own (see
+`folders.py`), so two who both believe that they have the lease lose nothing. That matters, since no file system can
+tell a process that is dead from one that has stopped for long.
+
+The file appears at once with its content (a hard link, else an exclusive create), which NFS does too. Storages that
+rename no folders have no exclusive create either, so there is no lease there.
+"""
+
+import errno
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from fsdp2.checkpoint.storage import Storage
+from fsdp2.errors import CheckpointError
+
+__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "check_lease", "is_leased", "lease_name", "take_lease"]
+
+LEASE_S = 60.0  # since it was renewed; then it may be taken over from another host
+RENEW_S = 10.0
+LOOK_S = 0.5
+MAX_BYTES = 4096
+LEASE_NAME = re.compile(r"\.lease-.+")
+FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+def lease_name(name: str) -> str:
+    """The lease of a folder."""
+    return f".lease-{name}"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a lease.
+
+    Attributes:
+        id: of the save.
+        place: host, its boot and namespace of processes: within one, numbers of processes mean something.
+        started: when the process began, in ticks since its host did: its number may be another's by now.
+        job: of the scheduler.
+        since: seconds since 1970.
+    """
+
+    id: str = ""
+    host: str = ""
+    place: str = ""
+    pid: int = 0
+    started: str = ""
+    job: str = ""
+    since: float = 0.0
+
+    def __str__(self) -> str:
+        job = f" of job {self.job}" if self.job else ""
+        for_s = max(0.0, time.time() - self.since)
+        return f"process {self.pid} on {self.host}{job} (save {self.id}, since {for_s:.0f} s)"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A lease as it lies there; one that is being written, or is no lease, has no holder that is known."""
+
+    holder: Holder
+    inode: int
+    renewed: float
+
+    @property
+    def is_dead(self) -> bool | None:
+        """Whether its process is gone; None if that cannot be known from here."""
+        started = _started(self.holder.pid) if self.holder.place == _place() else None
+        return None if started is None else started != self.holder.started
+
+
+class Lease:
+    """A lease that this process has. A thread renews it until `release`."""
+
+    def __init__(self, file: str = "", fd: int = -1):
+        self._file = file
+        self._fd = fd
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        if fd >= 0:
+            self._thread = threading.Thread(target=self._renew, name="fsdp2-lease", daemon=True)
+            self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._ends.wait(RENEW_S):
+            with suppress(OSError):
+                os.utime(self._fd)  # of this very file, whatever has its name by now
+
+    def release(self) -> None:
+        """Give it back; never raises. What another has taken over stays."""
+        if self._thread is None:
+            return
+        self._ends.set()
+        self._thread.join()
+        self._thread = None
+        with suppress(OSError):
+            if os.lstat(self._file).st_ino == os.fstat(self._fd).st_ino:
+                os.unlink(self._file)
+        os.close(self._fd)
+
+
+def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> Lease:
+    """Become the one who saves to `path`; one process of a save does that.
+
+    Raises:
+        CheckpointError: another save is under way there. Or that may be: its host is another one, it was renewed a
+            short time ago, and `timeout_s` is too short to see whether it is again.
+    """
+    if not storage.renames:
+        return Lease()
+    folder, name = storage.split(path)
+    storage.make_folder(folder)
+    file = storage.join(folder, lease_name(name))
+    deadline = time.monotonic() + timeout_s
+    first: tuple[int, float] | None = None
+    while True:
+        # Of a name that is swept with those of dead saves, if this process dies now.
+        fd, now = _made(storage.join(folder, f".tmp-{name}-{uuid.uuid4().hex[:12]}"), file, save_id)
+        if fd is not None:
+            return Lease(file, fd)
+        found = _look(file)
+        if found is None:
+            continue
+        dead = found.is_dead
+        if dead is None:
+            seen = found.inode, found.renewed
+            dead = now - found.renewed > LEASE_S
+            first = first or seen
+            if not dead and first == seen and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+                continue
+        if not dead:
+            raise CheckpointError(
+                f"{path}: is being saved by {found.holder}. Two jobs must not save to one name: stop one, or save to "
+                "another folder."
+            )
+        _clear(file, found)
+
+
+def check_lease(storage: Storage, path: str, save_id: str) -> None:
+    """See that a save still has its lease, from any of its processes.
+
+    Raises:
+        CheckpointError: another one has taken it over.
+    """
+    if not storage.renames:
+        return
+    folder, name = storage.split(path)
+    found = _look(storage.join(folder, lease_name(name)))
+    if found is not None and found.holder.id in (save_id, ""):
+        return
+    # A file that another host made may not be seen yet by its name; the folder's list is fresh.
+    if found is None and lease_name(name) in storage.names(folder):
+        return
+    who = f"by {found.holder}" if found is not None else "by one that has ended"
+    raise CheckpointError(
+        f"{path}: the lease of this save was taken over {who}, since it was not renewed for {LEASE_S:g} s: the process "
+        "that had it has died, or it stood still. Two jobs save there; stop one."
+    )
+
+
+def is_leased(storage: Storage, path: str) -> bool:
+    """Whether somebody may be saving to `path` now."""
+    if not storage.renames:
+        return False
+    folder, name = storage.split(path)
+    found = _look(storage.join(folder, lease_name(name)))
+    if found is None:
+        return False
+    dead = found.is_dead
+    return time.time() - found.renewed < LEASE_S if dead is None else not dead
+
+
+def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
+    """Try to make a lease: what it is open as, None if there is one; and the time by the clock of its file server.
+
+    Args:
+        part: a name for the file until it is the lease.
+    """
+    content = _encoded(save_id)
+    fd: int | None = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS, 0o666)
+    assert fd is not None
+    made = None
+    try:
+        os.write(fd, content)
+        now = os.fstat(fd).st_mtime
+        try:
+            os.link(part, file)
+        except (FileExistsError, FileNotFoundError):  # there is one; or somebody has swept the part
+            pass
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            with suppress(FileExistsError):
+                made = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS, 0o666)
+                os.write(made, content)
+        if os.fstat(fd).st_nlink > 1:  # NFS may have made the link and lost the answer
+            made, fd = fd, None
+    finally:
+        if fd is not None:
+            os.close(fd)
+        with suppress(OSError):
+            os.unlink(part)
+    return made, now
+
+
+def _clear(file: str, found: _Found) -> None:
+    """Take a dead lease away: that one and no other, which may have come in its place by now."""
+    aside = f"{file}-{uuid.uuid4().hex[:12]}"
+    with suppress(FileNotFoundError):
+        os.rename(file, aside)
+        now = _look(aside)
+        if now is not None and now.inode != found.inode:
+            with suppress(OSError):
+                os.link(aside, file)
+        os.unlink(aside)
+
+
+def _look(file: str) -> _Found | None:
+    """The lease that lies there; None if none does."""
+    try:
+        fd = os.open(file, os.O_RDONLY | FLAGS)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            return None
+        raise
+    try:
+        status = os.fstat(fd)
+        content = os.read(fd, MAX_BYTES)
+    finally:
+        os.close(fd)
+    holder = Holder()
+    with suppress(ValueError, TypeError, RecursionError):
+        holder = Holder(**json.loads(content))
+    return _Found(holder, status.st_ino, status.st_mtime)
+
+
+def _encoded(save_id: str) -> bytes:
+    job = next((os.environ[name] for name in JOBS if os.environ.get(name)), "")
+    pid = os.getpid()
+    holder = Holder(save_id, socket.gethostname(), _place(), pid, _started(pid) or "", job[:200], time.time())
+    return json.dumps(asdict(holder)).encode()
+
+
+@cache
+def _place() -> str:
+    """What this process shares with those whose numbers it can look up."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return " ".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in words that are the same whenever asked; "" if there is none, None if that is hidden."""
+    with suppress(OSError):
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except OSError:
+        return None
+    return None if sys.platform == "linux" else "running"
