@@ -24,6 +24,7 @@ from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.step_hook import install_step_hooks
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 __all__ = ["fully_shard"]
@@ -125,6 +126,7 @@ def fully_shard(
         group.smaller, group.keep = smaller[group.roles], keep
     for each in tied:
         _share(each, unit)
+    install_step_hooks()
     for each_module, cls in zip(modules, classes, strict=True):
         each_module.__class__ = cls
         attach(each_module, unit)

@@ -61,7 +61,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.holding",),
     ("runtime.context", "runtime.hooks"),
     ("runtime.in_flight", "runtime.memory", "runtime.param_group"),
-    ("runtime.assembly", "runtime.finalization", "runtime.gradients"),
+    ("runtime.assembly", "runtime.finalization", "runtime.gradients", "runtime.unreduced"),
     ("runtime.extended", "runtime.inner", "runtime.reduction"),
     ("runtime.reduction_plan", "runtime.together"),
     ("runtime.channel", "runtime.gather"),
@@ -69,7 +69,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.parameter",),
     ("runtime.geometry",),
     ("runtime.extension", "runtime.packing"),
-    ("runtime.schedule", "runtime.slot", "runtime.storage", "runtime.streams", "runtime.tree"),
+    ("runtime.schedule", "runtime.slot", "runtime.step_hook", "runtime.storage", "runtime.streams", "runtime.tree"),
     ("runtime",),
     ("comm",),
     ("comm.flat", "comm.gloo", "comm.nccl"),
@@ -274,12 +274,15 @@ def test_attributes_are_set_in_init(module: Module) -> None:
 
 PROBE = """
 import json, sys, types, fsdp2
+from torch.optim import optimizer
 public = {name: value for name, value in vars(fsdp2).items()
           if not name.startswith("_") and not isinstance(value, types.ModuleType)}
 print(json.dumps({
     "all": list(fsdp2.__all__),
     "public": sorted(public),
     "loaded": sorted(name for name in sys.modules if name.startswith("fsdp2.")),
+    "hooks": [str(hook) for hook in (*optimizer._global_optimizer_pre_hooks.values(),
+                                     *optimizer._global_optimizer_post_hooks.values())],
     "undocumented": [name for name in fsdp2.__all__ if callable(value := getattr(fsdp2, name))
                      and not (value.__doc__ and not value.__doc__.startswith(name + "("))],
 }))
@@ -297,6 +300,7 @@ def imported() -> dict[str, list[str]]:
 def test_import_is_light(imported: dict[str, list[str]]) -> None:
     heavy = [name for name in imported["loaded"] if name.split(".")[1] in LOADED_ON_DEMAND]
     assert not heavy
+    assert not imported["hooks"], "hooks on every optimizer, also of programs that shard nothing"
 
 
 def test_public_surface_is_all(imported: dict[str, list[str]]) -> None:

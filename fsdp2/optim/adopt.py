@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
+from fsdp2.runtime.step_hook import before_each_step
 
 __all__ = ["adopt_optimizer"]
 
@@ -133,7 +133,7 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 # --- the warning ------------------------------------------------------------------------------------------------------
 
 
-def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Before an optimizer's step: look at its parameters, unless that has been done."""
     state = len(optimizer.param_groups), num_replaced()
     if _checked.get(optimizer) == state:
@@ -148,7 +148,7 @@ def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwarg
             f"after it ({some}): it was made before fully_shard, before load_state_dict(assign=True) or the like, or "
             "while units were unsharded. Its steps change nothing in the model. Make it afterwards, or call "
             "fsdp2.adopt_optimizer(optimizer).",
-            stacklevel=3,
+            stacklevel=4,
         )
     _check_state_has_memory(optimizer)
     on_meta = [tuple(param.shape) for param in held if param.is_meta and param.grad is None]
@@ -158,8 +158,8 @@ def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer, args: Any, kwarg
             f"{type(optimizer).__name__} holds {len(on_meta)} parameters on the meta device (of shapes {some}), in "
             "whose places the model has others by now: Module.to_empty replaces parameters that are not sharded. Its "
             "steps do not change them. Make it after to_empty, or use fsdp2.init.materialize, which keeps them.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-register_optimizer_step_pre_hook(_warn_of_stale_parameters)
+before_each_step(_warn_of_stale_parameters)

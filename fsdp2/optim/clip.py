@@ -15,6 +15,7 @@ from fsdp2._torch import foreach_multiply, local_of
 from fsdp2.adjacent import runs_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
+from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -59,6 +60,7 @@ def clip_grad_norm_(
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
     parameters = _list(parameters)
+    check_reduced("clip_grad_norm_", parameters)
     grads = [param.grad for param in parameters]
     total, joined = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
     _scale(_joined(grads) if joined is None else joined, max_norm, total, foreach)
@@ -104,7 +106,9 @@ def clip_grads_with_norm_(
         total_norm: 0-dim and plain.
         foreach: False takes the tensors one by one.
     """
-    _scale(_joined(param.grad for param in _list(parameters)), max_norm, total_norm, foreach)
+    parameters = _list(parameters)
+    check_reduced("clip_grads_with_norm_", parameters)
+    _scale(_joined(param.grad for param in parameters), max_norm, total_norm, foreach)
 
 
 def _joined(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

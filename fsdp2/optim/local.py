@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
+from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["LocalOptimizer", "local_optimizer"]
 
@@ -147,6 +148,12 @@ class LocalOptimizer(torch.optim.Optimizer):
         stepped = [param for each in self._taken for run in each.runs if run.has_grad for param in run.params]
         torch.autograd.graph.increment_version([*stepped, *map(local_tensor, stepped)])
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the sharded gradients; warns where others wait to be reduced, which it does not clear."""
+        super().zero_grad(set_to_none)
+        params = (param for group in self.param_groups for param in group["params"])
+        check_reduced("zero_grad", params, is_read=False)
 
     def _take(self, held: list[torch.Tensor], before: "_Taken | None") -> "_Taken":
         """The parameters of one group with this step's gradients; runs as before, where nothing else has changed."""

@@ -20,6 +20,7 @@ from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.streams import streams_for
+from fsdp2.runtime.unreduced import Unreduced
 
 __all__ = ["Context"]
 
@@ -29,6 +30,7 @@ class Member(Protocol):
 
     settings: UnitSettings
     fqn: str
+    left_by: str
 
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed."""
@@ -44,6 +46,9 @@ class Member(Protocol):
 
     def check_no_partials(self) -> None:
         """Raise where gradients wait for an all-reduce."""
+
+    def has_unreduced(self, params: set[int]) -> bool:
+        """Whether gradients of parameters among these (their ids) wait to be reduced."""
 
 
 class Context:
@@ -66,6 +71,7 @@ class Context:
         self.memory = ReleasedMemory(self.streams)
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.finalization = Finalization()
+        self.unreduced = Unreduced()
         self.schedule: Schedule[Member] = Schedule()
         self.is_provisional = is_provisional
         self.post_optim_event: torch.Event | None = None
@@ -168,7 +174,20 @@ class Context:
             unit.finish_backward()
         if self.is_last_backward:
             self.finish_reductions()
+        self._note_unreduced()
         emit("root_post_backward", root.fqn)
+
+    def _note_unreduced(self) -> None:
+        some_wait = self.in_flight.is_busy or any(unit.left_by for unit in self.units)
+        self.unreduced.after_backward(self, some_wait)
+
+    def find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
+        """Units that have unreduced gradients of parameters among these (their ids), and the call that left them."""
+        found = {unit.fqn: unit.left_by for unit in self.units if unit.left_by and unit.has_unreduced(params)}
+        late = "set_is_last_backward(False)" if self.in_flight.ticket is None else "a handle that was not waited for"
+        for fqn in self.in_flight.fqns_of(params):
+            found.setdefault(fqn, late)
+        return list(found.items())
 
     def finish_reductions(self) -> None:
         """Make all sharded gradients complete, and give back what was released."""
@@ -201,6 +220,8 @@ class Context:
             self.finalization.is_ending = False
         if not is_async:
             self.finish_reductions()
+        self._note_unreduced()
+        if not is_async:
             return None
         self.in_flight.ticket = Ticket(self.finalization)
         return self.in_flight.ticket
@@ -216,6 +237,7 @@ class Context:
         if self.in_flight.ticket is ticket:
             self.in_flight.ticket = None
             self.finish_reductions()
+            self._note_unreduced()
 
     # --- after an error ----------------------------------------------------------------------------------------------
 

@@ -111,6 +111,11 @@ class Gradients:
 
         return hook
 
+    def wait_for_reduction(self, params: set[int]) -> bool:
+        """Whether gradients of parameters among these (their ids) are unsharded, or wait for an all-reduce."""
+        grads = [(param.partial, param.unsharded) for param in self._params if param.is_among(params)]
+        return any(partial is not None or (whole is not None and whole.grad is not None) for partial, whole in grads)
+
     def drop(self) -> None:
         """Forget all gradients that were not reduced, and partial ones."""
         for param in self._params:

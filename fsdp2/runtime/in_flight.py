@@ -52,6 +52,15 @@ class InFlight:
             if reduction.advance():
                 self._reductions.append(reduction)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether reductions are under way."""
+        return bool(self._reductions)
+
+    def fqns_of(self, params: set[int]) -> list[str]:
+        """The units of reductions under way for parameters among these (their ids)."""
+        return [each.fqn for each in self._reductions if any(param.is_among(params) for param in each.params)]
+
     def _advance_oldest(self) -> None:
         """In a function of its own: what is finished must be freed before the next reduction makes its buffers."""
         oldest = self._reductions.popleft()

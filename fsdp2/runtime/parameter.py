@@ -347,6 +347,10 @@ class ManagedParameter:
             grad = local_tensor(grad)
         return grad if self.geometry.as_is else self.geometry.to_memory(grad)
 
+    def is_among(self, ids: set[int]) -> bool:
+        """Whether one of its forms is one of the objects with these ids."""
+        return id(self.sharded) in ids or id(self.unsharded) in ids
+
     # --- following the module ----------------------------------------------------------------------------------------
 
     @property

@@ -36,7 +36,7 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.gather import named
 from fsdp2.runtime.packing import packed
-from fsdp2.runtime.parameter import Partial
+from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
@@ -65,6 +65,7 @@ class Reduction:
         streams: Streams,
     ):
         self.fqn = fqn
+        self.params: Sequence[ManagedParameter] = plan.params
         self._plan = plan
         self._settings = settings
         self._streams = streams

@@ -73,6 +73,7 @@ class Unit(Holding):
     Attributes:
         settings: what the `set_*` methods change.
         policy: mixed precision.
+        left_by: the call because of which its last backward may have left gradients unreduced; "" for none.
         in_flight: reductions that this unit, as a root, shares with other roots; None where it does not.
         forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
     """
@@ -92,6 +93,7 @@ class Unit(Holding):
         self.forward_prefetch: list[ref[Unit]] = []
         self.backward_prefetch: list[ref[Unit]] = []
         self.in_flight: InFlight | None = None
+        self.left_by = ""
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
 
@@ -261,7 +263,10 @@ class Unit(Holding):
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
         with outside_transforms():
-            self.context.in_flight.start(group.gradients.take(settings, at_end, self.context.streams, self.fqn))
+            reductions = group.gradients.take(settings, at_end, self.context.streams, self.fqn)
+            if reductions and not reductions[0].leaves_partials:
+                self.context.unreduced.has_reduced = True
+            self.context.in_flight.start(reductions)
 
     def post_backward(self) -> None:
         """Backward is through with the unit, at least for now: reshard, reduce what was not."""
@@ -293,13 +298,27 @@ class Unit(Holding):
                 self._reduce(group, settings, at_end=True)
         for group in self.groups:
             group.gradients.expect_all()
+        self.left_by = "" if settings.ends_step else self._what_left_gradients()
         self._to_run.clear()
         self._move(Stage.IDLE)
+
+    def _what_left_gradients(self) -> str:
+        """The call that lets this backward, which does not end a step, leave gradients unreduced."""
+        if self.ready_context().finalization.is_manual:
+            return "set_manual_backward_finalization(True) without finalize_backward() since"
+        if not self.settings.requires_gradient_sync:
+            return "set_requires_gradient_sync(False)"
+        return "set_is_last_backward(False)" if self.settings.requires_all_reduce else "set_requires_all_reduce(False)"
+
+    def has_unreduced(self, params: set[int]) -> bool:
+        """Whether gradients of parameters among these (their ids) wait to be reduced."""
+        return any(group.gradients.wait_for_reduction(params) for group in self.groups)
 
     def reset(self) -> None:
         """After an error: reshard, forget the iteration and all gradients that were not reduced."""
         self._to_run.clear()
         self._stage = Stage.IDLE
+        self.left_by = ""
         self.reshard_all()
         for group in self.groups:
             group.gradients.drop()

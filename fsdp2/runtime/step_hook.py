@@ -1,0 +1,58 @@
+"""What looks at every optimizer before it steps, by torch's hooks for all optimizers. Layer: runtime.
+
+Installed when the first unit is made: a program that shards nothing pays nothing. Compiled steps are not looked at:
+Dynamo finds that the hooks return at once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["before_each_step", "install_step_hooks", "when_gradients_are_final"]
+
+Check = Callable[[torch.optim.Optimizer], None]
+
+_before: list[Check] = []
+_final: list[Check] = []
+_installed: list[object] = []
+
+
+def before_each_step(check: Check) -> None:
+    """Let `check` look at each optimizer that is about to step."""
+    _before.append(check)
+
+
+def when_gradients_are_final(check: Check) -> None:
+    """The same, but after a step that was given a closure, which computes the gradients."""
+    _final.append(check)
+
+
+def install_step_hooks() -> None:
+    """From now on optimizers are looked at. Calling it again does nothing."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+        _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for check in _before:
+        check(optimizer)
+    if not _has_closure(args, kwargs):
+        for check in _final:
+            check(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if _has_closure(args, kwargs):
+        for check in _final:
+            check(optimizer)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:])  # the first is the optimizer

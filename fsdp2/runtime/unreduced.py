@@ -1,0 +1,106 @@
+"""Gradients that wait to be reduced while somebody uses the sharded ones. Layer: runtime.
+
+A backward with gradient sync or all-reduce turned off, one that is not the last, or one that is to be finalised by hand
+leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` then is a mistake that nothing else would
+tell: a program that never turns them on again trains nothing. Roots whose last backward left gradients are listed here,
+so that a use costs next to nothing where there are none.
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from fsdp2._torch import backward_is_running
+from fsdp2.errors import OrderError
+from fsdp2.runtime.step_hook import when_gradients_are_final
+
+__all__ = ["Unreduced", "check_reduced"]
+
+
+class Owner(Protocol):
+    """A root's context."""
+
+    unreduced: "Unreduced"
+
+    def find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
+        """Units that have unreduced gradients of parameters among these (their ids), and the call that left them."""
+
+
+_waiting: WeakSet[Owner] = WeakSet()
+
+
+class Unreduced:
+    """What is known of unreduced gradients of one root.
+
+    Attributes:
+        has_reduced: a reduction of this root has been issued whose result is for sharded gradients.
+    """
+
+    def __init__(self) -> None:
+        self.has_reduced = False
+        self._num_backwards = 0
+        self._used_after = 0  # so many backwards, gradients were last used while some waited
+        self._num_uses = 0
+        self._has_warned = False
+
+    def after_backward(self, owner: Owner, some_wait: bool) -> None:
+        """A backward has ended, or was finalised: `some_wait` if it may have left gradients."""
+        self._num_backwards += 1
+        (_waiting.add if some_wait else _waiting.discard)(owner)
+
+    def used_by(self, call: str, found: list[tuple[str, str]], is_read: bool) -> None:
+        """`call` came while the units of `found` have unreduced gradients.
+
+        Args:
+            is_read: it works with gradients, and not only clears them. Counts once for each backward.
+
+        Raises:
+            OrderError: the second time, where no gradient of this root has ever been reduced.
+        """
+        if is_read and self._used_after != self._num_backwards:
+            self._used_after = self._num_backwards
+            self._num_uses += 1
+            if self._num_uses > 1 and not self.has_reduced:
+                raise OrderError(
+                    f"{_message(call, found)} No gradient has reached a sharded parameter yet: nothing is trained."
+                )
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_message(call, found), stacklevel=4)
+
+
+def _message(call: str, found: list[tuple[str, str]]) -> str:
+    units = ", ".join(f"'{fqn}'" if fqn else "(root)" for fqn, _ in found[:5]) + (", ..." if len(found) > 5 else "")
+    causes = " and ".join(sorted({cause for _, cause in found}))
+    return (
+        f"{call}: gradients of {units} were not reduced, because of {causes}. {call} is for reduced ones, in the .grad "
+        "of sharded parameters; these wait for the next backward that reduces. Call set_requires_gradient_sync(True) "
+        "and set_is_last_backward(True) before the last backward of a step; to drop gradients that wait, call "
+        "reset_iter_state() on the root."
+    )
+
+
+def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = True) -> None:
+    """Warn where gradients of sharded `params` wait to be reduced while `call` uses those that are there; once a root.
+
+    Raises:
+        OrderError: see `Unreduced.used_by`.
+    """
+    if not _waiting or backward_is_running():  # an optimizer in backward steps what is ready
+        return
+    ids = {id(param) for param in params}
+    for owner in list(_waiting):
+        if found := owner.find_unreduced(ids):
+            owner.unreduced.used_by(call, found, is_read)
+
+
+def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    if _waiting:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        check_reduced(f"{type(optimizer).__name__}.step", params)
+
+
+when_gradients_are_final(_check_step)
