@@ -52,6 +52,7 @@ __all__ = [
     "grad_of",
     "group_allocates",
     "group_named",
+    "hooks_of",
     "local_of",
     "local_tensor",
     "make_dtensor",
@@ -199,10 +200,12 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
 
 
 # For `map` over all parameters in each step: no Python frame for each.
-# `Tensor.grad`, and what `local_tensor` gets; of a DTensor `_spec`: mesh, placements, global shape and dtype;
-# `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`: how often autograd saw it change in
-# place; `Module._parameters`: where a module's parameters live (`setattr` costs ten times as much).
+# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks`, a dict or None; what `local_tensor` gets; of a DTensor `_spec`:
+# mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`:
+# how often autograd saw it change in place; `Module._parameters`: where a module's parameters live (`setattr` costs ten
+# times as much).
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
@@ -259,8 +262,9 @@ def allows_direct_slots(module: nn.Module) -> bool:
 
 
 def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """The user's `register_post_accumulate_grad_hook` hooks: gradients that we set by hand must still run them."""
-    hooks = tensor._post_accumulate_grad_hooks
+    """The `register_post_accumulate_grad_hook` hooks, in the order in which they run. Those of sharded parameters must
+    run for gradients that we set by hand; on unsharded ones ours must be the last."""
+    hooks = hooks_of(tensor)
     return list(hooks.values()) if hooks else []
 
 

@@ -50,11 +50,6 @@ class StageState:
         context = self._unit.context
         if context is None:
             return
-        for unit in context.units:
-            assert isinstance(unit, Unit)
-            for group in unit.groups:
-                # Schedules that split backward set gradients by hand, which runs no hook.
-                group.gradients.note_arrived()
         context.end_backward()
 
 

@@ -1,15 +1,22 @@
 """`Gradients`: when a group's gradients are complete, and what is reduced then. Layer: runtime, below the param group.
 
 Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them tells when the
-last has arrived, so that the reduction starts then and not only when backward leaves the unit. Gradients that are not
-to be reduced yet simply stay there.
+last has arrived, so that the reduction starts then and not only when backward leaves the unit. It is the last of a
+parameter's hooks, since it takes what the model's own would change. Gradients that are not to be reduced yet simply
+stay there.
+
+A gradient may also come without a hook: a backward of the model's own writes it. So what is taken is what is there.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_not
 from weakref import ref
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from fsdp2._torch import grad_of, hooks_of, post_accumulate_grad_hooks
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -19,6 +26,8 @@ from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
 __all__ = ["Gradients"]
+
+_is_there: Callable[[object], bool] = partial(is_not, None)
 
 
 class Gradients:
@@ -36,8 +45,8 @@ class Gradients:
         self._trainable: set[int] = set()
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
-        self._hooked: set[int] = set()
-        self._have_arrived = False
+        self._unsharded: list[torch.Tensor] = []
+        self._hooks: dict[int, RemovableHandle] = {}
 
     def sync_trainable(self) -> None:
         """Follow the sharded parameters' `requires_grad`, once the unsharded ones exist."""
@@ -45,9 +54,8 @@ class Gradients:
         if wanted == self._synced:
             return
         self._synced = wanted
-        for index, (param, trainable) in enumerate(zip(self._params, wanted, strict=True)):
-            unsharded = param.unsharded
-            assert unsharded is not None
+        self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
+        for index, (unsharded, trainable) in enumerate(zip(self._unsharded, wanted, strict=True)):
             if unsharded.requires_grad != trainable:
                 unsharded.requires_grad_(trainable)
             self._note_trainable(index, unsharded)
@@ -69,9 +77,8 @@ class Gradients:
         if unsharded.requires_grad != (index in self._trainable):
             self._trainable ^= {index}
             self.expect_all()
-        if unsharded.requires_grad and index not in self._hooked:
-            self._hooked.add(index)
-            unsharded.register_post_accumulate_grad_hook(self._make_hook(index))
+        if unsharded.requires_grad and index not in self._hooks:
+            self._hook(index)
 
     @property
     def has_trainable(self) -> bool:
@@ -80,8 +87,9 @@ class Gradients:
 
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be made anew."""
-        self._hooked.clear()
+        self._hooks.clear()
         self._trainable.clear()
+        self._unsharded = []
         self._synced = []
         self.forget_plans()
         self.expect_all()
@@ -90,26 +98,34 @@ class Gradients:
         """Dtypes or the channel may have changed."""
         self._plans = {}
 
-    def note_arrived(self) -> None:
-        """Gradients may have been set by hand, which runs no hook."""
-        self._have_arrived = True
-
     def expect_all(self) -> None:
         """No gradient has arrived yet."""
         self._missing = set(self._trainable)
 
-    def _make_hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int) -> None:
         weak_self = ref(self)  # the parameter holds the hook, and we hold the parameter
 
         def hook(_param: torch.Tensor) -> None:
             gradients = weak_self()
             if gradients is not None:
-                gradients._have_arrived = True
                 gradients._missing.discard(index)
-                if not gradients._missing:
+                # Not the last only where the model has hooked it since backward began: then the end of the unit's
+                # backward reduces.
+                if not gradients._missing and gradients._is_last_hook(index, hook):
                     gradients._on_ready()
 
-        return hook
+        self._hooks[index] = self._unsharded[index].register_post_accumulate_grad_hook(hook)
+
+    def _is_last_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> bool:
+        return post_accumulate_grad_hooks(self._unsharded[index])[-1] is hook
+
+    def keep_hooks_last(self) -> None:
+        """The model may have hooks of its own on unsharded parameters, since forward: ours act after them. Alike on
+        all ranks, also where only some have hooked something: the place of a reduction among others does not change."""
+        if sum(map(len, filter(None, map(hooks_of, self._unsharded)))) != len(self._hooks):
+            for index, handle in self._hooks.items():
+                handle.remove()
+                self._hook(index)
 
     def wait_for_reduction(self, params: set[int]) -> bool:
         """Whether gradients of parameters among these (their ids) are unsharded, or wait for an all-reduce."""
@@ -134,9 +150,8 @@ class Gradients:
         """
         fill = at_end and settings.reduce_unused
         may_have_partials = at_end and self._channel.roles.replicate_group is not None
-        if not (self._have_arrived or fill or may_have_partials):
+        if not (fill or may_have_partials or any(map(_is_there, map(grad_of, self._unsharded)))):
             return []
-        self._have_arrived = False
         self.expect_all()
         takes_partials = settings.requires_all_reduce
         by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}

@@ -171,8 +171,9 @@ class Unit(Holding):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output)
-        if self._stage is Stage.BACKWARD:
-            return output  # recomputation
+        if self._stage is Stage.BACKWARD:  # recomputation
+            self._keep_hooks_last()
+            return output
         assert self.context is not None
         self._to_run.discard(id(module))
         if not self._to_run:
@@ -237,6 +238,7 @@ class Unit(Holding):
         emit("pre_backward", self.fqn)
         self._to_run.clear()
         self._move(Stage.BACKWARD)
+        self._keep_hooks_last()
         if self.settings.unshard_in_backward:
             self.unshard()
             self.wait_for_unshard()
@@ -245,6 +247,10 @@ class Unit(Holding):
             for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
                     unit.unshard(prefetching=True)
+
+    def _keep_hooks_last(self) -> None:
+        for group in self.groups:
+            group.gradients.keep_hooks_last()
 
     def _pre_backward_again(self) -> None:
         """A backward comes to what an earlier one computed in this unit."""
@@ -293,8 +299,6 @@ class Unit(Holding):
             self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
-                if self.context.finalization.is_ending:
-                    group.gradients.note_arrived()  # a pipeline that splits backward sets those of weights by hand
                 self._reduce(group, settings, at_end=True)
         for group in self.groups:
             group.gradients.expect_all()
