@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import composable_apis, parameter_slots
-from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.arguments import check_options, own_mesh_dims, own_offload_policy, own_precision_policy, parameter_set
+from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import check_names, swapped_class
 from fsdp2.pipelining import register_stage
@@ -93,22 +94,21 @@ def fully_shard(
     Source: PyTorch FSDP, https://arxiv.org/abs/2304.11277; the interface is that of torch.distributed.fsdp.fully_shard.
     """
     modules = _check_modules(module)
-    roles = roles_for(mesh, dp_mesh_dims, zero)
+    check_options(mesh, shard_placement_fn, zero)
+    precision, ignored, dims = (
+        own_precision_policy(mp_policy),
+        parameter_set(ignored_params),
+        own_mesh_dims(dp_mesh_dims),
+    )
+    roles = roles_for(mesh, dims, zero)
+    offload = own_offload_policy(offload_policy, roles.device)
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
     managed = list(_managed_modules(modules))
-    places = _parameter_slots(managed, ignored_params or set())
+    places = _parameter_slots(managed, ignored)
     _check_order(places)
-    placing = Placing(roles, shard_placement_fn, mp_policy, offload_policy)
+    placing = Placing(roles, shard_placement_fn, precision, offload)
     placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
-    tied: list[_Tied] = []
-    planned: deque[tuple[nn.Parameter, Plan]] = deque()
-    for param, (fqn, slots) in places.items():
-        plan, known = placing.plan(fqn, param), managed_by(param)
-        if known is not None and known.unsharded is not param:
-            tied.append(_Tied(fqn, slots, known))
-            _check_tie(tied[-1], plan)
-        else:
-            planned.append((param, plan))
+    planned, tied = _plans(places, placing)
     smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
     classes = [swapped_class(type(each)) for each in modules]
 
@@ -169,6 +169,22 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return modules
 
 
+def _plans(
+    places: Mapping[nn.Parameter, tuple[str, list[Slot]]], placing: Placing
+) -> tuple["deque[tuple[nn.Parameter, Plan]]", "list[_Tied]"]:
+    """The plans of the parameters that this unit will manage, and those that are weights of other units."""
+    planned: deque[tuple[nn.Parameter, Plan]] = deque()
+    tied: list[_Tied] = []
+    for param, (fqn, slots) in places.items():
+        plan, known = placing.plan(fqn, param), managed_by(param)
+        if known is not None and known.unsharded is not param:
+            tied.append(_Tied(fqn, slots, known))
+            _check_tie(tied[-1], plan)
+        else:
+            planned.append((param, plan))
+    return planned, tied
+
+
 def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
     """Parameters of a module below a sharded one may belong to its unit already."""
     for param, (fqn, slots) in places.items():
@@ -200,7 +216,8 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
     if not isinstance(value, int):
         raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
     if value < 1 or roles.shard_size % value != 0:
-        raise ArgumentError(
+        error = ArgumentError if roles.full_mesh is None else UnsupportedError  # torch has none at all there
+        raise error(
             f"reshard_after_forward: expected a divisor of the shard axis' size {roles.shard_size}, got {value}"
         )
     if value == 1:

@@ -12,6 +12,7 @@ replicate axes alone   replicate                    DDP-like: whole parameters, 
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from warnings import warn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -192,6 +193,13 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
         raise MisuseError(
             f"fully_shard: a 2-D mesh needs mesh_dim_names, the first for the replicate axis and the second for the "
             f"shard axis; got {mesh} without names. Pass mesh_dim_names=('replicate', 'shard') to init_device_mesh."
+        )
+    first, second = mesh.mesh_dim_names
+    if "shard" in first and "replic" in second:
+        warn(
+            f"fully_shard: the axes of a 2-D mesh are taken by position: parameters are replicated over '{first}' and "
+            f"sharded over '{second}' here. Pass mesh['{second}', '{first}'], or dp_mesh_dims.",
+            stacklevel=4,
         )
     return MeshRoles(mesh, replicate_axis=0, shard_axis=1)
 

@@ -1,7 +1,7 @@
 """Where each parameter of a unit goes: the plan that `fully_shard` makes before it changes anything. Layer: api."""
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
 from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
@@ -89,8 +89,8 @@ class Placing:
     ):
         self.roles = roles
         self.placement_fn = placement_fn
-        self.policy = _own_precision_policy(policy)
-        self.offload = _own_offload_policy(offload)
+        self.policy = policy
+        self.offload = offload
         self.allows_extensions = True
 
     def plan(self, fqn: str, param: nn.Parameter) -> Plan:
@@ -185,20 +185,3 @@ def _roles_of_info(info: Any) -> MeshRoles:
         dims = info.dp_mesh_dims
         return roles_from_dims(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
     return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)
-
-
-def _own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
-    """torch's own policy objects serve too; they have fewer fields."""
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    names = [each.name for each in fields(MixedPrecisionPolicy)]
-    unset = object()
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(policy, name, unset)) is not unset}
-    return MixedPrecisionPolicy(**given)
-
-
-def _own_offload_policy(policy: OffloadPolicy) -> OffloadPolicy:
-    """The same for offloading."""
-    if type(policy).__name__ == "CPUOffloadPolicy" and not isinstance(policy, CPUOffloadPolicy):
-        return CPUOffloadPolicy(pin_memory=bool(getattr(policy, "pin_memory", True)))
-    return policy

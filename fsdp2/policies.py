@@ -5,6 +5,7 @@ The public ones have the fields of torch's FSDP2, so that either's objects can b
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,11 +57,19 @@ class MixedPrecisionPolicy:
     reduce_scatter_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            _check_dtype(name, getattr(self, name))
+        _check_bool("MixedPrecisionPolicy: cast_forward_inputs", self.cast_forward_inputs)
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise ArgumentError(
+                f"param_dtype_override_fn: expected a function of a parameter or None, got {override!r}"
+            )
         if self.all_gather_dtype not in (None, torch.int8):
             raise ArgumentError(f"all_gather_dtype: expected torch.int8 or None, got {self.all_gather_dtype}")
         wire = self.reduce_scatter_dtype
-        if wire is not None and not wire.is_floating_point:
-            raise ArgumentError(f"reduce_scatter_dtype: expected a floating-point dtype or None, got {wire}")
+        if wire is not None and not (_is_dtype(wire) and wire.is_floating_point):
+            raise ArgumentError(f"reduce_scatter_dtype: expected a floating-point dtype or None, got {wire!r}")
         if wire is not None and self.reduce_dtype is not None and wire.itemsize >= self.reduce_dtype.itemsize:
             raise ArgumentError(
                 f"reduce_scatter_dtype: expected a dtype narrower than reduce_dtype={self.reduce_dtype}, got {wire}"
@@ -82,6 +91,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        _check_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -95,6 +107,12 @@ class DataParallelMeshDims:
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("shard", self.shard), ("replicate", self.replicate)):
+            names: Any = (value,) if isinstance(value, str) else () if value is None else value
+            if not isinstance(names, (tuple, list)) or not all(isinstance(each, str) for each in names):
+                raise ArgumentError(f"DataParallelMeshDims: {name}: expected names of axes or None, got {value!r}")
+
     @property
     def shard_names(self) -> tuple[str, ...]:
         """The shard axes as a tuple, empty when there are none."""
@@ -104,6 +122,30 @@ class DataParallelMeshDims:
     def replicate_names(self) -> tuple[str, ...]:
         """The replicate axes as a tuple, empty when there are none."""
         return _as_names(self.replicate)
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    if value is None or (_is_dtype(value) and (value.is_floating_point or value.is_complex)):
+        return
+    hint = ""
+    if isinstance(value, str):
+        dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(value, value), None)
+        hint = f"; pass {dtype}" if _is_dtype(dtype) else ""
+    raise ArgumentError(f"MixedPrecisionPolicy: {name}: expected a floating-point dtype or None, got {value!r}{hint}")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name}: expected a bool, got {value!r}")
+
+
+def _check_size(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"ZeroPolicy: {name}: expected a number of ranks or None, got {value!r}")
 
 
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -160,8 +202,12 @@ class ZeroPolicy:
     keep_frozen: bool = False
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2, 3):
+        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
             raise ArgumentError(f"ZeroPolicy: expected a stage of 0, 1, 2 or 3, got {self.stage!r}")
+        _check_size("shard_size", self.shard_size)
+        _check_size("secondary_shard_size", self.secondary_shard_size)
+        _check_bool("ZeroPolicy: shard_replicas", self.shard_replicas)
+        _check_bool("ZeroPolicy: keep_frozen", self.keep_frozen)
         if self.stage != 3 and (self.secondary_shard_size is not None or self.shard_replicas):
             raise ArgumentError(
                 f"ZeroPolicy: secondary_shard_size and shard_replicas need stage 3, since parameters stay whole in "

@@ -52,6 +52,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wrap_policies",),
     ("api",),
     ("placing",),
+    ("arguments",),
     ("module",),
     ("settings", "pipelining"),
     ("runtime.copying",),

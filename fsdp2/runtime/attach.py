@@ -3,8 +3,10 @@
 All hooks are plain functions that find the unit through the module, so that a copied module has the hooks of its copy.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +19,19 @@ from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["attach", "guard_state_dict", "owner_of", "owners_of", "post_forward", "pre_forward"]
 
+# What torch says of a whole tensor that is to be loaded into a sharded one, and what we say instead. It collects such
+# messages in a list, which hooks before a load get and hooks after it do not.
+_PLAIN_INTO_SHARDED = re.compile(
+    r'While copying the parameter named "(.+?)".*dimensions in the checkpoint are torch\.Size\(\[(.*?)\]\).*'
+    r"got mixed torch\.Tensor and DTensor",
+    re.DOTALL,
+)
+_LOAD_WHOLE = (
+    "It got mixed torch.Tensor and DTensor. Load a state dict of whole tensors with torch.distributed.checkpoint."
+    "state_dict.set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)), or within "
+    "fsdp2.full_params(model)."
+)
+_errors_of_loads: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
 _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that manage them
 
 
@@ -36,7 +51,7 @@ def guard_state_dict(module: nn.Module, unit: Unit) -> None:
         return
     module.__dict__[_OWNERS] = [unit]
     module.register_state_dict_pre_hook(_reshard)
-    module.register_load_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_refresh)
 
 
@@ -85,6 +100,27 @@ def _reshard(module: nn.Module, *_: Any) -> None:
         unit.reshard_all()
 
 
+def _before_load(
+    module: nn.Module,
+    _state: Any,
+    _prefix: str,
+    _metadata: Any,
+    _strict: bool,
+    _missing: Any,
+    _extra: Any,
+    errors: list[str],
+) -> None:
+    _errors_of_loads[module] = errors
+    _reshard(module)
+
+
 def _refresh(module: nn.Module, *_: Any) -> None:
+    errors = _errors_of_loads.pop(module, [])
+    for index, text in enumerate(errors):
+        found = _PLAIN_INTO_SHARDED.match(text)
+        if found:
+            errors[index] = f"'{found[1]}' is sharded, and the state dict has a plain tensor of shape ({found[2]})."
+            if _LOAD_WHOLE not in errors:
+                errors.append(_LOAD_WHOLE)
     for unit in owners_of(module):
         unit.refresh_groups()
