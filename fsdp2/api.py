@@ -22,6 +22,7 @@ from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
+from fsdp2.runtime.left_out import note_ignored
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
@@ -119,6 +120,7 @@ def fully_shard(
         keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
         new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
         groups.setdefault((plan.roles, keep), []).append(new)
+    note_ignored(ignored_params or ())
     _move_buffers(managed, roles.device)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero)
     unit = Unit(modules, list(groups.values()), roles.device, placing.policy, settings)

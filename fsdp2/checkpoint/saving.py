@@ -55,6 +55,8 @@ from fsdp2.checkpoint.storage import Storage, storage_of
 from fsdp2.checkpoint.tiling import Tiling, spread_replicas
 from fsdp2.checkpoint.writing import write_files
 from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.runtime.left_out import warn_in_save
+from fsdp2.runtime.root import units_below
 
 __all__ = ["save"]
 
@@ -122,6 +124,8 @@ def save(
                               extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
     """
     chosen = SaveOptions(**_known(options))
+    if isinstance(model, nn.Module) and units_below(model):
+        warn_in_save(model)
     world = world_of(process_group)
     storage, path = storage_of(folder)
     if step is not None:

@@ -15,6 +15,7 @@ from fsdp2._torch import foreach_multiply, local_of
 from fsdp2.adjacent import runs_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
+from fsdp2.runtime.left_out import warn_in_clip
 from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
@@ -61,6 +62,7 @@ def clip_grad_norm_(
     """
     parameters = _list(parameters)
     check_reduced("clip_grad_norm_", parameters)
+    warn_in_clip(parameters)
     grads = [param.grad for param in parameters]
     total, joined = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
     _scale(_joined(grads) if joined is None else joined, max_norm, total, foreach)

@@ -32,7 +32,8 @@ class Assembly:
         storage: of the unsharded parameters. `start` takes it, but for what is copied out of a packed buffer; `finish`
             takes that.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
-        used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones.
+        used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones;
+            None when no backward will come to a forward that used them.
         complete_at: the versions of the sharded parameters of which `storage` has the whole although they are sharded;
             None when it does not.
     """
@@ -44,7 +45,7 @@ class Assembly:
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
         self.copies: list[torch.Tensor] = []
         self.complete_at: list[int] | None = None
-        self.used_at: list[int] = []
+        self.used_at: list[int] | None = None
         self._inner: InnerShards | None = None
         with torch.inference_mode(False), torch.no_grad():
             is_late = {param: self._travels_packed(param) for param in params if not param.is_extended}

@@ -10,6 +10,7 @@ from typing import Protocol
 from weakref import ref
 
 import torch
+from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
 from fsdp2.errors import OrderError
@@ -17,6 +18,7 @@ from fsdp2.events import emit
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.finalization import Finalization, Ticket
 from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.left_out import warn_after_backward
 from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.streams import streams_for
@@ -41,6 +43,9 @@ class Member(Protocol):
     def complete_forward(self) -> None:
         """The root's forward is over: finish a unit of which some modules did not run."""
 
+    def forget_uses(self) -> None:
+        """No backward will come to the forwards so far."""
+
     def finish_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left."""
 
@@ -61,6 +66,7 @@ class Context:
 
     Attributes:
         recomputed: units whose forward a checkpoint ran again in this backward, and which were not resharded after it.
+        model: the outermost module around the root, weak, until its first backward has been looked at.
         post_optim_event: waited for by the next root forward's all-gathers in place of the compute stream.
     """
 
@@ -74,6 +80,7 @@ class Context:
         self.unreduced = Unreduced()
         self.schedule: Schedule[Member] = Schedule()
         self.is_provisional = is_provisional
+        self.model: ref[nn.Module] | None = None
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Member]] = deque()
@@ -106,6 +113,8 @@ class Context:
         has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:
             unit.complete_forward()
+            if not self.finalization.awaits_backward:
+                unit.forget_uses()
             if has_raised:
                 unit.reshard()  # prefetched and not used: parameters may have changed since
         self.schedule.begin_forward()
@@ -175,7 +184,13 @@ class Context:
         if self.is_last_backward:
             self.finish_reductions()
         self._note_unreduced()
+        self._look_for_left_out()
         emit("root_post_backward", root.fqn)
+
+    def _look_for_left_out(self) -> None:
+        weak_model, self.model = self.model, None
+        if weak_model is not None and (model := weak_model()) is not None:
+            warn_after_backward(model)
 
     def _note_unreduced(self) -> None:
         some_wait = self.in_flight.is_busy or any(unit.left_by for unit in self.units)

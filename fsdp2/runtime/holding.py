@@ -120,6 +120,11 @@ class Holding(ABC):
             for group in self.borrowed:
                 group.wait_for_unshard()
 
+    def forget_uses(self) -> None:
+        """No backward will come to the forwards so far."""
+        for group in self.groups:
+            group.forget_use()
+
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
         """Give unsharded parameters back, where no other unit computes with them.
 

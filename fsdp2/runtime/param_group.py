@@ -163,7 +163,11 @@ class ParamGroup:
         """Make the unsharded parameters usable, and make the module hold them."""
         if self.phase is Phase.UNSHARDED:
             self.gradients.follow_unsharded()
+        self._finish_gathering()
+        if self.phase is Phase.UNSHARDED:
             self._check_aliases()
+
+    def _finish_gathering(self) -> None:
         if self.phase is not Phase.GATHERING:
             return
         assert self._under_way is not None
@@ -179,13 +183,11 @@ class ParamGroup:
         self.gradients.sync_trainable()
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
-        self._check_aliases()
 
     def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
         """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh (with
         replicas that are sharded too, the inner shards stay)."""
-        if self.phase is Phase.GATHERING:
-            self.wait_for_unshard()
+        self._finish_gathering()  # prefetched and not used
         if self.phase is Phase.SHARDED or (self.phase is Phase.RESHARDED and to_smaller):
             return
         emit("reshard", self.fqn)
@@ -263,11 +265,16 @@ class ParamGroup:
         versions = [version(param.sharded) for param in self.params if param.aliases]
         if not backward_is_running():
             self._assembly.used_at = versions
-        elif versions != self._assembly.used_at:
+        elif self._assembly.used_at is not None and versions != self._assembly.used_at:
             raise OrderError(
                 f"unit '{self.fqn}': parameters changed between forward and backward; they are replicated and used as "
                 "they are, so backward needs those of forward. Step the optimizer after backward."
             )
+
+    def forget_use(self) -> None:
+        """No backward will come to the forwards so far."""
+        if self._assembly is not None:
+            self._assembly.used_at = None
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"

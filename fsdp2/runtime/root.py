@@ -6,12 +6,15 @@ then on they share one context, and their names are relative to the root.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from weakref import ref
 
 from torch import nn
 
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
+from fsdp2.runtime.left_out import outermost_model
 from fsdp2.runtime.naming import check_tied, name_parameters
+from fsdp2.runtime.replicas import check_replicas
 from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["become_root", "check_borrowed", "units_below"]
@@ -32,7 +35,8 @@ def become_root(root: Unit) -> None:
 
     Raises:
         OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
-        ArgumentError: one weight belongs to two groups, or is managed under one name and not under another.
+        ArgumentError: one weight belongs to two groups, or is managed under one name and not under another; replicas
+            differ.
     """
     modules = root.modules
     if len(modules) != 1:
@@ -62,7 +66,9 @@ def become_root(root: Unit) -> None:
     check_borrowed(units)
     for unit in units:
         unit.refresh()
+    check_replicas([group for unit in units for group in unit.groups])
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
+    context.model = ref(outermost_model(modules[0]))
     for unit in units:
         if unit.context is not None:
             unit.context.memory.free_all()

@@ -1,0 +1,107 @@
+"""Trainable parameters that no unit manages, in a model where units do manage others. Layer: runtime.
+
+Where `fully_shard` was called on the blocks and not on the model that holds them, its other parameters (embedding,
+head) stay plain: nobody reduces their gradients, so they drift apart between ranks while the loss falls. The same
+happens to what is added after `fully_shard`. Each such parameter is named once: after the first backward, in a clip and
+in a save. Not those that the user excluded with `ignored_params`, nor those of modules that DDP reduces.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2._torch import composable_apis
+from fsdp2.runtime.parameter import managed_by
+
+__all__ = ["note_ignored", "outermost_model", "warn_after_backward", "warn_in_clip", "warn_in_save"]
+
+_CALL: Any = nn.Module.__call__
+
+_known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or was told of
+_models: WeakSet[nn.Module] = WeakSet()  # those of `outermost_model`
+_trained: WeakSet[nn.Module] = WeakSet()  # those of which a backward was looked at
+_clipped = WeakIdKeyDictionary()  # the first of parameters that were clipped, and how many these were
+
+
+def note_ignored(params: Iterable[nn.Parameter]) -> None:
+    """The user excluded these, and sees to them."""
+    for param in params:
+        _known[param] = True
+
+
+def outermost_model(module: nn.Module) -> nn.Module:
+    """Of the modules whose call is running now, the outermost that holds `module`; `module` itself otherwise."""
+    found = module
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Only in frames of `Module.__call__`: asking one for its locals keeps these alive until it returns.
+        if frame.f_code is _CALL.__code__:
+            caller = frame.f_locals["self"]
+            if any(each is module for each in caller.modules()):
+                found = caller
+        frame = frame.f_back
+    _models.add(found)
+    return found
+
+
+def warn_after_backward(model: nn.Module) -> None:
+    """Warn of those in `model` that got a gradient in its first backward; called for each root in it."""
+    if model not in _trained:
+        _trained.add(model)
+        _warn("backward", [each for each in _reduced_by_nobody(model) if each[1].grad is not None])
+
+
+def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
+    """Warn of those among `params` that have a gradient; looks once at the same list."""
+    if not params or not _models or _clipped.get(params[0]) == len(params):
+        return
+    _clipped[params[0]] = len(params)
+    ids = {id(param) for param in params if not isinstance(param, DTensor) and param.grad is not None}
+    if ids:
+        _warn(
+            "clip_grad_norm_",
+            [each for model in list(_models) for each in _reduced_by_nobody(model) if id(each[1]) in ids],
+        )
+
+
+def warn_in_save(model: nn.Module) -> None:
+    """Warn of those in `model`, of which one rank's values will be saved."""
+    _warn("save", list(_reduced_by_nobody(model)))
+
+
+def _reduced_by_nobody(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters of `model` that neither we nor DDP reduce, and that nobody was told of."""
+    stack = [("", model)]
+    seen: set[nn.Module] = set()
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen or isinstance(module, DistributedDataParallel) or "replicate" in composable_apis(module):
+            continue
+        seen.add(module)
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad and not isinstance(param, DTensor) and not managed_by(param) and param not in _known:
+                yield f"{prefix}{name}", param
+        stack += reversed([(f"{prefix}{name}.", child) for name, child in module.named_children()])
+
+
+def _warn(call: str, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    if not params or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for _, param in params:
+        _known[param] = True
+    names = ", ".join(f"'{name}'" for name, _ in params[:5]) + (", ..." if len(params) > 5 else "")
+    warnings.warn(
+        f"{call}: {len(params)} trainable parameters ({names}) are plain tensors beside sharded ones. Nobody reduces "
+        "their gradients, so each rank trains its own. Call fully_shard on the module that holds them too, last. If "
+        "you reduce them yourself, pass them to fully_shard as ignored_params.",
+        stacklevel=4,
+    )

@@ -1,0 +1,115 @@
+"""Replicas that start from different parameters: found before the first forward. Layer: runtime.
+
+Reductions keep replicas as equal as they were. Ranks that built their models from different seeds, or loaded different
+files, train as many models, and nothing else would tell: each has a loss that falls. So one number for each unit goes
+over the replicate axis, once, and one flag over the shard axis, so that all ranks learn of it.
+
+Without a replicate axis no rank holds what another holds, and there is nothing to compare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch import local_tensor
+from fsdp2.errors import ArgumentError
+from fsdp2.mesh import MeshRoles
+from fsdp2.runtime.extension import is_wrapper
+from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.parameter import ManagedParameter
+
+__all__ = ["check_replicas"]
+
+_WORD = 8  # bytes
+
+
+@dataclass(frozen=True)
+class _Replicated:
+    """Groups on one mesh that has replicas."""
+
+    roles: MeshRoles
+    groups: list[ParamGroup]
+
+    def find_differences(self) -> str:
+        """What differs, for a message; "" if nothing does. Collective over the mesh; the same on all its ranks."""
+        ours = _differing(self.roles, [[_checksum(param) for param in group.params] for group in self.groups])
+        flag = torch.tensor([len(ours)], device=self.roles.device)
+        shard_group = self.roles.shard_group
+        if shard_group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=shard_group)
+        if not flag.item():
+            return ""
+        lines = self._describe([self.groups[index] for index in ours])
+        if shard_group is None:
+            return "; ".join(lines)
+        all_lines: list[list[str]] = [[] for _ in range(self.roles.shard_size)]
+        dist.all_gather_object(all_lines, lines, group=shard_group)
+        return "; ".join(dict.fromkeys(line for lines in all_lines for line in lines))
+
+    def _describe(self, groups: Sequence[ParamGroup]) -> list[str]:
+        """Of the groups that differ between this rank's replicas: which parameters, and on which ranks."""
+        if not groups:
+            return []
+        params = [param for group in groups for param in group.params]
+        differing = _differing(self.roles, [[_checksum(param)] for param in params])
+        ranks = dist.get_process_group_ranks(self.roles.replicate.group)
+        lines = []
+        for index in list(differing)[:5]:
+            others = [ranks[other] for other in differing[index]]
+            lines.append(f"'{params[index].fqn}' of rank {ranks[0]} is another on {_ranks(others)}")
+        return [*lines, "..."] if len(differing) > 5 else lines
+
+
+def check_replicas(groups: Sequence[ParamGroup]) -> None:
+    """Compare the sharded parameters of `groups` over their replicate axes. Collective over their meshes.
+
+    Raises:
+        ArgumentError: replicas differ; on all ranks of the mesh.
+    """
+    by_roles: dict[MeshRoles, _Replicated] = {}
+    for group in groups:
+        if group.roles.replicate_size > 1 and not group.roles.sharded_replicas:
+            by_roles.setdefault(group.roles, _Replicated(group.roles, [])).groups.append(group)
+    with torch.no_grad():
+        # All meshes before an error: ranks of one may wait for those of another.
+        found = [text for each in by_roles.values() if (text := each.find_differences())]
+    if found:
+        raise ArgumentError(
+            f"the first forward: replicas start from different parameters: {'; '.join(found)}. Training would not make "
+            "them equal. Build the model from the same seed on every rank (torch.manual_seed(0) before it), load the "
+            "same checkpoint everywhere, or broadcast the sharded parameters over the replicate axis."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[int]]:
+    """Which of several combined checksums are another on some replicas than on the first, and on which."""
+    ours = torch.stack([_combined(each) for each in checksums]).to(roles.device)
+    gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group leaves them as they are
+    dist.all_gather(gathered, ours, group=roles.replicate.group)
+    table = torch.stack(gathered)
+    differs = (table != table[0]).T.tolist()
+    return {index: [rank for rank, other in enumerate(row) if other] for index, row in enumerate(differs) if any(row)}
+
+
+def _combined(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One number for several, such that it matters which is whose."""
+    weights = torch.arange(1, 2 * len(checksums), 2, device=checksums[0].device)
+    return (torch.stack(list(checksums)) * weights).sum()
+
+
+def _checksum(param: ManagedParameter) -> torch.Tensor:
+    """The sum of the shard's bits as 64-bit numbers, which wraps around; one pass at the speed of memory."""
+    flat = param.flat[: param.local_numel]
+    if is_wrapper(local_tensor(param.sharded)) or is_wrapper(flat):
+        return torch.zeros((), dtype=torch.int64, device=param.plan.home)  # its memory is its own affair
+    data = flat.view(torch.uint8)
+    whole = data.numel() // _WORD * _WORD
+    if data.storage_offset() % _WORD or data.data_ptr() % _WORD:
+        data = data.clone()
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)

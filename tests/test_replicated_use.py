@@ -1,0 +1,139 @@
+"""Replicated parameters are used as they are, so they must not change between forward and backward; whoever changes
+them at another time gets no error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import OrderError, ZeroPolicy, fully_shard
+from tests.parity_models import batch, local
+from tests.ranks import on_ranks
+
+KINDS = ["stage0", "scalar"]
+
+
+class Block(nn.Module):
+    """A matrix, and a scalar, which is replicated also under FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * self.scale
+
+
+class Routed(nn.Module):
+    """Runs the blocks that it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, route: tuple[int, ...]) -> Tensor:
+        for index in route:
+            x = self.blocks[index](x)
+        return x
+
+
+def routed(kind: str) -> Any:
+    model = Routed()
+    options = {"zero": ZeroPolicy(stage=0)} if kind == "stage0" else {}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def train(model: Any, optimizer: Any, rank: int, *routes: tuple[int, ...]) -> None:
+    for number, route in enumerate(routes):
+        model(batch(number, rank, 4), route).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("explicit", [True, False])
+def test_prefetched_without_a_forward(rank: int, world_size: int, kind: str, explicit: bool) -> None:
+    """A block ran in one step and was left out in the next, whose backward prefetched it: "parameters changed between
+    forward and backward", although it had no forward."""
+    model = routed(kind)
+    sharded = [block.linear.weight for block in model.blocks]
+    if explicit:
+        model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, rank, (0, 1, 2))
+    before = local(sharded[1].detach()).clone()
+    if explicit:
+        train(model, optimizer, rank, (0, 2), (2,), (0, 2))
+    else:
+        output = model(batch(1, rank, 4), (0, 2))
+        output.register_hook(lambda _: model.blocks[1].unshard())
+        output.square().sum().backward()
+        optimizer.step()
+    assert torch.equal(local(sharded[1].detach()), before)
+    train(model, optimizer, rank, (0, 1, 2))
+    assert not torch.equal(local(sharded[1].detach()), before)
+
+
+class InBackward(torch.autograd.Function):
+    """Computes a module's forward and backward in its own backward, as layers do that are tiled over the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_comes_in_backward(rank: int, world_size: int, kind: str) -> None:
+    """A block that runs first in a backward uses the values of now, whatever those of the last step were."""
+    model = routed(kind)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model.blocks[0](InBackward.apply(self.model.blocks[1](x), self.model.blocks[2]))
+
+    outer: Any = fully_shard(Outer())
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    for step in range(3):
+        outer(batch(step, rank, 4).requires_grad_()).sum().backward()
+        optimizer.step()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", ["once", "two_forwards", "retained"])
+def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: str, pattern: str) -> None:
+    """What is wrong is still found: a step before backward, between the backwards of two forwards, and before a second
+    backward of one graph."""
+    model = routed(kind)
+    params = list(model.parameters())
+    losses = [model(batch(number, rank, 4), (0, 1, 2)).square().sum() for number in range(1 + (pattern != "once"))]
+    if pattern != "once":
+        losses[0].backward(retain_graph=pattern == "retained")
+    with torch.no_grad():
+        for param in params:
+            param.add_(1)
+    with pytest.raises(OrderError, match="between forward and backward"):
+        losses[0 if pattern == "retained" else -1].backward()
+    model.reset_iter_state()
