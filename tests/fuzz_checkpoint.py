@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -342,6 +342,14 @@ def guarded(root: Path) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
+TOOLS: list[Callable[[Path, Path], Any]] = [
+    lambda folder, sound: checkpoint.describe(folder),
+    lambda folder, sound: checkpoint.diff(folder, sound),
+    lambda folder, sound: checkpoint.diff(sound, folder, values=False),
+    lambda folder, sound: checkpoint.find_damage(folder),
+]
+
+
 def run_case(corpus: Corpus, case: int) -> str | None:
     """One case; what is wrong, or None."""
     chance = random.Random(case)
@@ -355,11 +363,17 @@ def run_case(corpus: Corpus, case: int) -> str | None:
     told = f"case {case}: {kind}: {what}"
     # Plain files of Hugging Face have no checksums, so there damage need not show.
     must_be_equal = careless and kind != "huggingface"
+    sound = True
     signal.setitimer(signal.ITIMER_REAL, HANG_S)
     try:
-        same = load(folder, kind)
-    except FSDPError:
-        return None
+        same: Callable[[], bool] | None = None
+        with suppress(FSDPError):
+            same = load(folder, kind)
+        # The tools read manifests that `load` refuses, or does not look at as a whole.
+        for tool in TOOLS:
+            with suppress(FSDPError):
+                tool(folder, corpus.folders[kind])
+        sound = same is None or not must_be_equal or same()
     except Hang:
         return f"{told}: hangs"
     except BaseException as error:
@@ -369,7 +383,7 @@ def run_case(corpus: Corpus, case: int) -> str | None:
         return f"{told}: {type(error).__name__}\n{lines}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return f"{told}: loaded other values, without an error" if must_be_equal and not same() else None
+    return None if sound else f"{told}: loaded other values, without an error"
 
 
 def fuzz(corpus: Corpus, first: int, seconds: float, stop_after: int = 20) -> tuple[int, list[str]]:

@@ -6,6 +6,7 @@ mesh, which placements, in which order) does not matter to it.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from fsdp2.errors import CorruptError
@@ -170,60 +171,68 @@ class Cover:
         """
         if self._parts == [self._box]:  # by far the most frequent case
             return
+        parts = [part for part in self._parts if part.numel]
+        if _is_sum(self._box, parts):
+            return
         wanted = f"{list(self._box.start)}..{list(self._box.end)}"
-        overlap = self.overlap()
-        if overlap is not None:
-            parts = " and ".join(f"{list(part.start)}..{list(part.end)}" for part in overlap)
-            raise CorruptError(f"{what} {wanted}: parts overlap: {parts}")
-        if self.missing:
+        pair, all_compared = _overlap(parts)
+        if pair is not None:
+            shown = " and ".join(f"{list(part.start)}..{list(part.end)}" for part in pair)
+            raise CorruptError(f"{what} {wanted}: parts overlap: {shown}")
+        if self.missing > 0:
             raise CorruptError(
                 f"{what} {wanted}: the files hold {self._box.numel - self.missing} of {self._box.numel} elements"
             )
-
-    def overlap(self) -> tuple[Box, Box] | None:
-        """Two parts with common elements, if there are such. Parts are told apart dim by dim, which is linear but for
-        sorting where they make a grid (rows, columns, the lines of a cube); only what no dim can tell apart is compared
-        with each other."""
-        dims = range(len(self._box.shape))
-        groups = [[part for part in self._parts if part.numel]]
-        while groups:
-            parts = groups.pop()
-            if len(parts) > 1:
-                split = (_told_apart(parts, dim) for dim in dims)
-                smaller = next((found for found in split if len(found) > 1), None)
-                if smaller is None:
-                    pair = _first_overlap(parts)
-                    if pair is not None:
-                        return pair
-                else:
-                    groups += smaller
-        return None
+        if not all_compared or self.missing:
+            raise CorruptError(f"{what} {wanted}: its {len(parts)} parts overlap")
 
 
-def _told_apart(parts: list[Box], dim: int) -> list[list[Box]]:
-    """The parts in groups; parts of different groups have no index of that dim in common."""
-    groups: list[list[Box]] = []
-    reached = 0
-    for part in sorted(parts, key=lambda part: part.start[dim]):
-        first, size = part.start[dim], part.shape[dim]
-        if not groups or first >= reached:
-            groups.append([])
-        groups[-1].append(part)
-        reached = max(reached, first + size)
-    return groups
+# Dims along which parts are cut at once, of a tensor that is not cut as a grid. Meshes have no more axes.
+MAX_CUT_DIMS = 8
+MAX_COMPARED = 300_000
 
 
-def _first_overlap(parts: list[Box]) -> tuple[Box, Box] | None:
-    """Two of these with common elements: a sweep along the dim with the most distinct starts."""
+def _is_sum(box: Box, parts: list[Box]) -> bool:
+    """Whether the parts make up the box exactly, in time that is linear in their number, however they lie.
+
+    A function that is 1 on a box and 0 elsewhere is known from its corners: +1 where it begins or ends along an even
+    number of dims, -1 at the others (its difference along every dim). So parts make up a box if, and only if, all their
+    corners cancel but for those of the box.
+    """
+    dims = [
+        dim
+        for dim in range(len(box.shape))
+        if any((part.start[dim], part.shape[dim]) != (box.start[dim], box.shape[dim]) for part in parts)
+    ]
+    if len(dims) > MAX_CUT_DIMS or not box.numel:
+        return not box.numel and not parts
+    corners: dict[tuple[int, ...], int] = {}
+    for part, sign in [(box, -1), *((part, 1) for part in parts)]:
+        ends = [(part.start[dim], part.start[dim] + part.shape[dim]) for dim in dims]
+        for which in product((0, 1), repeat=len(dims)):
+            corner = tuple([pair[side] for pair, side in zip(ends, which, strict=True)])
+            corners[corner] = corners.get(corner, 0) + (-sign if sum(which) % 2 else sign)
+    return not any(corners.values())
+
+
+def _overlap(parts: list[Box]) -> tuple[tuple[Box, Box] | None, bool]:
+    """(two parts with common elements if such are found soon, whether there is no doubt): a sweep along the dim with
+    the most distinct starts."""
+    if len(parts) < 2:
+        return None, True
     dims = range(len(parts[0].shape))
     dim = max(dims, key=lambda dim: len({part.start[dim] for part in parts}), default=None)
     if dim is None:  # single elements of no dims are the same one
-        return parts[0], parts[1]
+        return (parts[0], parts[1]), True
     active: list[Box] = []
+    compared = 0
     for part in sorted(parts, key=lambda part: part.start[dim]):
         active = [other for other in active if other.end[dim] > part.start[dim]]
+        compared += len(active) + 1
+        if compared > MAX_COMPARED:
+            return None, False
         for other in active:
             if other.intersect(part) is not None:
-                return other, part
+                return (other, part), True
         active.append(part)
-    return None
+    return None, True

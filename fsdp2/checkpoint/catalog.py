@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from fsdp2.checkpoint.box import Box
 from fsdp2.checkpoint.storage import Storage
+from fsdp2.errors import CorruptError
 
 __all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]
 
@@ -118,7 +119,9 @@ class PieceTable:
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
 
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
-        """Add a tensor, or more pieces of one."""
+        """Add a tensor, or more pieces of one; `CorruptError` for a name that is none."""
+        if type(name) is not str:
+            raise CorruptError(f"{self.path}: a tensor is called {str(name)[:80]}, a {type(name).__name__}; not a text")
         self.tensors.setdefault(section, {}).setdefault(name, info)
         self.table.setdefault(section, {}).setdefault(name, []).extend(pieces)
 

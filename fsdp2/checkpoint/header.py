@@ -19,6 +19,9 @@ __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_hea
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMS = 64  # of a tensor: torch has no more, and the product of very many sizes takes minutes
+# Of JSON: an empty list takes 27 times the memory of its text. What save writes has a container in 20 bytes.
+FREE_CONTAINERS = 1_000_000
+BYTES_A_CONTAINER = 16
 MAX_DEPTH = 100  # of JSON: what walks over it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
@@ -138,8 +141,14 @@ def parse_json(text: bytes, file: str) -> Any:
     """Parse JSON that somebody else wrote.
 
     Raises:
-        CorruptError: it is no JSON, an object has a key twice, or it is nested too deeply.
+        CorruptError: it is no JSON, an object has a key twice, it is nested too deeply, or would take memory out of
+            proportion to its length.
     """
+    containers = text.count(b"[") + text.count(b"{")  # at most: those in strings count too
+    if containers > FREE_CONTAINERS + len(text) // BYTES_A_CONTAINER:
+        raise CorruptError(
+            f"{file}: {containers} lists and objects in {len(text)} bytes of JSON, more than there can be"
+        )
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

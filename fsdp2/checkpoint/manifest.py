@@ -37,7 +37,7 @@ __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "
 
 FORMAT = "fsdp2/1"
 MANIFEST = "checkpoint.json"
-MAX_MANIFEST_BYTES = 1 << 30
+MAX_MANIFEST_BYTES = 1 << 28
 MAX_WORLD = 1 << 20
 SECTIONS = ("model", "optimizer")
 

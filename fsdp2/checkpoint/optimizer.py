@@ -31,7 +31,7 @@ from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
 
-__all__ = ["OptimizerTarget", "optimizer_state"]
+__all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
 
 NO_OPTIONS = frozenset({"params", "param_names"})
 
@@ -109,6 +109,30 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
         "groups": [_group(group, names) for group in optimizer.param_groups],
     }
     return state
+
+
+def check_table(table: Mapping[str, Any]) -> None:
+    """See that something is of the form that `optimizer_state` makes; its content is looked at when it is decoded.
+
+    Raises:
+        CorruptError: it is not.
+    """
+    forms, states, groups = table.get("forms"), table.get("states"), table.get("groups")
+    in_order = (
+        isinstance(forms, list)
+        and isinstance(states, dict)
+        and all(type(index) is int and 0 <= index < len(forms) for index in states.values())
+        and isinstance(groups, list)
+        and all(
+            isinstance(group, dict)
+            and isinstance(group.get("options"), dict)
+            and isinstance(group.get("params"), list)
+            and all(type(fqn) is str for fqn in group["params"])
+            for group in groups
+        )
+    )
+    if not in_order:
+        raise CorruptError("the optimizer's part of the manifest is not in order: it lists no forms, states and groups")
 
 
 def _noting(
@@ -210,12 +234,11 @@ class OptimizerTarget:
             MismatchError: parameters of one group had different options.
             CorruptError: a table is not what `optimizer_state` makes.
         """
-        try:
-            forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
-            saved = [[(list(group["params"]), dict(group["options"])) for group in table["groups"]] for table in tables]
-            options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CorruptError(f"the optimizer's part of the manifest is not in order ({error!r})") from error
+        for table in tables:
+            check_table(table)
+        forms = {fqn: table["forms"][index] for table in tables for fqn, index in table["states"].items()}
+        saved = [[(group["params"], group["options"]) for group in table["groups"]] for table in tables]
+        options = {fqn: chosen for groups in saved for params, chosen in groups for fqn in params}
         known = set(self.names.values())
         self.missing = [f"optimizer state of '{fqn}'" for fqn in sorted(known - options.keys())]
         self.unexpected = [f"optimizer state of '{fqn}'" for fqn in sorted(options.keys() - known)]

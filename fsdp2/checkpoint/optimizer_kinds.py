@@ -113,5 +113,5 @@ def _words(others: Sequence[str], own: str, saved: str, here: str) -> str:
     )
 
 
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+def _list(names: Iterable[object]) -> str:
+    return ", ".join(sorted(str(name)[:80] for name in [*names][:30])) or "nothing"

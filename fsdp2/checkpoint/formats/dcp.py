@@ -32,7 +32,6 @@ from fsdp2.checkpoint.formats.foreign_state import (
     nested,
     path_name,
 )
-from fsdp2.checkpoint.formats.native import read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import plain, shown
 from fsdp2.checkpoint.memory import bytes_of
@@ -43,7 +42,6 @@ __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-MAX_METADATA_BYTES = 1 << 32
 MAX_VALUE_BYTES = 1 << 28
 
 
@@ -71,7 +69,12 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     items: dict[str, Item] = {}
     for name in _metadata_files(storage, path):
         file = storage.join(path, name)
-        read_metadata(read_small(storage, file, MAX_METADATA_BYTES), file, items)
+        reader = storage.open_file(file)
+        try:
+            read_metadata(reader, file, items)
+        finally:
+            reader.close()
+    _check_sizes(storage, path, items)
     left_out: dict[str, str] = {}
     catalog = DcpCatalog(storage, path, items, Places({}, {}, []), left_out)
     try:
@@ -80,6 +83,18 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         raise MismatchError(f"{path}: {error}") from None
     catalog.step = catalog.find_step()
     return catalog
+
+
+def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None:
+    """See that no tensor claims to be larger than the folder: memory is made for those of an optimizer's state."""
+    held = sum(storage.sizes(path).values())
+    for name, item in items.items():
+        info = item.info
+        if info is not None and info.dtype and prod(info.shape) * ITEMSIZES[info.dtype] > held:
+            raise CorruptError(
+                f"{storage.join(path, METADATA)}: '{name}' is {info.dtype} {list(info.shape)}, and all files together "
+                f"have {held} bytes"
+            )
 
 
 class NotPlain(Exception):
@@ -295,9 +310,11 @@ class DcpCatalog:
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 entries = archive.infolist()
+                # First of all: what is compressed may be of any size.
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                    return False
                 orders = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
-                stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-                return stored and orders in ([], [b"little"]) and archive.testzip() is None
+                return orders in ([], [b"little"]) and archive.testzip() is None
         except (zipfile.BadZipFile, RuntimeError, ValueError, KeyError, EOFError, OverflowError):
             return False
 

@@ -24,6 +24,7 @@ from fsdp2.checkpoint.box import Box, Cover, whole
 from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.formats.foreign_state import Path
+from fsdp2.checkpoint.optimizer import check_table
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.state import within
 from fsdp2.checkpoint.tree import decode
@@ -99,6 +100,7 @@ class _Content:
         for section, tables in catalog.values.items():
             for table in tables:
                 if section == "optimizer" and "forms" in table:
+                    check_table(table)
                     self._add_states(table)
                     number = self._add_groups(table["groups"], number)
                 else:

@@ -32,13 +32,15 @@ from fsdp2.checkpoint.formats.foreign_state import (
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
 from fsdp2.checkpoint.state import within
-from fsdp2.checkpoint.storage import check_file_name
+from fsdp2.checkpoint.storage import Reader, check_file_name
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
 __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
 
 # What the number of steps is called, at the top or one level below.
 STEPS = ("step", "global_step")
+
+BLOCK = 1 << 20
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
@@ -71,18 +73,28 @@ MIXED = (
 )
 
 
-def read_metadata(content: bytes, file: str, items: dict[str, "Item"]) -> None:
+def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
     """Add all that a metadata file names to `items`; the chunks of a tensor may be spread over several such files, and
     those that are in several are taken from the first.
 
     Args:
+        reader: of the file, which is read no further than it makes sense.
         file: for messages.
 
     Raises:
         CorruptError: it is damaged, names something that has no place in it, or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
-    metadata = unpickle(content, file, _ALLOWED)
+    at = 0
+
+    def more() -> bytes:
+        nonlocal at
+        block = bytearray(min(BLOCK, reader.size - at))
+        reader.read_into(at, memoryview(block))
+        at += len(block)
+        return bytes(block)
+
+    metadata = unpickle(b"", file, _ALLOWED, more=more)
     try:
         _Metadata(metadata, file).add_to(items)
     except (TypeError, AttributeError, ValueError, KeyError) as error:

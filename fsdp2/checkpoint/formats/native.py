@@ -22,6 +22,8 @@ from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Re
 from fsdp2.checkpoint.storage import PinnedStorage, Reader, Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
+TEXT_BLOCK = 1 << 20
+
 __all__ = ["NativeCatalog", "file_of", "read_header", "read_manifest", "read_small"]
 
 
@@ -32,20 +34,32 @@ def file_of(manifest: Manifest, section: str, rank: int) -> str:
 
 
 def read_small(storage: Storage, path: str, limit: int) -> bytes:
-    """All of a small file.
+    """All of a small file of text (JSON).
 
     Raises:
         CheckpointError: it cannot be opened.
-        CorruptError: it is larger than `limit` bytes.
+        CorruptError: it is larger than `limit` bytes, or no text: then no more than a block of it has been read.
     """
     reader = storage.open_file(path)
     try:
         if reader.size > limit:
             raise CorruptError(f"{path}: has {reader.size} bytes; such a file has at most {limit}")
-        content = bytearray(reader.size)
-        reader.read_into(0, memoryview(content))
+        return _read_text(reader, path, 0, reader.size)
     finally:
         reader.close()
+
+
+def _read_text(reader: Reader, path: str, offset: int, count: int) -> bytes:
+    """Bytes of a file that are JSON. Block by block, since a file may claim any size and be mostly holes, which read as
+    zeros: no JSON has such."""
+    content = bytearray()
+    while len(content) < count:
+        block = bytearray(min(TEXT_BLOCK, count - len(content)))
+        reader.read_into(offset + len(content), memoryview(block))
+        if b"\0" in block:
+            at = offset + len(content) + block.index(b"\0")
+            raise CorruptError(f"{path}: has a zero at byte {at}, where there should be JSON")
+        content += block
     return bytes(content)
 
 
@@ -85,15 +99,14 @@ def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) ->
         raise CorruptError(
             f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is no such file"
         )
-    text = bytearray(length)
-    reader.read_into(8, memoryview(text))
+    text = _read_text(reader, path, 8, length)
     if expected is not None:
         crc = f"{zlib.crc32(text, zlib.crc32(start)):08x}"
         if crc != expected[1]:
             raise CorruptError(
                 f"{path}: the header (bytes 0..{8 + length}) has checksum {crc}, and the manifest lists {expected[1]}"
             )
-    return bytes(text)
+    return text
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ __all__ = ["TensorInFile", "read_torch_file"]
 
 EDGE = 4096  # bytes at either end of an archive, where nearly all but its tensors is
 MAX_READ = 1 << 28  # of what is no tensor: the pickle, the directory of the archive
+MAX_DIRECTORY = 1 << 25  # of the archive: its entries take some ten times the memory
 MAX_PIECES = 1 << 18
 
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
@@ -156,6 +157,7 @@ class _Window:
         self.length = length
         self._reader = reader
         self._path = path
+        self.limit = MAX_DIRECTORY
         self._at = 0
         self._head = self._fetch(0, min(EDGE, length))
         self._tail = self._fetch(max(length - EDGE, 0), min(EDGE, length))
@@ -190,7 +192,7 @@ class _Window:
         return content
 
     def _fetch(self, offset: int, count: int) -> bytes:
-        if count > MAX_READ:
+        if count > self.limit:
             raise CorruptError(f"{self._path}: claims {count} bytes beside its tensors, more than there can be")
         content = bytearray(count)
         self._reader.read_into(self.start + offset, memoryview(content))
@@ -205,6 +207,7 @@ class _Archive:
         self._where = where
         with zipfile.ZipFile(window) as archive:
             self._entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        window.limit = MAX_READ
 
     def content(self) -> Any:
         """The object."""

@@ -22,6 +22,10 @@ MAX_CONTAINERS = 200_000
 MAX_LEAVES = 20_000_000
 MAX_INT_BYTES = 512  # Python prints no longer ones, and to hash one takes time each time
 MAX_NAME = 1000
+# What is made of a byte: an empty list takes 64 times its code. Honest pickles make something of every third byte.
+FREE_OBJECTS = 1 << 20
+BYTES_AN_OBJECT = 2
+MAX_STREAMED = 1 << 16
 
 
 class Named:
@@ -70,10 +74,14 @@ def unpickle(
     allowed: Container[str] | None = None,
     persistent: Callable[[Any], Any] | None = None,
     makers: Mapping[str, Maker] | None = None,
+    more: Callable[[], bytes] | None = None,
 ) -> Any:
     """What is in a pickle.
 
     Args:
+        content: the pickle, or its beginning.
+        more: the bytes that follow, a part at a time; b"" at the end. Then no text may be long, so that a file whose
+            size is mostly holes is not read.
         where: the file, for messages.
         allowed: the classes and functions that it may name; None for any (they are notes only).
         persistent: is called with what the pickle refers to as stored elsewhere, and returns what stands for it.
@@ -82,7 +90,7 @@ def unpickle(
     Raises:
         CorruptError: it is damaged, or names something that is not allowed.
     """
-    machine = _Machine(content, where, allowed, persistent, {**_PLAIN, **(makers or {})})
+    machine = _Machine(content, where, allowed, persistent, {**_PLAIN, **(makers or {})}, more)
     try:
         return machine.run()
     except CorruptError:
@@ -174,8 +182,9 @@ class _Machine:
         allowed: Container[str] | None,
         persistent: Callable[[Any], Any] | None,
         makers: Mapping[str, Maker],
+        more: Callable[[], bytes] | None,
     ):
-        self.content = content
+        self.content = bytearray(content)
         self.at = 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -183,6 +192,8 @@ class _Machine:
         self._allowed = allowed
         self._persistent = persistent
         self._makers = makers
+        self._more = more
+        self._made = 0
         # What makers may copy: honest pickles have each of their arguments once, and spend no more than their length.
         self._budget = 4 * len(content) + (1 << 16)
 
@@ -190,8 +201,16 @@ class _Machine:
         """Work through all operations."""
         operations, content = _OPERATIONS, self.content
         while True:
+            if self.at == len(content):
+                self._fetch(1)
             code = content[self.at]
             self.at += 1
+            if code in _COSTLY:
+                self._made += 1
+                if self._made > FREE_OBJECTS + self.at // BYTES_AN_OBJECT:
+                    raise CorruptError(
+                        f"{self._where}: {self._made} objects in {self.at} bytes, more than there can be"
+                    )
             if code == 0x2E:  # STOP
                 return self.stack.pop()
             operation = operations.get(code)
@@ -205,10 +224,20 @@ class _Machine:
         """The next bytes of the program."""
         end = self.at + count
         if end > len(self.content):
-            raise ValueError("it ends too early")
-        part = self.content[self.at : end]
+            self._fetch(count)
+        part = bytes(self.content[self.at : end])
         self.at = end
         return part
+
+    def _fetch(self, count: int) -> None:
+        """See that the next bytes are there."""
+        while len(self.content) < self.at + count:
+            part = self._more() if self._more is not None and count <= MAX_STREAMED else b""
+            if not part:
+                raise ValueError(
+                    "it ends too early" if self._more is None or not count > MAX_STREAMED else "a long text"
+                )
+            self.content += part
 
     def number(self, count: int) -> int:
         """An unsigned number of that many bytes."""
@@ -216,7 +245,12 @@ class _Machine:
 
     def line(self) -> str:
         """Text up to the next end of line."""
-        end = self.content.index(b"\n", self.at)
+        end = self.content.find(b"\n", self.at)
+        while end < 0:
+            if len(self.content) - self.at > MAX_NAME:
+                raise ValueError("a long name")
+            self._fetch(len(self.content) - self.at + 1)
+            end = self.content.find(b"\n", self.at)
         text = self.content[self.at : end].decode()
         self.at = end + 1
         return text
@@ -396,3 +430,5 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("b"): lambda machine: machine.build(),
     ord("Q"): lambda machine: machine.refer(),
 }
+# Operations that make an object, or an entry of the memo.
+_COSTLY = frozenset(b"()]}tRqrbc\x81\x85\x86\x87\x8f\x91\x92\x93\x94")

@@ -16,6 +16,7 @@ from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.optimizer import check_table
 from fsdp2.checkpoint.storage import Folder, storage_of
 from fsdp2.checkpoint.tools.describing import tensor_nbytes
 from fsdp2.checkpoint.tools.elements import Distance, distance_of, joined
@@ -296,11 +297,12 @@ def _facts(catalog: Catalog, section: str) -> dict[tuple[str, str], Any]:
         if section != "optimizer" or "groups" not in table:
             facts |= {("value", f"'{name}'"): value for name, value in table.items()}
             continue
+        check_table(table)
         facts["kind", ""] = table.get("kind")
         for group in table["groups"]:
             for param in group["params"]:
                 facts |= {(f"option {name}", f"'{param}'"): value for name, value in group["options"].items()}
-        for param, form in table.get("states", {}).items():
+        for param, form in table["states"].items():
             facts["state", f"'{param}'"] = _without_tensors(table["forms"][form])
     return facts
 
