@@ -25,7 +25,8 @@ def table(title: str, things: Iterable[tuple[str, object]]) -> str:
 
 def page() -> str:
     """The whole page."""
-    methods = [(name, value) for name, value in vars(fsdp2.FSDPModule).items() if not name.startswith("_")]
+    classes = [cls for cls in fsdp2.FSDPModule.__mro__ if cls.__module__.startswith("fsdp2.")]
+    methods = [(name, value) for cls in classes for name, value in vars(cls).items() if not name.startswith("_")]
     return "\n".join(
         [
             HEAD,

@@ -1,4 +1,12 @@
-"""fsdp2: per-parameter sharded data parallelism for PyTorch."""
+"""fsdp2: per-parameter sharded data parallelism for PyTorch.
+
+Beside what is listed here there are the modules ``fsdp2.checkpoint``, ``fsdp2.init``, ``fsdp2.parallel``,
+``fsdp2.compat`` and ``fsdp2.events``; each is loaded when it is first used. ``fsdp2.__version__`` is the version.
+"""
+
+import importlib
+import importlib.metadata
+import typing
 
 from fsdp2.api import fully_shard
 from fsdp2.errors import (
@@ -72,3 +80,26 @@ __all__ = [
     "transformer_blocks",
     "tune_lanes",
 ]
+
+if typing.TYPE_CHECKING:
+    from fsdp2 import checkpoint as checkpoint
+    from fsdp2 import compat as compat
+    from fsdp2 import events as events
+    from fsdp2 import init as init
+    from fsdp2 import parallel as parallel
+
+    __version__: str
+
+_ON_DEMAND = ("checkpoint", "compat", "events", "init", "parallel")
+
+
+def __getattr__(name: str) -> object:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"fsdp2.{name}")
+    if name == "__version__":
+        return importlib.metadata.version("fsdp2")
+    raise AttributeError(f"module 'fsdp2' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND, "__version__"})

@@ -6,7 +6,7 @@ Everything is checked before anything is changed, so that a call that raises lea
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 from warnings import warn
 
 import torch
@@ -17,7 +17,7 @@ from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.arguments import check_options, own_mesh_dims, own_offload_policy, own_precision_policy, parameter_set
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshRoles
-from fsdp2.module import check_names, swapped_class
+from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
@@ -31,13 +31,32 @@ from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 __all__ = ["fully_shard"]
 
-Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments of `fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: PlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    zero: ZeroPolicy | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[Options]) -> FSDPModule: ...
+@overload
+def fully_shard(module: list[AnyModule], **options: Unpack[Options]) -> list[FSDPModule]: ...
+@overload
+def fully_shard(module: Sequence[nn.Module], **options: Unpack[Options]) -> Sequence[FSDPModule]: ...
 def fully_shard(
-    module: Modules,
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -47,7 +66,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero: ZeroPolicy | None = None,
-) -> Modules:
+) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
 
     The unit manages all parameters below `module` but those that an earlier call on a submodule manages; so call it

@@ -9,6 +9,7 @@ any other would hide a method of the model. What the methods share are functions
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 from weakref import ref
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter, GroupMemory, Memory, SymmetricMemory
-from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_of
@@ -149,12 +150,16 @@ class Settings:
         """Let this unit's communication buffers come from the process group (NCCL: registered memory). Copies them in
         and out, so it pays only where the backend is faster with memory of its own.
 
+        Warns where the backend has no such memory (gloo): nothing changes then.
+
         Raises:
-            UnsupportedError: the backend has no such memory (gloo).
             MisuseError: a custom collective was set before.
         """
         make = GroupMemory if boolean("enable", enable) else None
-        _use_memory(self, "set_allocate_memory_from_process_group_for_comm", make)
+        try:
+            _use_memory(self, "set_allocate_memory_from_process_group_for_comm", make)
+        except UnsupportedError as error:
+            warn(f"set_allocate_memory_from_process_group_for_comm: no effect: {error}", stacklevel=2)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Let this unit's communication buffers be symmetric memory. Collective.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.errors import ArgumentError, CorruptError
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
 __all__ = ["Folder", "PinnedStorage", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
 
@@ -139,6 +139,11 @@ class PinnedStorage(Storage, Protocol):
 
 def storage_of(folder: Folder) -> tuple[Storage, str]:
     """(storage, path in it) of what a user names: a URL (``s3://bucket/run``, ``memory://x``) goes through fsspec."""
+    if folder is None:
+        raise CheckpointError(
+            "there is no checkpoint: the folder is None, which `latest` returns for a run without one. On a first "
+            "start skip the load: `if (folder := latest(run)) is not None: load(folder, ...)`"
+        )
     path = os.fspath(folder)
     for scheme in ("file://", "local://"):
         path = path.removeprefix(scheme)
