@@ -65,6 +65,7 @@ __all__ = [
     "reduce_scatter_flat",
     "reduce_scatter_flat_coalesced",
     "root_mesh",
+    "running_backward",
     "same_root_mesh",
     "set_fully_shard_state",
     "set_local_tensor",
@@ -238,6 +239,12 @@ def takes_device(op: Any) -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has finished (only callable from within one)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def running_backward() -> int:
+    """A number for the backward pass that this thread runs, -1 for none. One within another has its own."""
+    task: int = torch._C._current_graph_task_id()
+    return task
 
 
 def backward_is_running() -> bool:

@@ -5,7 +5,9 @@ last has arrived, so that the reduction starts then and not only when backward l
 parameter's hooks, since it takes what the model's own would change. Gradients that are not to be reduced yet simply
 stay there.
 
-A gradient may also come without a hook: a backward of the model's own writes it. So what is taken is what is there.
+A gradient may also come without a hook: a backward of the model's own writes it. So what is taken is what is there. And
+such a backward may run further ones within itself, say for each tile of a sequence. Nobody but the unit knows which of
+them is the last, so gradients that come in a backward within the unit's own wait for the end of that.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from weakref import ref
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import grad_of, hooks_of, post_accumulate_grad_hooks
+from fsdp2._torch import grad_of, hooks_of, post_accumulate_grad_hooks, running_backward
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -45,6 +47,7 @@ class Gradients:
         self._trainable: set[int] = set()
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
+        self._backward: int | None = None
         self._unsharded: list[torch.Tensor] = []
         self._hooks: dict[int, RemovableHandle] = {}
 
@@ -102,12 +105,22 @@ class Gradients:
         """No gradient has arrived yet."""
         self._missing = set(self._trainable)
 
+    def begin_backward(self) -> None:
+        """The unit's backward begins, in the backward pass that runs now."""
+        self._backward = running_backward()
+        self.keep_hooks_last()
+
+    def end_backward(self) -> None:
+        """The whole backward is over."""
+        self._backward = None
+        self.expect_all()
+
     def _hook(self, index: int) -> None:
         weak_self = ref(self)  # the parameter holds the hook, and we hold the parameter
 
         def hook(_param: torch.Tensor) -> None:
             gradients = weak_self()
-            if gradients is not None:
+            if gradients is not None and gradients._backward in (None, running_backward()):
                 gradients._missing.discard(index)
                 # Not the last only where the model has hooked it since backward began: then the end of the unit's
                 # backward reduces.
@@ -138,7 +151,7 @@ class Gradients:
             param.partial = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        self.expect_all()
+        self.end_backward()
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams, fqn: str) -> list[Reduction]:
         """Reductions, not started, of all gradients there are; one for each original dtype of parameters. The unsharded

@@ -172,7 +172,8 @@ class Unit(Holding):
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output)
         if self._stage is Stage.BACKWARD:  # recomputation
-            self._keep_hooks_last()
+            for group in self.groups:
+                group.gradients.keep_hooks_last()
             return output
         assert self.context is not None
         self._to_run.discard(id(module))
@@ -238,7 +239,8 @@ class Unit(Holding):
         emit("pre_backward", self.fqn)
         self._to_run.clear()
         self._move(Stage.BACKWARD)
-        self._keep_hooks_last()
+        for group in self.groups:
+            group.gradients.begin_backward()
         if self.settings.unshard_in_backward:
             self.unshard()
             self.wait_for_unshard()
@@ -247,10 +249,6 @@ class Unit(Holding):
             for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
                     unit.unshard(prefetching=True)
-
-    def _keep_hooks_last(self) -> None:
-        for group in self.groups:
-            group.gradients.keep_hooks_last()
 
     def _pre_backward_again(self) -> None:
         """A backward comes to what an earlier one computed in this unit."""
@@ -301,7 +299,7 @@ class Unit(Holding):
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
         for group in self.groups:
-            group.gradients.expect_all()
+            group.gradients.end_backward()
         self.left_by = "" if settings.ends_step else self._what_left_gradients()
         self._to_run.clear()
         self._move(Stage.IDLE)
