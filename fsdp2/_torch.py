@@ -58,6 +58,8 @@ __all__ = [
     "make_dtensor",
     "make_parameter",
     "make_spec",
+    "makes_empty",
+    "non_persistent_buffers",
     "outside_transforms",
     "parameter_slots",
     "post_accumulate_grad_hooks",
@@ -212,6 +214,19 @@ spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+
+
+# `Module._non_persistent_buffers_set`: without making a state dict.
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+_to_empty: Any = nn.Module.to_empty
+
+
+def makes_empty(fn: Any) -> bool:
+    """Whether `fn` is what `Module.to_empty` hands to `Module._apply`: a function written within it. Nothing else tells
+    its memory from what another `fn` makes and fills; and a module above, which is not sharded, may be the one that was
+    told."""
+    code = getattr(fn, "__code__", None)
+    return code is not None and any(code is const for const in _to_empty.__code__.co_consts)
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:

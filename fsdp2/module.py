@@ -19,6 +19,7 @@ from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime.attach import post_forward, pre_forward
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
+from fsdp2.runtime.emptied import mark_left, places_left
 from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.unit import Unit
@@ -163,8 +164,10 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit = unit_for(self)
         unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
+        left = places_left(self, fn, recurse)
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.move_groups()
+        mark_left(self, left, recurse)
         for param, grad_dtype in explicit:
             param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]

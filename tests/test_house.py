@@ -57,7 +57,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("settings", "pipelining"),
     ("runtime.copying",),
     ("runtime.attach",),
-    ("runtime.root",),
+    ("runtime.emptied", "runtime.root"),
     ("runtime.unit",),
     ("runtime.holding",),
     ("runtime.context", "runtime.hooks", "runtime.replicas"),

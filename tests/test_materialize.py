@@ -177,3 +177,27 @@ def test_a_models_own_init_weights_is_called(rank: int, world_size: int) -> None
     fully_shard(model)
     materialize(model)
     assert model.layer.weight.to_local().eq(1.5).all()
+
+
+class ThroughData(nn.Module):
+    """As transformers' models and many others do: `.data`, of which torch keeps no count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded, self.plain = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(3))
+
+    def init_weights(self) -> None:
+        for param in self.parameters():
+            param.data.fill_(2)
+        self.table.data.fill_(2)
+
+
+@on_ranks(2)
+def test_values_through_data(rank: int, world_size: int) -> None:
+    """`init_weights` that writes to `param.data` was said to have given no values at all."""
+    with torch.device("meta"):
+        model = ThroughData()
+    fully_shard(model.sharded)
+    materialize(model)
+    assert all((value == 2).all() for value in whole(model).values())

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, parameter_slots, version
+from fsdp2.runtime.emptied import can_mark, is_marked
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.together import Places
 
@@ -29,8 +30,8 @@ class Fresh:
     writes: int
 
     def is_unwritten(self) -> bool:
-        """Whether nobody has written to it since."""
-        return _writes(self.tensor) == self.writes
+        """Whether nobody has written to it since it was marked: as far as torch knows, or behind its back (`.data`)."""
+        return _writes(self.tensor) == self.writes and (is_marked(self.tensor) or not can_mark(self.tensor))
 
 
 def allocate(

@@ -22,6 +22,7 @@ from fsdp2.errors import ArgumentError, FSDPError
 from fsdp2.init.allocation import Fresh, allocate, tensors_of
 from fsdp2.init.deferred import Recording
 from fsdp2.init.seeded import Mode, seeded
+from fsdp2.runtime.emptied import mark
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit
 
@@ -78,6 +79,8 @@ def materialize(
         init.replay(model, device=device)
     else:
         fresh = allocate(model, home)
+        for each in fresh:
+            mark(each.tensor)
         with seeded(seed, mode=mode), torch.no_grad():
             _initialise(model, init)
         _check_all_written(model, fresh)

@@ -75,13 +75,13 @@ class Holding(ABC):
         if on_meta:
             raise OrderError(
                 f"unit '{self.fqn}': parameters are still on the meta device: {on_meta}. Materialise them first: "
-                "model.to_empty(device=...), then initialise them or load a checkpoint."
+                "fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model)."
             )
         elsewhere = [each for group in self.groups for each in group.not_at_home()]
         if elsewhere:
             raise OrderError(
                 f"unit '{self.fqn}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
-                f"{elsewhere}. Materialise or move them there: model.to_empty(device='cpu') or model.to('cpu')."
+                f"{elsewhere}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them there itself."
             )
         for group in self._sharded_groups():
             group.refresh()

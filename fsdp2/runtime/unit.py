@@ -76,6 +76,7 @@ class Unit(Holding):
         left_by: the call because of which its last backward may have left gradients unreduced; "" for none.
         in_flight: reductions that this unit, as a root, shares with other roots; None where it does not.
         forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
+        was_emptied: by `to_empty`; whether all was filled since is not known yet (see `runtime.emptied`).
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Unit(Holding):
         self.backward_prefetch: list[ref[Unit]] = []
         self.in_flight: InFlight | None = None
         self.left_by = ""
+        self.was_emptied = False
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
 
@@ -343,6 +345,7 @@ class Unit(Holding):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """An empty unit with these settings; the copied modules fill it (see `runtime.copying`)."""
         copied = Unit([], [], self.device, self.policy, self.settings)
+        copied.was_emptied = self.was_emptied
         memo[id(self)] = copied
         return copied
 
