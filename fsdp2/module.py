@@ -23,6 +23,7 @@ from fsdp2.runtime.emptied import mark_left, places_left
 from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unreduced import check_reduced
 from fsdp2.settings import Settings, boolean, change_settings, unit_for, unit_in
 
 __all__ = [
@@ -52,7 +53,7 @@ def swapped_class(original: type) -> type:
 def check_names(module: nn.Module) -> None:
     """`fully_shard` gives names to `module`; none may be one of its own, which would never be called again.
 
-    `_apply` and Python's special methods are no such names: ours call the model's.
+    `_apply`, `zero_grad` and Python's special methods are no such names: ours call the model's.
 
     Raises:
         ArgumentError: the class of `module`, or one that it derives from, has a method or an attribute of such a name;
@@ -172,6 +173,11 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The model's own `zero_grad`; warns where gradients wait to be reduced, which it does not clear."""
+        super(_TorchFSDPModule, self).zero_grad(set_to_none)
+        check_reduced("zero_grad", self.parameters(), is_read=False)
+
     # --- recovery ----------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
@@ -251,7 +257,7 @@ _given_names = frozenset(
     name
     for cls in (FSDPModule, Settings, _TorchFSDPModule)
     for name in vars(cls)
-    if name != "_apply" and not name.startswith("__")
+    if name not in ("_apply", "zero_grad") and not name.startswith("__")
 )
 
 

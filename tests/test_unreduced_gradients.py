@@ -104,7 +104,8 @@ def test_reductions_that_nobody_waited_for(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_clearing_is_no_error(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("of_model", [True, False])
+def test_clearing_is_no_error(rank: int, world_size: int, of_model: bool) -> None:
     """Who throws accumulated gradients away is told that these were not thrown away, once and no more."""
     model: Any = shard_blocks(fsdp2, Layers(2))
     optimizer = fsdp2.local_optimizer(torch.optim.AdamW, model.parameters())
@@ -112,12 +113,12 @@ def test_clearing_is_no_error(rank: int, world_size: int) -> None:
     with alarms() as texts:
         for step in range(3):
             backward(model, step, rank)
-            optimizer.zero_grad()
+            (model if of_model else optimizer).zero_grad()
     assert len(texts) == 1 and texts[0].startswith("zero_grad: gradients of (root)")
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
     with alarms() as texts:
-        optimizer.zero_grad()
+        (model if of_model else optimizer).zero_grad()
         backward(model, 4, rank)
         optimizer.step()
     assert not texts
