@@ -351,3 +351,36 @@ def test_order_of_reductions_does_not_depend_on_the_rank(rank: int, world_size: 
         backward(model, rank)
     assert units(log, "reduce_scatter") == ["", "layer"]
     assert_gradients(model, mean_gradients(plain, world_size, backward))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("when", ["after_forward", "after_unshard"])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_freezing_what_is_unsharded(rank: int, world_size: int, when: str, freeze: bool) -> None:
+    """A root stays unsharded after forward, so ``model.head.requires_grad_(False)`` reaches the unsharded parameter,
+    whether the user knows or not. On torch the sharded one does not follow, and the next step trains it; here it is
+    frozen as in one process, and unfrozen alike."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight.requires_grad_(freeze)
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    sharded = model[1].weight
+
+    def steps(m: Any, r: int) -> None:
+        if m is not model:
+            m[1].weight.requires_grad_(freeze)  # the batches of all ranks go through one process
+        loss = m(batch(0, r, 4)).square().sum() if when == "after_forward" else None
+        if when == "after_unshard" and m is model:
+            model.unshard()
+        m[1].weight.requires_grad_(not freeze)
+        if when == "after_unshard" and m is model:
+            model.reshard()
+        if loss is not None:
+            loss.backward()
+        for step in (1, 2):
+            m(batch(step, r, 4)).square().sum().backward()
+
+    steps(model, rank)
+    assert sharded.requires_grad is not freeze and model[1].weight is sharded
+    assert_gradients(model, mean_gradients(plain, world_size, steps))
