@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2._torch import set_fully_shard_state
+from fsdp2.errors import OrderError
 from fsdp2.runtime.unit import Unit
 
 __all__ = ["StageState", "register_stage"]
@@ -46,11 +47,28 @@ class StageState:
         """Reduce the gradients that wait on the unsharded parameters, reshard, wait for the reductions.
 
         Collective over the meshes of the units of this root. Does nothing for a stage that never ran.
+
+        Raises:
+            OrderError: the schedule computes the gradients of weights apart from those of inputs, and the stage
+                reshards after forward.
         """
         context = self._unit.context
-        if context is None:
-            return
-        context.end_backward()
+        if context is not None:
+            _check_split_backward([unit for unit in context.units if isinstance(unit, Unit)])
+            context.end_backward()
+
+
+def _check_split_backward(units: list[Unit]) -> None:
+    """Such a schedule asks the stage for its parameters before it computes either kind of gradient. A stage that
+    reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.14, with its own FSDP2 too)."""
+    lost = [unit.fqn for unit in units if unit.split_backward and unit.settings.reshard_after_forward is not False]
+    for unit in units:
+        unit.split_backward = False
+    if lost:
+        raise OrderError(
+            f"a pipeline schedule that splits backward lost gradients of the units {lost} of a stage, since they "
+            "reshard after forward. Call fully_shard(..., reshard_after_forward=False) on all units of the stage."
+        )
 
 
 def register_stage(module: nn.Module, unit: Unit) -> None:

@@ -182,6 +182,24 @@ def test_schedules_that_split_backward(rank: int, world_size: int, name: str) ->
     race(name, reshard_after_forward=False)
 
 
+@on_ranks(2)
+def test_split_backward_of_stages_that_reshard(rank: int, world_size: int) -> None:
+    """These schedules ask a stage for its parameters when it holds shards, so stages lost gradients, without a word, as
+    on torch's FSDP2. Here one rank has both stages of a pipeline, so that all ranks get the error."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    modules = make_stages(2)
+    for module in modules:
+        for child in module:
+            fully_shard(child, mesh=mesh["dp"], reshard_after_forward=True)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+    group = mesh.get_group("pp")
+    stages = [PipelineStage(m, i, 2, torch.device("cpu"), group=group) for i, m in enumerate(modules)]
+    schedule = schedules.ScheduleInterleavedZeroBubble(stages, NUM_MICROBATCHES, loss_fn=loss_fn)
+    inputs, target = data(0, rank)
+    with pytest.raises(fsdp2.OrderError, match="reshard_after_forward=False"):
+        schedule.step(inputs, target=target)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
 def test_mixed_precision(rank: int, world_size: int, name: str) -> None:

@@ -101,6 +101,11 @@ class Gradients:
         """Dtypes or the channel may have changed."""
         self._plans = {}
 
+    @property
+    def none_arrived(self) -> bool:
+        """Whether there are trainable parameters, and none has got a gradient since `expect_all`."""
+        return bool(self._trainable) and self._missing == self._trainable
+
     def expect_all(self) -> None:
         """No gradient has arrived yet."""
         self._missing = set(self._trainable)

@@ -74,6 +74,8 @@ class Unit(Holding):
         settings: what the `set_*` methods change.
         policy: mixed precision.
         left_by: the call because of which its last backward may have left gradients unreduced; "" for none.
+        split_backward: a backward without gradient sync went through the unit and gave none of its parameters a
+            gradient, as with schedules of pipelines that compute the gradients of weights later.
         in_flight: reductions that this unit, as a root, shares with other roots; None where it does not.
         forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
         was_emptied: by `to_empty`; whether all was filled since is not known yet (see `runtime.emptied`).
@@ -96,6 +98,7 @@ class Unit(Holding):
         self.in_flight: InFlight | None = None
         self.left_by = ""
         self.was_emptied = False
+        self.split_backward = False
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
 
@@ -300,6 +303,8 @@ class Unit(Holding):
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
+        if self._stage is Stage.DONE and self.groups and not settings.requires_gradient_sync:
+            self.split_backward |= all(group.gradients.none_arrived for group in self.groups)
         for group in self.groups:
             group.gradients.end_backward()
         self.left_by = "" if settings.ends_step else self._what_left_gradients()
