@@ -98,14 +98,18 @@ class Bucket(AbstractFileSystem):
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         with tempfile.NamedTemporaryFile(dir=self.place(path).parent, prefix=".upload-", delete=False) as upload:
             upload.write(value)
-        self.put(upload.name, path)
+        self.put(upload.name, path, new=mode == "create")
 
-    def put(self, upload: str, path: str) -> None:
-        """An upload has ended: the object appears."""
+    def put(self, upload: str, path: str, new: bool = False) -> None:
+        """An upload has ended: the object appears; if `new`, on condition that there is none."""
         key = self._strip_protocol(path).partition("/")[2]
         for call in self.before_put:
             call(key)
-        os.replace(upload, self.place(path))
+        if new:
+            os.link(upload, self.place(path))
+            os.unlink(upload)
+        else:
+            os.replace(upload, self.place(path))
         self.puts.append(key)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:

@@ -57,11 +57,11 @@ def lose_the_answer(patch: pytest.MonkeyPatch, arrives: bool = True, blind: bool
     write_all, open_file = RemoteStorage.write_all, RemoteStorage.open_file
     lost = []
 
-    def timing_out(self: RemoteStorage, path: str, content: bytes) -> None:
+    def timing_out(self: RemoteStorage, path: str, content: bytes, new: bool = False) -> None:
         if not path.endswith(MANIFEST):
-            return write_all(self, path, content)
+            return write_all(self, path, content, new)
         if arrives:
-            write_all(self, path, content)
+            write_all(self, path, content, new)
         lost.append(path)
         raise OSError(110, "timed out", path)
 

@@ -278,6 +278,37 @@ def test_files_of_a_dead_save_with_other_ranks_go(kind: str, tmp_path: Path) -> 
     load(folder, model={"w": torch.ones(2)})
 
 
+def test_of_two_saves_that_come_to_the_manifest_one_counts(tmp_path: Path) -> None:
+    """Each had seen that there is none, then the second wrote over the first one's, whose clean-up had deleted its
+    files: nothing was left of either."""
+    run = bucket(tmp_path)
+    hangs, goes_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def hold(key: str) -> None:
+        if threading.current_thread() is not threading.main_thread() and key.endswith(MANIFEST):
+            hangs.set()
+            goes_on.wait()
+
+    def first_try() -> None:
+        try:
+            save(run, model={"w": torch.ones(2)}, step=1)
+        except CheckpointError as error:
+            errors.append(error)
+
+    Bucket.before_put.append(hold)
+    thread = threading.Thread(target=first_try)
+    thread.start()
+    hangs.wait()
+    save(run, model={"w": torch.full((2,), 2.0)}, step=1)
+    goes_on.set()
+    thread.join()
+    assert "another save has completed a checkpoint there" in str(errors)
+    found = {"w": torch.zeros(2)}
+    load(f"{run}/step-00000001", model=found)
+    assert found["w"].eq(2).all()
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp_path: Path) -> None:
     """A save hangs in an upload; the run is started anew, and saves that step; then the first one moves again."""

@@ -146,6 +146,8 @@ def test_small_files_are_replaced(place: Place) -> None:
     path = storage.join(root, "x")
     storage.write_all(path, b"first, and long")
     storage.write_all(path, b"second")
+    with pytest.raises(FileExistsError):
+        storage.write_all(path, b"third", new=True)
     assert (get(storage, path), storage.names(root)) == (b"second", ["x"])
 
 

@@ -69,7 +69,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        storage.write_all(storage.join(work, MANIFEST), content)
+        _write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
         check_lease(storage, path, save_id)
         if storage.renames:
             replace_folder(storage, work, path, options["overwrite"])
@@ -81,6 +81,16 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
     delete(storage, gone)
+
+
+def _write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
+    """Write it. Without renames it makes the folder a checkpoint, and of two saves there only one may do that."""
+    try:
+        storage.write_all(file, content, new=not storage.renames)
+    except FileExistsError as error:
+        # The request may have been sent twice, when the answer to the first was lost.
+        if id_of(storage, storage.split(file)[0]) != save_id:
+            raise CheckpointError(f"{file}: another save has completed a checkpoint there in the meantime") from error
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:

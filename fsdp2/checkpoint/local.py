@@ -95,7 +95,7 @@ class LocalStorage:
         """See `Storage`."""
         return LocalWriter(path, size, 0)
 
-    def write_all(self, path: str, content: bytes) -> None:
+    def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """See `Storage`."""
         part = path + ".part"
         writer = LocalWriter(part, len(content), os.O_TRUNC)
@@ -107,7 +107,13 @@ class LocalStorage:
             with suppress(OSError):
                 self.remove(part)
             raise
-        os.replace(part, path)
+        if new:
+            try:
+                os.link(part, path)
+            finally:
+                os.unlink(part)
+        else:
+            os.replace(part, path)
         _sync_folder(os.path.dirname(path))
 
     def open_file(self, path: str) -> "LocalReader":

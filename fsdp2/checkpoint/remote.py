@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from errno import EEXIST
 from importlib import import_module
 from typing import Any
 
@@ -131,8 +132,12 @@ class RemoteStorage:
         """See `Storage`; not here."""
         raise UnsupportedError(f"{path}: several ranks cannot write to one file here")
 
-    def write_all(self, path: str, content: bytes) -> None:
+    def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """See `Storage`."""
+        if self._whole_files and new and self._created(path, content):
+            return
+        if new and self.kind(path) is not None:
+            raise FileExistsError(EEXIST, f"{path}: is there already")
         if self._whole_files:
             with _errors(path):
                 self._fs.pipe_file(self._bare(path), content)
@@ -147,6 +152,20 @@ class RemoteStorage:
             raise
         with _errors(path):
             self._fs.mv(self._bare(part), self._bare(path))
+
+    def _created(self, path: str, content: bytes) -> bool:
+        """Write a file by one request, on condition that there is none: whether that can be done here. Old packages do
+        not know the word for it, and old stores not the condition."""
+        with _errors(path):
+            try:
+                self._fs.pipe_file(self._bare(path), content, mode="create")
+            except (TypeError, NotImplementedError):
+                return False
+            except OSError as error:
+                if "NotImplemented" in str(error):
+                    return False
+                raise
+        return True
 
     def open_file(self, path: str) -> "RemoteReader":
         """See `Storage`."""

@@ -107,8 +107,13 @@ class Storage(Protocol):
         """Take part in writing a file of `size` bytes to which other ranks write too; the first creates it."""
         ...
 
-    def write_all(self, path: str, content: bytes) -> None:
-        """Write a small file: afterwards it is there, durable and whole, or as it was before."""
+    def write_all(self, path: str, content: bytes, new: bool = False) -> None:
+        """Write a small file: afterwards it is there, durable and whole, or as it was before.
+
+        Args:
+            new: `FileExistsError` if it is there already; of several that write it, one does (in object stores whose
+                fsspec package can do that, which those for S3 and Google can).
+        """
         ...
 
     def open_file(self, path: str) -> Reader:
