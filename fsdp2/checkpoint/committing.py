@@ -15,7 +15,7 @@ from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import delete, is_complete, replace_folder, sweep
-from fsdp2.checkpoint.lease import check_lease
+from fsdp2.checkpoint.lease import check_lease, end_lease
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
@@ -76,7 +76,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     except BaseException as error:
         agreement.fail(error)
         raise
-    gone = sweep(storage, path, files)  # before the lease goes, and others begin to write to this name
+    gone = sweep(storage, path, files)  # before others go on, and begin to write to this name
+    end_lease(storage, path, save_id)
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))

@@ -29,7 +29,7 @@ from pathlib import Path
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError
 
-__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "check_lease", "is_leased", "lease_name", "take_lease"]
+__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "check_lease", "end_lease", "is_leased", "lease_name", "take_lease"]
 
 LEASE_S = 60.0  # since it was renewed; then it may be taken over from another host
 RENEW_S = 10.0
@@ -130,7 +130,7 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
     storage.make_folder(folder)
     file = storage.join(folder, lease_name(name))
     deadline = time.monotonic() + timeout_s
-    first: tuple[int, float] | None = None
+    first: _Found | None = None
     while True:
         # Of a name that is swept with those of dead saves, if this process dies now.
         fd, now = _made(storage.join(folder, f".tmp-{name}-{uuid.uuid4().hex[:12]}"), file, save_id)
@@ -141,10 +141,9 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
             continue
         dead = found.is_dead
         if dead is None:
-            seen = found.inode, found.renewed
             dead = now - found.renewed > LEASE_S
-            first = first or seen
-            if not dead and first == seen and time.monotonic() < deadline:
+            first = first or found
+            if not dead and found == first and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
                 continue
         if not dead:
@@ -175,6 +174,18 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
         f"{path}: the lease of this save was taken over {who}, since it was not renewed for {LEASE_S:g} s: the process "
         "that had it has died, or it stood still. Two jobs save there; stop one."
     )
+
+
+def end_lease(storage: Storage, path: str, save_id: str) -> None:
+    """Delete the lease of a save that counts, from any of its processes: before another one of them goes on, which may
+    begin to save there. Never raises."""
+    if storage.renames:
+        folder, name = storage.split(path)
+        file = storage.join(folder, lease_name(name))
+        with suppress(OSError):
+            found = _look(file)
+            if found is not None and found.holder.id == save_id:
+                os.unlink(file)
 
 
 def is_leased(storage: Storage, path: str) -> bool:
@@ -228,7 +239,7 @@ def _clear(file: str, found: _Found) -> None:
     with suppress(FileNotFoundError):
         os.rename(file, aside)
         now = _look(aside)
-        if now is not None and now.inode != found.inode:
+        if now is not None and now != found:
             with suppress(OSError):
                 os.link(aside, file)
         os.unlink(aside)
