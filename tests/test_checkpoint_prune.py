@@ -1,0 +1,231 @@
+"""Which checkpoints go and which stay: damage, roll-backs, names that others use, deletions that are cut off."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import retention
+from fsdp2.checkpoint.folders import STALE_S, left_overs
+from fsdp2.checkpoint.lease import take_lease
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.manifest import MANIFEST
+from fsdp2.checkpoint.tools.cli import main
+from fsdp2.errors import CheckpointError
+
+
+def save(root: Path, step: int, value: float | None = None, **options: Any) -> None:
+    checkpoint.save(
+        root, model={"w": torch.full((500,), value if value is not None else float(step))}, step=step, **options
+    )
+
+
+def value_at(root: Path, step: int) -> float:
+    into = {"w": torch.zeros(500)}
+    checkpoint.load(root / f"step-{step:08d}", model=into)
+    return float(into["w"].unique())
+
+
+def steps(root: Path) -> list[int]:
+    return [int(folder.rpartition("-")[2]) for folder in checkpoint.checkpoints(root)]
+
+
+def flip(root: Path, step: int) -> None:
+    """One bit of the values."""
+    file = next((root / f"step-{step:08d}").glob("model-*"))
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+
+
+def saved_at(root: Path, times: dict[int, int]) -> None:
+    for step, when in times.items():
+        os.utime(root / f"step-{step:08d}" / MANIFEST, (when, when))
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_in_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sound ones were deleted for it. It shows only when all is read."""
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flip(tmp_path, 3)
+    assert checkpoint.prune(tmp_path, keep=1, valid=checkpoint.verify) == [str(tmp_path / "step-00000001")]
+    assert steps(tmp_path) == [2, 3]
+    assert checkpoint.latest(tmp_path, valid=checkpoint.verify) == str(tmp_path / "step-00000002")
+    save(tmp_path, 4)
+    for arguments, there in ((["--keep", "2", "--verify"], [2, 3, 4]), (["--keep", "1", "--verify"], [4])):
+        assert main(["prune", str(tmp_path), "--json", *arguments]) == 0
+        assert steps(tmp_path) == there
+
+
+def test_the_only_sound_one_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    for step in (2, 3):
+        flip(tmp_path, step)
+    for keep in (1, 2):
+        assert checkpoint.prune(tmp_path, keep=keep, valid=checkpoint.verify) == []
+    flip(tmp_path, 1)
+    assert checkpoint.prune(tmp_path, keep=1, valid=checkpoint.verify) == []  # none is known to be sound
+    with pytest.raises(ZeroDivisionError):
+        checkpoint.prune(tmp_path, keep=1, valid=lambda folder: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "there"), [(1, None, [5, 2]), (2, None, [4, 5, 1, 2]), (1, 3, [3, 5, 2])], ids=str
+)
+def test_what_was_saved_last_stays(keep: int, every: int | None, there: list[int], tmp_path: Path) -> None:
+    """A run was rolled back to the beginning, and has saved steps 1 and 2 again. They went, since there are later
+    steps."""
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step)
+    saved_at(tmp_path, {1: 1060, 2: 1070, 3: 1030, 4: 1040, 5: 1050})
+    checkpoint.prune(tmp_path, keep=keep, every=every)
+    assert steps(tmp_path) == sorted(there)
+
+
+def test_a_run_that_was_rolled_back(tmp_path: Path) -> None:
+    """It prunes after every save. What it has just saved is there each time, and in the end only its own are."""
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    for step in (15, 20, 25, 30, 35, 40, 45):
+        save(tmp_path, step, value=step + 0.5, overwrite=True)
+        checkpoint.prune(tmp_path, keep=2)
+        assert value_at(tmp_path, step) == step + 0.5
+    assert steps(tmp_path) == [40, 45]
+
+
+def test_what_is_being_saved_stays(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    lease = take_lease(LocalStorage(), str(tmp_path / "step-00000001"), "0123456789ab", 5)
+    assert checkpoint.prune(tmp_path, keep=1) == []
+    lease.release()
+    assert checkpoint.prune(tmp_path, keep=1) == [str(tmp_path / "step-00000001")]
+
+
+@pytest.mark.parametrize("when", ["is_leased", "set_aside", "id_at"])
+def test_what_is_saved_while_it_prunes_stays(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process saves step 1 again when `prune` has made up its mind, and between any two of its steps."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    real, left = getattr(retention, when), [1]
+
+    def meanwhile(*args: Any) -> Any:
+        found = real(*args) if when == "is_leased" else None
+        if left.pop() if left else False:
+            save(tmp_path, 1, value=7.0, overwrite=True)
+        return found if when == "is_leased" else real(*args)
+
+    monkeypatch.setattr(retention, when, meanwhile)
+    assert checkpoint.prune(tmp_path, keep=1) == []
+    assert not left
+    assert value_at(tmp_path, 1) == 7.0 and value_at(tmp_path, 2) == 2.0
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+# --- deletions that are cut off ---------------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """Nothing is cleaned up after it."""
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was about to delete is there or not; the next save of that name commits, the next prune goes on."""
+    root, again = tmp_path / "run", tmp_path / "again"
+    for step in (1, 2):
+        save(root, step)
+    left = [last]
+
+    def mortal(real: Any) -> Any:
+        def call(*args: Any, **how: Any) -> Any:
+            if not left[0]:
+                raise Died
+            left[0] -= 1
+            return real(*args, **how)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "unlink", "rmdir"):
+            patch.setattr(os, name, mortal(getattr(os, name)))
+        with pytest.raises(Died):
+            checkpoint.prune(root, keep=1)
+    assert steps(root) in ([1, 2], [2])
+    if 1 in steps(root):
+        assert value_at(root, 1) == 1.0
+    shutil.copytree(root, again)
+    checkpoint.prune(again, keep=1)
+    assert steps(again) == [2]
+    save(root, 1, value=3.0, overwrite=True)
+    assert value_at(root, 1) == 3.0
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
+
+
+def remains(root: Path, step: int, age_s: float, *others: str) -> Path:
+    """As an earlier version left a checkpoint that it was deleting when it was killed."""
+    folder = root / f"step-{step:08d}"
+    (folder / MANIFEST).unlink()
+    for name in others:
+        (folder / name).write_text("x")
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
+    return folder
+
+
+def test_what_an_earlier_version_has_deleted_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was listed nowhere, nothing deleted it, and a run that was rolled back died at that step."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    old, new = remains(tmp_path, 1, 2 * STALE_S, "optimizer.safetensors"), remains(tmp_path, 2, 0)
+    assert left_overs(LocalStorage(), str(tmp_path)) == [str(old)]
+    assert main(["prune", str(tmp_path), "--sweep", "--json"]) == 0
+    assert not old.exists() and new.exists()
+    with pytest.raises(CheckpointError, match=r"remains of a checkpoint .* pass overwrite=True"):
+        save(tmp_path, 2)
+    save(tmp_path, 2, overwrite=True)
+    assert value_at(tmp_path, 2) == 2.0
+    remains(tmp_path, 2, 2 * STALE_S)
+    assert checkpoint.prune(tmp_path, keep=5) == []
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("theirs", ["notes.txt", "config.json", "checkpoint.json.txt"])
+def test_what_is_a_users_stays(theirs: str, tmp_path: Path) -> None:
+    """A folder with anything else in it, or with nothing that is certainly ours."""
+    save(tmp_path, 1)
+    folder = remains(tmp_path, 1, 2 * STALE_S, theirs)
+    mine = tmp_path / "step-00000002"
+    mine.mkdir()
+    (mine / "model.safetensors").write_bytes(b"mine")
+    os.utime(mine, (1, 1))
+    assert left_overs(LocalStorage(), str(tmp_path)) == []
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
+            save(tmp_path, step, overwrite=True)
+    assert (folder / theirs).exists() and (mine / "model.safetensors").read_bytes() == b"mine"
+
+
+def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> None:
+    """Its manifest alone was looked at."""
+    save(tmp_path, 1)
+    aside = tmp_path / ".old-step-00000001-0123456789ab"
+    (tmp_path / "step-00000001").rename(aside)
+    save(tmp_path / "other", 1, value=2.0)
+    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    next((tmp_path / "step-00000001").glob("model-*")).unlink()
+    for path in (*aside.iterdir(), aside):
+        os.utime(path, (1, 1))
+    assert left_overs(LocalStorage(), str(tmp_path)) == []
+    save(tmp_path, 2)
+    assert aside.exists()
