@@ -297,7 +297,7 @@ import sys, threading, torch
 from fsdp2 import checkpoint
 start, ending = threading.Thread.start, threading.Event()
 def refused(thread):
-    if thread.name != "fsdp2-save":
+    if thread.name not in ("fsdp2-save", "fsdp2-lease"):
         ending.wait()
         raise RuntimeError("can't create new thread at interpreter shutdown")
     start(thread)

@@ -277,7 +277,7 @@ def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoint.loading, "read_all", read_all)
     assert value_at(tmp_path) == 2.0
     left[0] = 100
-    with pytest.raises(checkpoint.loading.ReplacedError, match="was replaced by save .* while it was read"):
+    with pytest.raises(checkpoint.loading.ReplacedError, match=r"was replaced by save .* while it was read"):
         value_at(tmp_path)
     assert left[0] == 97
     left[0] = 0

@@ -94,10 +94,10 @@ class Lease:
         self._file = file
         self._fd = fd
         self._ends = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._renew, name="fsdp2-lease", daemon=True)
         if fd >= 0:
-            self._thread = threading.Thread(target=self._renew, name="fsdp2-lease", daemon=True)
-            self._thread.start()
+            with suppress(RuntimeError):  # a limit on threads: better a save without renewal than none
+                self._thread.start()
 
     def _renew(self) -> None:
         while not self._ends.wait(RENEW_S):
@@ -106,15 +106,16 @@ class Lease:
 
     def release(self) -> None:
         """Give it back; never raises. What another has taken over stays."""
-        if self._thread is None:
+        if self._fd < 0:
             return
         self._ends.set()
-        self._thread.join()
-        self._thread = None
+        if self._thread.ident is not None:
+            self._thread.join()
         with suppress(OSError):
             if os.lstat(self._file).st_ino == os.fstat(self._fd).st_ino:
                 os.unlink(self._file)
         os.close(self._fd)
+        self._fd = -1
 
 
 def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> Lease:

@@ -25,7 +25,7 @@ DIRECT_FROM = 256 << 10
 
 # Files that stay open in a pinned folder: what is read twice (header, then values) is then read of one file, even if it
 # has been deleted in between.
-KEPT_OPEN = 64
+KEPT_OPEN = 32
 
 
 class LocalStorage:
@@ -226,9 +226,10 @@ class LocalReader:
 
     chunk = 256 << 10  # twice that, source and destination, is in the cache of one core when it is read again
 
-    def __init__(self, path: str, fd: int | None = None):
-        """`fd`: the file, if it is open already; it is closed with this reader."""
+    def __init__(self, path: str, fd: int | None = None, owned: bool = True):
+        """`fd`: the file, if it is open already; it is closed with this reader if it is `owned`."""
         self._path = path
+        self._owned = owned
         self._fd = _opened(path, os.O_RDONLY | SAFE_FLAGS) if fd is None else fd
         status = os.fstat(self._fd)
         self.size = status.st_size
@@ -248,7 +249,7 @@ class LocalReader:
     def close(self) -> None:
         """See `Reader`."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd >= 0 and self._owned:
             os.close(fd)
 
 
@@ -282,13 +283,12 @@ class PinnedFolder(LocalStorage):
             return super().open_file(path)
         with self._lock:
             fd = self._kept.get(name)
-            if fd is not None:
-                return LocalReader(path, os.dup(fd))
-            fd = _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd)
-            if len(self._kept) < KEPT_OPEN:
-                with suppress(OSError):  # the process may not open as many
-                    self._kept[name] = os.dup(fd)
-            return LocalReader(path, fd)
+            if fd is None:
+                fd = _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd)
+                if len(self._kept) >= KEPT_OPEN:
+                    return LocalReader(path, fd)
+                self._kept[name] = fd
+            return LocalReader(path, fd, owned=False)
 
     def close(self) -> None:
         """See `PinnedStorage`."""

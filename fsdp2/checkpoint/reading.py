@@ -29,7 +29,7 @@ THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # of each thread
 RUN = 16 * BLOCK  # bytes of one task, or of several that one thread does together
 TOGETHER = 16  # how many of them at most: of small ones in a distant storage most of the time is waiting
-MAX_OPEN_FILES = 64
+MAX_OPEN_FILES = 32
 
 
 @dataclass(slots=True)

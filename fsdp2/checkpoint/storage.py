@@ -138,7 +138,7 @@ class PinnedStorage(Storage, Protocol):
     """See `Storage.pinned`."""
 
     def close(self) -> None:
-        """Release the folder; what is open stays so."""
+        """Release it; nobody reads any more."""
         ...
 
 
