@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +63,7 @@ __all__ = [
     "outside_transforms",
     "parameter_slots",
     "post_accumulate_grad_hooks",
+    "profiler_is_on",
     "queue_backward_callback",
     "reduce_scatter_flat",
     "reduce_scatter_flat_coalesced",
@@ -276,6 +277,12 @@ def outside_transforms() -> AbstractContextManager[object]:
     """Let the block run as if no transform of `torch.func` were active: a tensor that is made within one belongs to it,
     and is dead once it is over. No public name says so."""
     return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of this process records. The flag that torch's own optimizers ask before `record_function`,
+    which costs microseconds even where nobody records."""
+    return profiler._is_profiler_enabled
 
 
 def allows_direct_slots(module: nn.Module) -> bool:

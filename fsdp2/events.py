@@ -2,16 +2,27 @@
 
 The runtime calls `emit` at each step of a unit's life. Nobody listening costs one function call. `record` collects the
 events of a stretch of code; with the logger ``fsdp2`` at DEBUG level every event is also a log line.
+
+In a trace of `torch.profiler` the phases are ranges, under the names that torch's FSDP2 gives them
+(``FSDP::all_gather (layers.0)``): `profiled` and `profiler_range`, which only look at a flag where no profiler runs.
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.profiler import record_function
 
-__all__ = ["Event", "emit", "record"]
+from fsdp2._torch import profiler_is_on
+
+__all__ = ["Event", "emit", "profiled", "profiler_range", "record"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 _log = logging.getLogger("fsdp2")
 _listeners: list[list["Event"]] = []
@@ -75,3 +86,42 @@ def record() -> Iterator[list[Event]]:
     finally:
         # By identity: two recordings may hold equal lists.
         _listeners[:] = [other for other in _listeners if other is not listener]
+
+
+class Named(Protocol):
+    """What `profiled` methods belong to: units and param groups."""
+
+    fqn: str
+
+
+Owner = TypeVar("Owner", bound=Named)
+_NO_RANGE = nullcontext()
+
+
+def profiler_range(name: str, fqn: str = "") -> AbstractContextManager[object]:
+    """A range of the profiler around a block: ``name (fqn)``; with a name that ends in "for", ``name fqn``."""
+    if not profiler_is_on():
+        return _NO_RANGE
+    if name.endswith(" for"):
+        return record_function(f"{name} {fqn}")
+    return record_function(f"{name} ({fqn})" if fqn else name)
+
+
+def profiled(
+    name: str,
+) -> Callable[[Callable[Concatenate[Owner, Arguments], Result]], Callable[Concatenate[Owner, Arguments], Result]]:
+    """Let a method be a range of the profiler, with the `fqn` of its object."""
+
+    def decorate(
+        method: Callable[Concatenate[Owner, Arguments], Result],
+    ) -> Callable[Concatenate[Owner, Arguments], Result]:
+        @wraps(method)
+        def ranged(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            if not profiler_is_on():
+                return method(self, *args, **kwargs)
+            with profiler_range(name, self.fqn):
+                return method(self, *args, **kwargs)
+
+        return ranged
+
+    return decorate

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
 from fsdp2.errors import OrderError
-from fsdp2.events import emit
+from fsdp2.events import emit, profiler_range
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.finalization import Finalization, Ticket
 from fsdp2.runtime.in_flight import InFlight
@@ -176,6 +176,10 @@ class Context:
 
     def end_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left; the last one waits for all reductions."""
+        with profiler_range("FSDP::root_post_backward_callback"):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         self._callback_queued = False
         self.recomputed.clear()
         root = self.units[0]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import base_of, tensors_have_levels
+from fsdp2.events import profiler_range
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
@@ -139,8 +140,9 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
     return is_number and not isinstance(tensor, nn.Parameter)
 
 
-def cast_floating(dtype: torch.dtype | None, value: Any) -> Any:
-    """`value` with its floating-point tensors in `dtype`."""
+def cast_floating(dtype: torch.dtype | None, value: Any, name: str) -> Any:
+    """`value` with its floating-point tensors in `dtype`; `name` is that of the profiler's range."""
     if dtype is None:
         return value
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    with profiler_range(name):
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)

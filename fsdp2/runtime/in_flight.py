@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from fsdp2.errors import OrderError
+from fsdp2.events import profiler_range
 from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.reduction import Reduction
 
@@ -47,10 +48,13 @@ class InFlight:
         """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
         for reduction in reductions:
             num_due = len(self._reductions) - self._max_reductions + 1
-            for _ in range(num_due):
-                self._advance_oldest()
-            if reduction.advance():
-                self._reductions.append(reduction)
+            if num_due > 0:
+                with profiler_range("FSDP::post_backward_rs_wait", reduction.fqn):
+                    for _ in range(num_due):
+                        self._advance_oldest()
+            with profiler_range("FSDP::post_backward_reduce", reduction.fqn):
+                if reduction.advance():
+                    self._reductions.append(reduction)
 
     @property
     def is_busy(self) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from fsdp2._torch import backward_is_running, version
 from fsdp2.comm.base import Pending
 from fsdp2.errors import OrderError
-from fsdp2.events import emit
+from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.assembly import Assembly
@@ -125,6 +125,7 @@ class ParamGroup:
             self._issue(memory, prefetching)
         self._move(Phase.GATHERING)
 
+    @profiled("FSDP::all_gather")
     def _issue(self, memory: Memory, prefetching: bool) -> None:
         streams = memory.streams
         # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
@@ -173,7 +174,8 @@ class ParamGroup:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         try:
-            under_way()
+            with profiler_range("FSDP::all_gather_copy_out", self.fqn):
+                under_way()
         except BaseException:
             # Not to be waited for again. The memory stays: a failed collective may still write to it.
             self._put([param.sharded for param in self.params])

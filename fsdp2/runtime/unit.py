@@ -23,7 +23,7 @@ from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms
 from fsdp2.errors import OrderError
-from fsdp2.events import emit
+from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.holding import Holding
@@ -140,6 +140,7 @@ class Unit(Holding):
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    @profiled("FSDP::pre_forward")
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,8 +148,9 @@ class Unit(Holding):
         context = self.ready_context()
         is_recomputation = self._is_recomputation()
         if context.root is self and not is_recomputation:
-            context.begin_forward()
-            args, kwargs = self._to_device(args, kwargs)
+            with profiler_range("FSDP::root_pre_forward"):
+                context.begin_forward()
+                args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
         is_first = not is_recomputation and (not self._to_run or len(self._modules) == 1)
@@ -163,7 +165,7 @@ class Unit(Holding):
         if not is_recomputation:
             self._prefetch_in_forward(context)
         if self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs))
+            args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
             args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
         return args, kwargs
@@ -171,11 +173,13 @@ class Unit(Holding):
     def _prefetch_in_forward(self, context: Context) -> None:
         predicted = context.predict(self)  # also where a list comes first: what starts is recorded
         for unit in _alive(self.forward_prefetch) or predicted:
-            unit.unshard(prefetching=True)
+            with profiler_range("FSDP::forward_prefetch for", unit.fqn):
+                unit.unshard(prefetching=True)
 
+    @profiled("FSDP::post_forward")
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
-        output = cast_floating(self.policy.output_dtype, output)
+        output = cast_floating(self.policy.output_dtype, output, "FSDP::cast_forward_outputs")
         if self._stage is Stage.BACKWARD:  # recomputation
             for group in self.groups:
                 group.gradients.keep_hooks_last()
@@ -230,11 +234,13 @@ class Unit(Holding):
         """Inputs on the accelerator. On the CPU they are there."""
         if self.device.type == "cpu":
             return args, kwargs
-        moved = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
+        with profiler_range("FSDP::inputs_to_device"):
+            moved = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (args, kwargs))
         return moved[0], moved[1]
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
+    @profiled("FSDP::pre_backward")
     def pre_backward(self, order: "Pass[Any] | None", position: int) -> None:
         """Hook on the outputs' gradients: unshard, prefetch."""
         assert self.context is not None
@@ -253,7 +259,8 @@ class Unit(Holding):
             explicit = _alive(self.backward_prefetch)
             for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
-                    unit.unshard(prefetching=True)
+                    with profiler_range("FSDP::backward_prefetch for", unit.fqn):
+                        unit.unshard(prefetching=True)
 
     def _pre_backward_again(self) -> None:
         """A backward comes to what an earlier one computed in this unit."""
@@ -284,7 +291,8 @@ class Unit(Holding):
         self._move(Stage.DONE)
         settings = self._in_backward()
         if settings.reshard_after_backward:
-            self.reshard(within_step=not settings.ends_step)
+            with profiler_range("FSDP::post_backward_reshard", self.fqn):
+                self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync and not settings.reduce_unused:
             for group in reversed(self.groups):
                 self._reduce(group, settings)
