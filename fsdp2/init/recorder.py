@@ -18,7 +18,7 @@ import torch
 
 from fsdp2._torch import TorchDispatchMode, takes_device, version, written_arguments
 from fsdp2.errors import UnsupportedError
-from fsdp2.init.restore import generator_state, restore
+from fsdp2.init.restore import drawing, generator_state, restore
 from fsdp2.init.tape import Cell, Constant, Draw, Entry, Tape, map_args
 from fsdp2.runtime.tree import tensors_in
 
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": device}
         draw = self._draw(op, args, kwargs, device)
-        kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
+        args, kwargs = map_args(torch.Generator, lambda _: None, (args, kwargs))
         outputs = self._on_meta(op, args, kwargs, draw)
         if torch.Tag.inplace_view in op.tags:
             return outputs  # a window moved; the tape holds what windows show
@@ -221,7 +221,8 @@ class Recorder(TorchDispatchMode):
                 if 0 in written_arguments(op)[0]:  # in place
                     return args[0]
         args, kwargs = map_args(torch.Tensor, self.value, (args, kwargs))
-        return map_args(torch.Tensor, _stand_in_for, _checked(op, op(*args, **kwargs)))
+        with drawing(draw):  # again, for the results' shapes: the generator is where it should be already
+            return map_args(torch.Tensor, _stand_in_for, _checked(op, op(*args, **kwargs)))
 
     # --- random numbers ----------------------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Recorder(TorchDispatchMode):
         """Where the numbers of a random operation come from; leaves the generator as the eager operation would."""
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return None
-        generator: torch.Generator | None = kwargs.get("generator")
+        generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
         if generator is None and self._seed is not None:
             self._num_draws += 1
             return Draw(device, seed=_mixed(self._seed, self._num_draws))

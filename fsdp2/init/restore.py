@@ -16,7 +16,7 @@ from fsdp2.errors import OrderError
 from fsdp2.init.tape import Cell, Constant, Draw, Entry, Tape, Window, map_args
 from fsdp2.runtime.tree import tensors_in
 
-__all__ = ["generator_state", "restore"]
+__all__ = ["drawing", "generator_state", "restore"]
 
 _UNFILLED = frozenset(
     getattr(torch.ops.aten, name)
@@ -42,7 +42,7 @@ def restore(tape: Tape, windows: Sequence[Window], time: int) -> list[torch.Tens
     try:
         for entry in entries:
             torch.set_default_dtype(entry.default_dtype)
-            with _drawing(entry.draw):
+            with drawing(entry.draw):
                 _run(entry, memory)
             for cell in entry.cells - kept:
                 if last_use[cell] == entry.time:
@@ -121,8 +121,8 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 @contextmanager
-def _drawing(draw: Draw | None) -> Iterator[None]:
-    """Within, the device's default generator gives the numbers of `draw`."""
+def drawing(draw: Draw | None) -> Iterator[None]:
+    """Within, the device's default generator gives the numbers of `draw`; afterwards it is where it was."""
     if draw is None:
         yield
         return
