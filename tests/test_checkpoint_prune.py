@@ -132,6 +132,24 @@ def test_what_is_saved_while_it_prunes_stays(when: str, tmp_path: Path, monkeypa
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+def test_latest_beside_a_save_and_prune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had listed the folders, and was slow; then those were gone, and it said that there is no checkpoint."""
+    save(tmp_path, 1)
+    real, left = retention._is_sound, [2, 3]
+
+    def slow(folder: str) -> bool:
+        if left:
+            save(tmp_path, left.pop(0))
+            for step in steps(tmp_path)[:-1]:
+                shutil.rmtree(tmp_path / f"step-{step:08d}")
+        return real(folder)
+
+    monkeypatch.setattr(retention, "_is_sound", slow)
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000003")
+    shutil.rmtree(tmp_path / "step-00000003")
+    assert checkpoint.latest(tmp_path) is None
+
+
 # --- deletions that are cut off ---------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Which checkpoints of a run there are, which is the newest that is sound, which may go. Layer: checkpoint."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fsdp2.checkpoint.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
@@ -58,21 +58,35 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
+    folders = _named_after_steps(root)
+    while True:
+        found, unread = _newest(folders, valid)
+        if found is not None:
+            return found
+        # If others are there by now, a save and `prune` were faster than this: not "there is none".
+        before, folders = folders, _named_after_steps(root)
+        if set(folders) <= set(before):
+            break
+    if unread is not None:
+        raise unread
+    return None
+
+
+def _newest(folders: Sequence[str], valid: Callable[[str], object] | None) -> tuple[str | None, OSError | None]:
+    """The last that is sound and valid, and the first error of the disk."""
     unread: OSError | None = None
-    for folder in reversed(_named_after_steps(root)):
+    for folder in reversed(folders):
         try:
             if not _is_sound(folder):
                 continue
         except OSError as error:
             message = f"{folder}: cannot be read ({error}); latest goes back to the checkpoint before it"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)
             unread = unread or error
             continue
         if _is_valid(folder, valid):
-            return folder
-    if unread is not None:
-        raise unread
-    return None
+            return folder, unread
+    return None, unread
 
 
 def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None) -> list[str]:
