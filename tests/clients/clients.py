@@ -50,6 +50,8 @@ class Run:
         values: anything else that must be the same with both libraries: parameters, gradient norms, logits.
         notes: anything picklable that need not be.
         events: how often our runtime did what; filled in by the harness, empty when torch's ran.
+        stepped: how many tensors this rank's optimizers were given to train; filled in by the harness.
+        still: how many of those have the values that they had before the first step; filled in by the harness.
     """
 
     losses: list[Any]
@@ -57,6 +59,8 @@ class Run:
     values: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
+    stepped: int = 0
+    still: int = 0
 
 
 @dataclass
@@ -66,13 +70,20 @@ class Both:
     torch: list[Run]
     ours: list[Run]
 
-    def assert_equal(self, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-        """Losses and values are the same on every rank (bitwise unless told), and each library did its own run."""
+    def assert_equal(self, *, rtol: float = 0.0, atol: float = 0.0, trains: bool = True) -> None:
+        """Losses and values are the same on every rank (bitwise unless told), and each library did its own run.
+
+        A run that trains nothing may have the same losses with both: every tensor that an optimizer was given must
+        have changed. `trains=False` is for scripts without an optimizer.
+        """
         for rank, (theirs, ours) in enumerate(zip(self.torch, self.ours, strict=True)):
             assert theirs.library["fsdp2"] == 0 and theirs.library["torch"] > 0, f"rank {rank}: {theirs.library}"
             assert ours.library == {"fsdp2": theirs.library["torch"], "torch": 0}, f"rank {rank}: {ours.library}"
             assert not theirs.events and ours.events["unshard"] > 0, f"rank {rank}: {ours.events}"
             assert len(theirs.losses) > 0
+            for run in (theirs, ours):
+                assert (run.stepped > 0) == trains, f"rank {rank}: optimizers were given {run.stepped} tensors"
+                assert run.still == 0, f"rank {rank}: {run.still} of {run.stepped} tensors were not trained"
             _assert_close(f"rank {rank}: losses", ours.losses, theirs.losses, rtol, atol)
             assert ours.values.keys() == theirs.values.keys()
             for name, value in ours.values.items():

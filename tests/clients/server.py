@@ -16,6 +16,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 
 def main(library: str, module: str) -> None:
     """Answer each job on stdin with the failures of its ranks, by rank, on stdout."""
@@ -62,8 +66,9 @@ def _rank(scripts: Any, job: dict[str, Any], rank: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GROUP_RANK="0")
     # The server holds the store, as torchrun's agent does: no port is chosen before it is bound.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(TORCHELASTIC_RUN_ID="clients", GROUP_WORLD_SIZE="1", ROLE_RANK=str(rank), ROLE_WORLD_SIZE=size)
     from fsdp2 import events
-    from tests.clients.clients import TIMEOUT_S
+    from tests.clients.clients import TIMEOUT_S, Run
 
     failure = Path(job["folder"], f"{rank}.failure")
     with failure.open("w") as file:
@@ -73,16 +78,37 @@ def _rank(scripts: Any, job: dict[str, Any], rank: int, port: int) -> None:
             function: Any = scripts
             for name in job["name"].split("."):
                 function = getattr(function, name)
+            start = _watch_optimizers()
             with events.record() as log:
                 result = function(**job["params"])
-            if hasattr(result, "events"):
+            if isinstance(result, Run):
                 result.events = Counter(event.kind for event in log)
+                result.stepped = len(start)
+                result.still = sum(torch.equal(_local(param), before) for param, before in start.values())
             Path(job["folder"], f"{rank}.result").write_bytes(pickle.dumps(result))
         except BaseException:
             traceback.print_exc(file=file)
             file.flush()
             os._exit(1)
     os._exit(0)  # without destructors: a group of a rank that ended first may be gone
+
+
+def _watch_optimizers() -> dict[int, tuple[Any, Any]]:
+    """Fills in, by id, each tensor that an optimizer trains, and this rank's values of it before the first step."""
+    start: dict[int, tuple[Any, Any]] = {}
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.requires_grad and id(param) not in start and _local(param).numel() > 0:
+                start[id(param)] = param, _local(param).clone()
+
+    register_optimizer_step_pre_hook(before_step)
+    return start
+
+
+def _local(param: Any) -> Any:
+    param = param.detach()
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 if __name__ == "__main__":
