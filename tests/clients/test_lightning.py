@@ -1,0 +1,208 @@
+"""Lightning, unmodified: `ModelParallelStrategy` of Fabric and of the Trainer, which leaves `fully_shard` to a function
+of the program. The model is Lightning's demo, a Transformer with dropout. 20 steps of two micro-batches, clipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.fabric.strategies import ModelParallelStrategy as FabricStrategy
+from lightning.pytorch.demos import LightningTransformer, Transformer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.clients.clients import Both, Run, library_of, run_both, run_script
+
+VOCAB, LENGTH, STEPS, HALF, ACCUMULATE, MAX_NORM = 64, 8, 20, 10, 2, 0.5
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The `parallelize_fn` of Lightning's documentation: tensor parallelism, then FSDP2."""
+    transformer = model.transformer
+    layers = [*transformer.encoder.layers, *transformer.decoder.layers]
+    if mesh["tensor_parallel"].size() > 1:
+        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+        for layer in layers:
+            parallelize_module(layer, mesh["tensor_parallel"], plan)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def loader(batch_size: int = 2) -> DataLoader:
+    ids = torch.randint(VOCAB, (512, LENGTH + 1), generator=torch.Generator().manual_seed(7))
+    return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=batch_size)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
+def norm_of(model: nn.Module) -> float:
+    """Of the gradients; those of several meshes are no business of torch's function."""
+    norms = [torch.linalg.vector_norm(p.grad) for p in model.parameters()]
+    return sum(norm.full_tensor().item() ** 2 for norm in norms) ** 0.5
+
+
+def assert_trained(both: Both) -> None:
+    for run in both.torch + both.ours:
+        start, end = run.notes["start"], run.values["parameters"]
+        assert [name for name in start if torch.equal(start[name], end[name])] == []
+        assert len(run.losses) == STEPS * ACCUMULATE and min(run.values["norms"]) > 0.0
+
+
+# --- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def with_fabric(
+    folder: str, tensor_parallel: int = 1, empty: bool = False, whole_file: bool = False, resume: str | None = None
+) -> Run:
+    """The loop of Fabric's documentation: `no_backward_sync`, `clip_gradients`, `save` and `load`."""
+    strategy = FabricStrategy(shard, 2, tensor_parallel, save_distributed_checkpoint=not whole_file)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2 * tensor_parallel, strategy=strategy)
+    fabric.launch()
+    fabric.seed_everything(3)
+    with fabric.init_module(empty_init=empty):
+        model = Transformer(vocab_size=VOCAB)
+    model = fabric.setup(model)
+    optim = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=tensor_parallel == 1))
+    data = iter(fabric.setup_dataloaders(loader()))
+    start = whole(model)
+    state = {"model": model, "optimizer": optim, "step": 0}
+    if resume:
+        fabric.load(resume, state)
+        for _ in range(state["step"] * ACCUMULATE):
+            next(data)
+    losses, norms = [], []
+    for step in range(state["step"], STEPS):
+        # Dropout as it would be had the run not stopped; other on each rank that has other data.
+        torch.manual_seed(1000 * step + fabric.global_rank // tensor_parallel)
+        for micro in range(ACCUMULATE):
+            with fabric.no_backward_sync(model, enabled=micro < ACCUMULATE - 1):
+                inputs, targets = next(data)
+                loss = nn.functional.nll_loss(model(inputs, targets), targets.flatten())
+                fabric.backward(loss / ACCUMULATE)
+            losses.append(loss.item())
+        norms.append(norm_of(model))
+        if tensor_parallel == 1:
+            fabric.clip_gradients(model, optim, max_norm=MAX_NORM)
+        else:  # parameters of two meshes: as one does by hand
+            for param in model.parameters():
+                param.grad.mul_(min(1.0, MAX_NORM / norms[-1]))
+        optim.step()
+        optim.zero_grad()
+        if step + 1 == HALF:
+            fabric.save(folder, state | {"step": HALF})
+    return Run(losses, library_of(model), {"norms": norms, "parameters": whole(model)}, notes={"start": start})
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_fabric(tmp_path: Path, empty: bool) -> None:
+    """On the meta device Lightning calls `to_empty` and every `reset_parameters` once `fully_shard` is done."""
+    both = run_both(with_fabric, 2, folder=str(tmp_path / "step"), empty=empty)
+    assert_trained(both)
+    both.assert_equal()
+    assert both.ours[0].losses != both.ours[1].losses
+    assert both.ours[0].events["reduce_scatter"] == STEPS * 5  # four layers and the root, once a step
+
+
+def test_fabric_with_tensor_parallelism(tmp_path: Path) -> None:
+    both = run_both(with_fabric, 4, folder=str(tmp_path / "step"), tensor_parallel=2)
+    assert_trained(both)
+    both.assert_equal()
+
+
+@pytest.mark.parametrize("whole_file", [False, True])
+def test_fabric_resumes(tmp_path: Path, whole_file: bool) -> None:
+    """A folder of shards and a file of everything, written with one library and read with the other."""
+    for reader, writer in (("fsdp2", "torch"), ("torch", "fsdp2")):
+        paths = {"folder": str(tmp_path / writer), "whole_file": whole_file}
+        through = run_script(with_fabric, 2, writer, **paths)
+        resumed = run_script(with_fabric, 2, reader, **(paths | {"folder": str(tmp_path / "rest")}),
+                             resume=str(tmp_path / writer))  # fmt: skip
+        for rank in range(2):
+            assert resumed[rank].losses == through[rank].losses[HALF * ACCUMULATE :]
+            assert resumed[rank].values["norms"] == through[rank].values["norms"][HALF:]
+
+
+# --- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+class Demo(LightningTransformer):
+    """The demo as its users write it: `configure_model` shards, `training_step` is Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=VOCAB)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.start: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if not isinstance(self.model, FSDPModule):
+            shard(self.model, self.device_mesh)
+
+    def on_train_start(self) -> None:
+        self.start = whole(self.model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(norm_of(self.model))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        return loader()
+
+
+def with_trainer(folder: str, resume: str | None = None) -> Run:
+    lightning.seed_everything(3)
+    model = Demo()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=STEPS,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=MAX_NORM,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            lightning.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)
+        ],
+    )
+    trainer.fit(model, ckpt_path=resume)
+    values = {"norms": model.norms, "parameters": whole(model.model)}
+    return Run(model.losses, library_of(model), values, notes={"start": model.start})
+
+
+def test_the_trainer(tmp_path: Path) -> None:
+    runs = {
+        library: run_script(with_trainer, 2, library, folder=str(tmp_path / library)) for library in ("torch", "fsdp2")
+    }
+    both = Both(runs["torch"], runs["fsdp2"])
+    assert_trained(both)
+    both.assert_equal()
+    for reader, writer in (("fsdp2", "torch"), ("torch", "fsdp2")):
+        resume = str(tmp_path / writer / f"step={HALF}.ckpt")
+        resumed = run_script(with_trainer, 2, reader, folder=str(tmp_path / "rest"), resume=resume)
+        assert len(resumed[0].losses) == (STEPS - HALF) * ACCUMULATE
+        assert not resumed[0].still
