@@ -3,7 +3,7 @@
 # make docs     the API reference, from the docstrings             make bench     a short version of every benchmark, and figures
 # make fuzz     ten minutes of hostile checkpoints
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
-# make test-clients   torchtitan, Accelerate, transformers, peft, torchao, ... on fsdp2 (makes .venv-clients)
+# make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
@@ -61,6 +61,8 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt torch setuptools wheel
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
 	    --no-build-isolation --editable '.[clients]'
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	    --target $(CLIENTS)/torchao-for-torchtune torchao==0.15.0
 	@touch $@
 
 fuzz: $(INSTALLED)

@@ -10,7 +10,11 @@ import pytest
 
 from tests.clients.clients import TIMEOUT_S, close_servers
 
-MISSING = [name for name in ("accelerate", "peft", "torchao", "torchtitan") if find_spec(name) is None]
+MISSING = [
+    name
+    for name in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "torchtune", "trl")
+    if find_spec(name) is None
+]
 collect_ignore_glob = ["test_*.py"] if MISSING else []
 
 
