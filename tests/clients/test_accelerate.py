@@ -241,6 +241,48 @@ def test_tensor_parallelism_needs_a_class_that_transformers_removed() -> None:
     run_script(prepare_tensor_parallel, 4, "torch")
 
 
+def train_context_parallel(inside: bool, num: int = 40) -> Run:
+    """Parameters are sharded over the ranks of both axes, data over the first only."""
+    set_up()
+    set_seed(3)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **LAYERWISE),
+        parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2),
+    )
+    model = llama()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optim, data = accelerator.prepare(model, optim, loader())
+    if inside:
+        ids = next(batches(data, 1))
+        with (
+            accelerator.maybe_context_parallel(buffers=[ids], buffer_seq_dims=[1]),
+            pytest.raises(NotImplementedError, match="flash_attention_for_cpu"),
+        ):
+            model(input_ids=ids, labels=ids)
+        return Run([], library_of(model))
+    losses, norms = steps(accelerator, model, optim, batches(data, num))
+    notes = {"start": start, "meshes": {param.device_mesh.size() for param in model.parameters()}}
+    return Run(losses, library_of(model), values={"norms": norms, "parameters": whole(model)}, notes=notes)
+
+
+def test_parallelism_config_with_context_parallelism() -> None:
+    both = run_both(train_context_parallel, 4, inside=False)
+    for run in both.ours + both.torch:
+        assert run.notes["meshes"] == {4} and len(run.values["norms"]) == 20
+        assert not any(torch.equal(run.notes["start"][key], value) for key, value in run.values["parameters"].items())
+    # Ranks that differ in the second axis have the same data.
+    assert both.ours[0].losses == both.ours[1].losses != both.ours[2].losses == both.ours[3].losses
+    both.assert_equal(rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about CPUs")
+def test_ring_attention_of_torch_needs_a_gpu() -> None:
+    """When this fails, sequences can be split in the test above, too."""
+    run_script(train_context_parallel, 4, "torch", inside=True)
+
+
 # --- accelerate launch ------------------------------------------------------------------------------------------------
 
 LAUNCH = """--use_fsdp --fsdp_version 2 --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no
