@@ -184,6 +184,62 @@ def test_dialects(name: str, tmp_path: Path) -> None:
     assert ParallelConfig.load(written(tmp_path, name, DIALECTS[name])) == EXPECTED
 
 
+# Shaped like the examples that Axolotl ships: the degrees among everything else that a run has.
+AXOLOTL = """
+base_model: some/model-8B
+plugins:
+  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
+dp_shard_size: 4
+dp_replicate_size: 2
+context_parallel_size: 2
+tensor_parallel_size: 2
+dataset_prepared_path: last_run_prepared
+special_tokens:
+  pad_token: <|end_of_text|>
+fsdp_version: 2
+fsdp_config:
+  offload_params: true
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+datasets:
+  - path: some/data
+    type: alpaca
+output_dir: ./outputs/
+sequence_len: 2048
+sample_packing: true
+attn_implementation: flash_attention_2
+lora_r: 8
+gradient_accumulation_steps: 1
+micro_batch_size: 1
+learning_rate: 2e-6
+bf16: true
+gradient_checkpointing:
+wandb_project:
+"""
+
+
+def test_a_whole_file_of_axolotl(tmp_path: Path) -> None:
+    """It was refused for `base_model` and 20 more keys, although every key that we have in common was understood. What
+    says how to shard in another way than ours is named, so that nobody believes that it holds."""
+    path = written(tmp_path, "axolotl.yaml", AXOLOTL)
+    with pytest.warns(UserWarning, match=r"keys of Axolotl's were not read") as caught:
+        assert ParallelConfig.load(path) == EXPECTED
+    (note,) = caught
+    assert "fsdp_config (here: blocks, reshard_after_forward, cpu_offload), bf16 (here: mixed_precision)." in str(
+        note.message
+    )
+    assert "gradient_checkpointing" not in str(note.message)  # empty, so it asks for nothing
+    assert note.filename == __file__
+
+
+def test_a_typing_error_in_a_file_of_axolotl(tmp_path: Path) -> None:
+    path = written(tmp_path, "axolotl.yaml", AXOLOTL.replace("dp_shard_size", "dp_shard_sise"))
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(path))
+    assert "unknown key 'dp_shard_sise' (did you mean 'dp_shard_size'?)" in error
+    path = written(tmp_path, "other.yaml", "learning_rate: 1\ntensor: 2\n")
+    assert "unknown key 'learning_rate'" in error_of(ArgumentError, lambda: ParallelConfig.load(path))
+
+
 def test_all_keys(tmp_path: Path) -> None:
     expected = ParallelConfig(
         pipeline=2,

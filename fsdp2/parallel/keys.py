@@ -1,5 +1,6 @@
 """The keys that a config may have, by our names and by those of other tools. Layer: parallel; pure."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -41,6 +42,52 @@ _NOT_HERE = {
     "expert_parallel_degree": "expert parallelism; give experts a mesh of their own with shard_placement_fn",
 }
 
+# A file with this key is Axolotl's: the degrees stand among all that a run has. The keys of such a file that may be
+# passed over, by their names or by how those begin.
+_OF_AXOLOTL = "base_model"
+_PASSED_OVER = """
+    base_model base_model_config base_model_ignore_patterns revision_of_base_model model_type tokenizer_type
+    tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_save_jinja_files processor_type trust_remote_code
+    is_llama_derived_model is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model strict plugins
+    datasets test_datasets shuffle_merged_datasets shuffle_before_merging_datasets skip_prepare_dataset streaming
+    pretraining_dataset pretrain_multipack_attn val_set_size chat_template chat_template_jinja
+    default_system_message train_on_inputs group_by_length sequence_len excess_length_strategy min_sample_len
+    max_prompt_len pad_to_sequence_len special_tokens tokens added_tokens_overrides resize_token_embeddings_to_32x
+    shrink_embeddings embeddings_skip_upcast adapter load_in_8bit load_in_4bit gptq bnb_config_kwargs qat
+    quantization quantize_moe_experts relora rl trl kto dpo orpo reward_model process_reward_model simpo_gamma
+    rl_beta output_dir gradient_accumulation_steps micro_batch_size batch_size num_epochs max_steps optimizer
+    optim_args optim_target_modules lr_scheduler lr_scheduler_kwargs lr_groups learning_rate lr_quadratic_warmup
+    cosine_min_lr_ratio cosine_constant_lr_ratio weight_decay max_grad_norm warmup_steps warmup_ratio
+    neftune_noise_alpha noisy_embedding_alpha label_smoothing_factor early_stopping_patience bf16 fp16 float16
+    bfloat16 float32 fp8 tf32 gradient_checkpointing gradient_checkpointing_kwargs activation_offloading
+    layer_offloading flash_attention flex_attention sdp_attention xformers_attention s2_attention eager_attention
+    attn_implementation flex_attn_compile_kwargs unfrozen_parameters freeze_mm_modules use_kernels logging_steps
+    include_tokens_per_second include_tkps log_prompts save_steps saves_per_epoch save_strategy save_total_limit
+    save_safetensors save_only_model save_first_step evals_per_epoch do_eval do_bench_eval do_causal_lm_eval
+    load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint
+    auto_resume_from_checkpoints local_rank world_size device device_map max_memory ddp ddp_timeout
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters heads_k_stride ring_attn_func seed debug
+    use_ray ray_num_workers ray_run_name deepspeed fsdp fsdp_version fsdp_config fsdp_final_state_dict_type
+    accelerator_config torch_compile torch_compile_backend torch_compile_mode profiler_steps profiler_steps_start
+    gc_steps remove_unused_columns loraplus_lr_ratio loraplus_lr_embedding experimental_skip_move_to_device
+    overrides_of_model_config overrides_of_model_kwargs rope_scaling dynamic_checkpoint experts_implementation
+    mean_resizing_embeddings
+"""
+_PASSED_OVER_BEGIN = (
+    "lora_", "peft_", "dora_", "qlora_", "relora_", "wandb_", "mlflow_", "comet_", "trackio_", "swanlab_", "hub_",
+    "eval_", "bench_", "dataset_", "dataloader_", "sample_packing", "multipack_", "adam_", "muon_", "dion_", "jagged_",
+    "galore_", "liger_", "cut_cross_entropy", "flash_attn_", "unsloth_", "llmcompressor", "gradio_", "use_wandb",
+    "use_mlflow", "use_comet", "use_tensorboard", "kd_", "image_", "vllm", "chunked_cross_entropy", "spectrum_",
+)  # fmt: skip
+# Those of them that say how to shard, and what says it here.
+_SAID_HERE_BY = {
+    "fsdp": "reshard_after_forward",
+    "fsdp_config": "blocks, reshard_after_forward, cpu_offload",
+    "bf16": "mixed_precision",
+    "gradient_checkpointing": "activation_checkpointing",
+    "torch_compile": "compile",
+}
+
 _MOST_UNKNOWN = 5  # that a message lists; the whole file of another tool may have a hundred
 
 
@@ -52,13 +99,16 @@ def fields_from(values: Mapping[str, Any], names: Sequence[str], source: str) ->
         names: of the fields.
         source: what messages begin with.
 
+    A file of Axolotl's may have all its other keys; a warning counts them, and names those that would shard otherwise.
+
     Raises:
         ArgumentError: a key is unknown, or two keys give one field two values.
         UnsupportedError: a key asks for something that we do not have.
     """
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    unknown = []
+    unknown: list[str] = []
+    passed_over: list[str] = []
     for key, value in values.items():
         name = str(key).removeprefix(_PREFIX)
         name = ALIASES.get(name, name)
@@ -66,7 +116,8 @@ def fields_from(values: Mapping[str, Any], names: Sequence[str], source: str) ->
             if value not in (None, 1):
                 raise UnsupportedError(f"{source}: {key} = {value!r} asks for {_NOT_HERE[name]}. Set it to 1.")
         elif name not in names and name not in _WITHOUT_EFFECT:
-            unknown.append(str(key))
+            foreign = _OF_AXOLOTL in values and (name in _PASSED_OVER.split() or name.startswith(_PASSED_OVER_BEGIN))
+            (passed_over if foreign else unknown).append(str(key))
         elif value is not None and name in names:
             value = _as_field(name, value)
             if name in found and found[name] != value:
@@ -76,6 +127,8 @@ def fields_from(values: Mapping[str, Any], names: Sequence[str], source: str) ->
             found[name], spelled[name] = value, str(key)
     if unknown:
         raise ArgumentError(_unknown(unknown, names, source))
+    if passed_over:
+        warnings.warn(_not_read(values, passed_over, source), stacklevel=4)
     return found
 
 
@@ -90,6 +143,12 @@ def _as_field(name: str, value: Any) -> Any:
     if name == "mixed_precision" and value is False:  # an unquoted `no` in YAML
         return "no"
     return value
+
+
+def _not_read(values: Mapping[str, Any], keys: Sequence[str], source: str) -> str:
+    text = f"{source}: {len(keys)} keys of Axolotl's were not read, as they are not about parallelism."
+    said = [f"{key} (here: {_SAID_HERE_BY[key]})" for key in keys if key in _SAID_HERE_BY and values[key]]
+    return text + (f" Of these, some have their like among ours, which hold: {', '.join(said)}." if said else "")
 
 
 def _unknown(keys: Sequence[str], names: Sequence[str], source: str) -> str:
