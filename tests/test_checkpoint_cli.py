@@ -274,7 +274,7 @@ def test_other_formats_are_read_as_far_as_that_goes(tmp_path: Path, capsys: pyte
     safetensors.torch.save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
     code, out = cli(capsys, "verify", tmp_path)
     assert code == 0
-    assert "4 kB that have no checksums" in out
+    assert "4 kB read; their values cannot be checked: Hugging Face has no checksums" in out
     os.truncate(tmp_path / "model.safetensors", 2000)
     (damage,) = find_damage(tmp_path).damage
     assert damage.file == "model.safetensors"
@@ -324,9 +324,45 @@ def test_diff_names_what_differs(original: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_diff_of_names_alone_reads_no_values(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not claim what it has not looked at ("equal: 17 tensors equal"), and does look at dtypes."""
     flip(folders / "three" / MODEL, 100_000)
-    assert cli(capsys, "diff", folders / "three", folders / "whole", "--names-only")[0] == 0
+    code, out = cli(capsys, "diff", folders / "three", folders / "whole", "--names-only")
+    assert (code, out) == (0, "same names, shapes and dtypes: 17 tensors alike, 0 different; no value was compared\n")
     assert cli(capsys, "diff", folders / "three", folders / "whole") == (1, "")
+    convert(folders / "whole", folders / "narrow", to="ranks", dtype=torch.bfloat16)
+    code, out = cli(capsys, "diff", folders / "whole", folders / "narrow", "--names-only")
+    assert code == 1 and "dtype" in out and out.endswith("13 tensors alike, 4 different; no value was compared\n")
+
+
+def test_messages_name_flags(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error advised ``overwrite=True``, which the command does not know."""
+    assert main(["convert", str(folders / "three"), str(folders / "whole")]) == 2
+    assert capsys.readouterr().err.endswith("Save to another folder, or pass --overwrite.\n")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"fsdp2 [\w.]+, torch [\w.+]+\n", capsys.readouterr().out)
+
+
+def test_runs_of_other_libraries(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`describe` of a folder of them said that there was no checkpoint, and `verify` of one in DCP's format "whole, 0 B
+    checked": it has no checksums."""
+    run = tmp_path / "torchtitan"
+    for step in (1000, 500, 20):
+        convert(folders / "three", run / f"step-{step}", to="dcp")
+    assert fc.checkpoints(run) == [] or len(fc.checkpoints(run)) == 3
+    code, out = cli(capsys, "describe", run)
+    assert code == 0
+    assert re.findall(r"step-\d+", out) == ["step-20", "step-500", "step-1000"]
+    assert out.count("DCP") == 3
+    code, out = cli(capsys, "verify", run)
+    assert code == 0
+    assert out.count("readable") == 3 and "whole" not in out and "has no checksums" in out
+    code, out = cli(capsys, "describe", run / "step-20")
+    assert code == 0 and "DCP" in out
+    assert main(["describe", str(tmp_path / "nowhere")]) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.folders import discard, is_complete, left_overs
+from fsdp2.checkpoint.folders import discard, left_overs
+from fsdp2.checkpoint.formats.opening import checkpoints_in, is_checkpoint
 from fsdp2.checkpoint.retention import checkpoints, prune, superseded
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.checkpoint.tools import screen
@@ -40,6 +42,13 @@ DTYPES = {
     "float32": torch.float32,
     "fp64": torch.float64,
     "float64": torch.float64,
+}
+# What the functions behind the command call its flags, in their messages.
+FLAGS = {
+    "overwrite=True": "--overwrite",
+    "model_only=True": "--model-only",
+    "verify=False": "--no-verify",
+    "fsdp2.checkpoint.latest(folder)": "the newest",
 }
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -77,10 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(args: argparse.Namespace, error: Exception, code: int) -> int:
+    message = str(error)
+    for name, flag in FLAGS.items():
+        message = message.replace(name, flag)
     if args.json:
-        _write_json({"error": str(error)})
+        _write_json({"error": message})
     # A name out of a damaged file may have anything in it that a terminal obeys.
-    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in str(error))
+    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message)
     sys.stderr.write(f"error: {text}\n")
     return code
 
@@ -107,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at, check, convert, compare and thin out checkpoints. A FOLDER may be a URL (s3://...).",
         epilog="Exit codes: 0 all is well, 1 damaged or different, 2 wrong call or no checkpoint, 130 interrupted.",
     )
+    parser.add_argument("--version", action="version", version=f"fsdp2 {version('fsdp2')}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add = partial(_command, commands)
@@ -169,10 +182,17 @@ def _size(text: str) -> int:
 # --- what it does -----------------------------------------------------------------------------------------------------
 
 
+def _members(folder: str) -> list[str]:
+    """The checkpoints of a run, of other libraries too; none of what is a checkpoint itself, or no folder of any."""
+    storage, path = storage_of(folder)
+    if is_checkpoint(storage, path):
+        return []
+    return checkpoints(folder) or checkpoints_in(storage, path)
+
+
 def _describe(args: argparse.Namespace) -> int:
-    runs = checkpoints(args.folder)
     storage, path = storage_of(args.folder)
-    if runs and not is_complete(storage, path):
+    if runs := _members(args.folder):
         return _describe_run(path, runs, left_overs(storage, path), args.json)
     description = describe(args.folder)
     if args.json:
@@ -188,7 +208,7 @@ def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: 
     for folder in runs:
         try:
             found.append(describe(folder))
-        except CorruptError as error:
+        except FSDPError as error:
             damaged[folder] = str(error)
     if as_json:
         _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": [*dead]})
@@ -200,8 +220,7 @@ def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: 
 def _verify(args: argparse.Namespace) -> int:
     reports: list[Report] = []
     for folder in args.folders:
-        storage, path = storage_of(folder)
-        for one in [folder] if is_complete(storage, path) else checkpoints(folder) or [folder]:
+        for one in _members(folder) or [folder]:
             with screen.progress(f"verify {one}", quiet=args.json) as progress:
                 reports.append(find_damage(one, progress=progress))
             if not args.json:

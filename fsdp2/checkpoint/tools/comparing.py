@@ -59,8 +59,9 @@ class Difference:
         first, second: the folders.
         tensors: those that differ.
         other: what else differs, in words: options of the optimizer, extra state, the step.
-        num_equal: tensors that do not differ.
+        num_equal: tensors that do not differ, as far as they were compared.
         compared_bytes: of values, in the first.
+        values: whether values were compared, or names, shapes and dtypes alone.
     """
 
     first: str
@@ -69,6 +70,7 @@ class Difference:
     other: list[str] = field(default_factory=list)
     num_equal: int = 0
     compared_bytes: int = 0
+    values: bool = True
 
     @property
     def equal(self) -> bool:
@@ -128,7 +130,7 @@ class _Comparison:
         self._both = (one, two)
         self._values = values
         self._sections = sections
-        self._result = Difference(one.path, two.path)
+        self._result = Difference(one.path, two.path, values=values)
 
     def run(self, progress: Progress | None) -> Difference:
         """Compare everything."""
@@ -138,6 +140,8 @@ class _Comparison:
             self._compare_others()
         if self._values:
             common = self._compare_values(common, progress)
+        else:
+            common = self._of_one_dtype(common)
         self._result.num_equal = len(common)
         order = {section: number for number, section in enumerate(("model", "optimizer", "extra"))}
         self._result.tensors.sort(key=lambda tensor: order[tensor.section])
@@ -159,6 +163,13 @@ class _Comparison:
                     partial(catalog.pieces, section, own[name]) for catalog, own in zip(self._both, names, strict=True)
                 ]
                 yield _Common(section, name, (infos[0], infos[1]), (pieces[0], pieces[1]))
+
+    def _of_one_dtype(self, common: list[_Common]) -> list[_Common]:
+        """Those whose dtypes do not differ; the others are noted."""
+        for tensor in common:
+            if tensor.infos[0].dtype != tensor.infos[1].dtype:
+                self._note(tensor.section, tensor.name, "dtype", *tensor.infos)
+        return [tensor for tensor in common if tensor.infos[0].dtype == tensor.infos[1].dtype]
 
     def _compare_values(self, common: list[_Common], progress: Progress | None) -> list[_Common]:
         """Note those that differ; the others."""

@@ -118,7 +118,9 @@ def show_run(path: str, found: Sequence[Description], damaged: Mapping[str, str]
     for one in found:
         name = one.folder.replace("\\", "/").rsplit("/", 1)[-1]
         size = _bytes(one.nbytes)
-        table.add_row(_escape(name), str(one.step), str(one.world), one.layout, str(len(one.tensors)), size)
+        step, ranks = "" if one.step is None else str(one.step), str(one.world or "")
+        layout = one.layout or one.kind
+        table.add_row(_escape(name), step, ranks, _escape(layout), str(len(one.tensors)), size)
     console = _console()
     console.print(table)
     for problem in damaged.values():
@@ -137,6 +139,13 @@ def show_report(report: Report) -> None:
             span = f"{one.span[0]}..{one.span[1]}" if one.span else "all"
             table.add_row(_escape(one.file), _escape(names), span, _escape(one.problem))
         console.print(table)
+    elif report.unchecked_bytes and not report.checked_bytes:
+        console.print(
+            f"[green]readable[/green] {_escape(report.folder)}: {report.num_tensors} tensors, "
+            f"{_bytes(report.unchecked_bytes)} read; their values cannot be checked: {_escape(report.kind)} has no "
+            "checksums",
+            soft_wrap=True,
+        )
     else:
         unchecked = f", {_bytes(report.unchecked_bytes)} that have no checksums" if report.unchecked_bytes else ""
         console.print(
@@ -162,6 +171,12 @@ def show_difference(found: Difference) -> None:
         console.print(table)
     for line in found.other:
         console.print(_escape(line), soft_wrap=True)
+    if not found.values:
+        verdict = "[green]same names, shapes and dtypes[/green]" if found.equal else "[red]different[/red]"
+        console.print(
+            f"{verdict}: {found.num_equal} tensors alike, {len(found.tensors)} different; no value was compared"
+        )
+        return
     verdict = "[green]equal[/green]" if found.equal else "[red]different[/red]"
     compared = f", {_bytes(found.compared_bytes)} compared" if found.compared_bytes else ""
     console.print(f"{verdict}: {found.num_equal} tensors equal, {len(found.tensors)} different{compared}")
