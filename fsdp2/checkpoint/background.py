@@ -128,9 +128,15 @@ class InFlight:
             sys.stdout.flush()
             os._exit(1)
 
+    def after_fork(self) -> None:
+        """In a child process: the save is its parent's, whose thread is not here. To wait for it would take for
+        ever."""
+        self._handle = None
+
 
 in_flight = InFlight()
 atexit.register(in_flight.at_exit)
+os.register_at_fork(after_in_child=in_flight.after_fork)
 
 # Host memory that holds what a background save writes; kept for the next one, since fresh pages cost as much as the
 # copy.

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,11 +22,11 @@ from fsdp2.checkpoint.box import whole
 from fsdp2.checkpoint.dtypes import name_of
 from fsdp2.checkpoint.files import Piece
 from fsdp2.checkpoint.memory import blocks_of
-from fsdp2.checkpoint.state import World, check_name
+from fsdp2.checkpoint.state import World, check_name, check_text
 from fsdp2.checkpoint.tree import encode
 from fsdp2.errors import ArgumentError
 
-__all__ = ["ExtraShare", "RandomState", "Reshardable", "Stateful", "extra_shares"]
+__all__ = ["ExtraShare", "RandomState", "Reshardable", "Stateful", "claimed", "extra_shares"]
 
 
 @runtime_checkable
@@ -131,19 +131,19 @@ class ExtraShare:
     Attributes:
         form: as JSON, its tensors by name.
         pieces: these tensors.
-        digest: equal for equal content.
+        digest: equal for equal content; "" before it is `claimed`.
         mine: this rank is the one to write it.
     """
 
     key: str
     form: Any
     pieces: list[Piece]
-    digest: str
-    mine: bool
+    digest: str = ""
+    mine: bool = False
 
 
-def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -> list[ExtraShare]:
-    """The shares of this rank; the first rank that has a content writes it.
+def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
+    """The shares of this rank.
 
     Raises:
         ArgumentError: something in it cannot be stored; the message names the key and the place.
@@ -153,6 +153,7 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
     for key, value in extra.items():
         if not isinstance(key, str):
             raise ArgumentError(f"extra: expected keys that are strings, got {key!r} ({type(key).__name__})")
+        check_text(key, f"extra: the key {key!a}")
         pieces: list[Piece] = []
 
         def leaf(path: str, tensor: torch.Tensor, key: str = key, pieces: list[Piece] = pieces) -> dict[str, Any]:
@@ -162,6 +163,11 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
                     f"extra '{key}' at '{path}': expected a plain tensor of a dtype of safetensors, got "
                     f"{type(tensor).__name__} of {tensor.dtype}; sharded tensors belong to model= or optimizer="
                 )
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise ArgumentError(
+                    f"extra '{key}' at '{path}': a checkpoint holds dense tensors with values, got one with layout "
+                    f"{tensor.layout} on {tensor.device}; save what to_dense() makes of it, or its indices and values"
+                )
             name = f"{key}/{path}"
             check_name(name, names)
             names.add(name)
@@ -169,11 +175,18 @@ def extra_shares(extra: Mapping[str, Any], agreement: Agreement, world: World) -
             return {}
 
         content = value.state_dict() if isinstance(value, Stateful) else value
-        form = encode(content, leaf, f"extra '{key}'")
-        digest = _digest(form, pieces)
-        mine = agreement.claim(f"extra/{key}/{digest}", str(world.rank)) == str(world.rank)
-        shares.append(ExtraShare(key, form, pieces, digest, mine))
+        shares.append(ExtraShare(key, encode(content, leaf, f"extra '{key}'"), pieces))
     return shares
+
+
+def claimed(shares: Sequence[ExtraShare], agreement: Agreement, world: World) -> list[ExtraShare]:
+    """The same, with who writes them: the first rank that has a content. To find out takes as long as to hash them."""
+    result = []
+    for share in shares:
+        digest = _digest(share.form, share.pieces)
+        mine = agreement.claim(f"extra/{share.key}/{digest}", str(world.rank)) == str(world.rank)
+        result.append(replace(share, digest=digest, mine=mine))
+    return result
 
 
 def _digest(form: Any, pieces: Sequence[Piece]) -> str:

@@ -8,6 +8,7 @@ A `Piece` is a part of a stored tensor that this rank has. In a file of its own 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -45,7 +46,7 @@ Homes = dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]
 Sums = dict[str, list[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """A part of a tensor that this rank writes.
 
@@ -71,7 +72,7 @@ class Piece:
             return self.source(first, last)
         return blocks_of(self.values, first, last, BLOCK)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its size in bytes."""
         return self.box.numel * ITEMSIZES[self.dtype]
@@ -120,10 +121,10 @@ def owned_pieces(entries: Mapping[str, Entry], tilings: Mapping[str, Tiling], ra
     """
     for name, entry in entries.items():
         tiling = tilings[name]
-        box = tiling.box_of(rank)
-        if box is None or not tiling.owns(rank) or (not box.numel and whole(tiling.shape).numel):
-            continue
-        yield Piece(name, entry.dtype, box, part_of(entry.local, box.within(entry.box)), tiling.shape)
+        box = tiling.written_by(rank)
+        if box is not None:
+            values = entry.local if box == entry.box else part_of(entry.local, box.within(entry.box))
+            yield Piece(name, entry.dtype, box, values, tiling.shape)
 
 
 def rank_file_name(section: str, rank: int, world: int) -> str:
@@ -146,12 +147,15 @@ def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
     shards = {piece.name: [list(piece.shape), list(piece.box.start)] for piece in ordered}
 
-    def header(sums: Sums) -> bytes:
-        own = {**about, "shards": shards, "sums": {name: "".join(blocks) for name, blocks in sums.items()}}
-        metadata = {"format": "pt", "fsdp2": json.dumps(own, separators=(",", ":"))}
-        return encode_header([(piece.name, piece.dtype, piece.box.shape) for piece in ordered], metadata)
+    own = json.dumps({**about, "shards": shards}, separators=(",", ":")).removesuffix("}")
+    rows = [(piece.name, piece.dtype, piece.box.shape) for piece in ordered]
+    counts = {piece.name: num_blocks(piece.nbytes) for piece in ordered}
 
-    end = len(header({piece.name: ["0" * WIDTH] * num_blocks(piece.nbytes) for piece in ordered}))
+    def header(sums: Sums) -> bytes:
+        texts = json.dumps({name: "".join(blocks) for name, blocks in sums.items()}, separators=(",", ":"))
+        return encode_header(rows, {"format": "pt", "fsdp2": f'{own},"sums":{texts}}}'})
+
+    end = len(header({name: ["0" * WIDTH] * count for name, count in counts.items()}))
     header_bytes = _checked(end, section)
     placed = []
     for piece in ordered:

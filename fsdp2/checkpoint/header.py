@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.errors import CorruptError
+from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
 
@@ -67,10 +67,15 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
     Args:
         tensors: (name, dtype, shape), larger items first, so that every tensor is aligned to its item.
         metadata: strings by name.
+
+    Raises:
+        ArgumentError: a tensor has the name of the metadata.
     """
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
+        if name == "__metadata__":
+            raise ArgumentError("a tensor is called '__metadata__', a name that safetensors keeps for itself")
         begin, end = end, end + prod(shape) * ITEMSIZES[dtype]
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()

@@ -14,7 +14,17 @@ from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
 from fsdp2.checkpoint.sources import Source, Sources, source_of
 from fsdp2.checkpoint.sources import stored as from_stored
-from fsdp2.checkpoint.state import Entry, State, World, entry_of, model_state, ranks_of, within
+from fsdp2.checkpoint.state import (
+    Entry,
+    State,
+    World,
+    entry_of,
+    model_state,
+    named_as_in,
+    ranks_of,
+    unwrapped,
+    within,
+)
 from fsdp2.checkpoint.tree import at_path, decode
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.init.allocation import allocate, tensors_of
@@ -91,6 +101,7 @@ class Matching:
         """All fits: what of the model is on the meta device gets memory, and is what is needed from now on."""
         if not self.without_memory:
             return
+        model = self._fitted(model)
         assert isinstance(model, nn.Module)
         fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -106,12 +117,19 @@ class Matching:
         model: nn.Module | Mapping[str, Any] | None,
         optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
     ) -> None:
+        model = self._fitted(model)
         if model is not None:
             self._ask("model", model)
         if isinstance(optimizer, torch.optim.Optimizer):
             self._ask_optimizer(model if isinstance(model, nn.Module) else None, optimizer)
         elif optimizer is not None:
             self._ask("optimizer", optimizer)
+
+    def _fitted(self, model: Any) -> Any:
+        """The model without DDP, or within a module of that name where all stored names have it. With ``sources`` the
+        user says what the names are."""
+        stored = self.catalog.tensors.get("model", {})
+        return unwrapped(model) if self.sources is not None else named_as_in(stored, model)
 
     def finish(self) -> None:
         """All needs have been filled: hand over what is no tensor, and what was allocated."""

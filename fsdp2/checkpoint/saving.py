@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.agreement import Agreement, world_of
 from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.committing import commit, id_of, may_count
-from fsdp2.checkpoint.extra import ExtraShare, extra_shares
+from fsdp2.checkpoint.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.files import (
     Homes,
     Piece,
@@ -50,7 +50,7 @@ from fsdp2.checkpoint.lease import Lease, take_lease
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.memory import blocks_of, wait_for
 from fsdp2.checkpoint.optimizer import optimizer_state
-from fsdp2.checkpoint.state import Entry, State, World, model_state
+from fsdp2.checkpoint.state import Entry, State, World, model_state, unwrapped
 from fsdp2.checkpoint.storage import Storage, storage_of
 from fsdp2.checkpoint.tiling import Tiling, spread_replicas
 from fsdp2.checkpoint.writing import write_files
@@ -136,6 +136,7 @@ def save(
     try:
         in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
         free_name(storage, path, chosen.overwrite)
+        model = unwrapped(model)
         job = _Job(storage, path, step, world, agreement, chosen)
         nonce, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
@@ -238,7 +239,7 @@ class _Job:
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
         self.agreement.meet()  # when the devices have come to this step too, and before anything is copied
         nonce = self.agreement.nonce()
-        shares = extra_shares(extra, self.agreement, world)
+        shares = extra_shares(extra)
         if staged:
             pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
@@ -273,6 +274,7 @@ class _Job:
         about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
         planned: list[PlannedFile] = []
         try:
+            shares = claimed(shares, agreement, self.world)  # here, where nobody waits for it
             storage.make_folder(work)
             planned = self._files(about, pieces, shares, homes)
             if not storage.renames:
@@ -335,7 +337,7 @@ class _Job:
     ) -> str:
         """What this rank reports. Its table goes to the store once for all ranks that have the same."""
         text = json.dumps(about_model["table"], separators=(",", ":"))
-        digest = _digest(about_model["table"])
+        digest = hashlib.sha256(text.encode()).hexdigest()
         self.agreement.share(f"table/{digest}", text)
         record = {
             "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},

@@ -27,15 +27,19 @@ __all__ = [
     "State",
     "World",
     "check_name",
+    "check_text",
     "checked",
     "clean_name",
     "entry_of",
     "model_state",
+    "named_as_in",
     "ranks_of",
+    "unwrapped",
     "within",
 ]
 
-# Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1, DDP (the last only at the front).
+RESERVED = "__metadata__"  # what a header calls what is no tensor
+# Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -168,12 +172,34 @@ class State:
     computed: set[str] = field(default_factory=set)
 
 
+def unwrapped(model: Any) -> Any:
+    """The module within DDP or DataParallel, whose ``module.`` is no part of its names."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
+
+
+def named_as_in(names: Iterable[str], model: Any) -> Any:
+    """The model under the names that are stored: within a module that calls it ``module``, as DDP does, if all names
+    are of one that was saved so (by other libraries, or by fsdp2 of old)."""
+    model, names = unwrapped(model), list(names)
+    if not isinstance(model, nn.Module) or not names or not all(name.startswith("module.") for name in names):
+        return model
+    if any(name.startswith("module.") for name, _ in tensors_of(model)):
+        return model
+    outer = nn.Module()
+    outer.module = model
+    return outer
+
+
 def clean_name(name: str) -> str:
     """The name without the segments that wrappers add.
 
     >>> clean_name("module.layers.0._checkpoint_wrapped_module.weight")
     'module.layers.0.weight'
     """
+    if "._" not in name and name[:1] != "_":
+        return name
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -264,9 +290,26 @@ def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
 
 
 def check_name(name: str, *taken: Container[str]) -> None:
-    """See that no other tensor is stored under a name; `ArgumentError` if one is."""
-    if any(name in names for names in taken):
-        raise ArgumentError(f"'{name}': two tensors would be stored under this name; rename one of them")
+    """See that a tensor can be stored under a name, and that no other one is.
+
+    Raises:
+        ArgumentError: one is; or files cannot hold such a name.
+    """
+    for names in taken:
+        if name in names:
+            raise ArgumentError(f"'{name}': two tensors would be stored under this name; rename one of them")
+    check_text(name, f"'{name!a}'")
+    if name == RESERVED:
+        raise ArgumentError(f"'{name}': safetensors keeps this name for itself; rename the tensor")
+
+
+def check_text(text: str, what: str) -> None:
+    """See that a text is one; `ArgumentError` if it has a surrogate without its other half, which no file can hold."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ArgumentError(f"{what}: a name that is no text: {error.reason}; rename it") from error
 
 
 def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:

@@ -108,6 +108,23 @@ class Tiling:
         cut = {axis for axis, _ in self.cuts}
         return coordinates is not None and all(axis in cut or not at for axis, at in enumerate(coordinates))
 
+    def written_by(self, rank: int) -> Box | None:
+        """What `rank` writes: its box, if it is the owner and has any of the elements that there are."""
+        if rank not in self._written:
+            box = self.box_of(rank)
+            is_any = box is not None and (box.numel or not prod(self.shape))
+            self._written[rank] = box if is_any and self.owns(rank) else None
+        return self._written[rank]
+
+    @cached_property
+    def _written(self) -> dict[int, Box | None]:
+        return {}
+
+    @cached_property
+    def spread(self) -> dict[int, "Tiling"]:
+        """What `spread_replicas` has made of it, by size of the items."""
+        return {}
+
     def owners(self, wanted: Box) -> Sequence[tuple[int, Box]]:
         """(rank, its box) of all owners whose boxes meet `wanted`: work in proportion to their number, once for all
         tensors of this kind."""
@@ -271,6 +288,12 @@ def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
     """The same with every axis of replicas cut too, if the shards are large: each replica then owns some of the rows.
     No rank has to be asked, so nobody is."""
+    if itemsize not in tiling.spread:
+        tiling.spread[itemsize] = _spread(tiling, itemsize)
+    return tiling.spread[itemsize]
+
+
+def _spread(tiling: Tiling, itemsize: int) -> Tiling:
     cut_axes = {axis for axis, _ in tiling.cuts}
     free = [axis for axis in range(len(tiling.grid.shape)) if axis not in cut_axes and tiling.grid.shape[axis] > 1]
     sizes = list(tiling.box_at((0,) * len(tiling.grid.shape)).shape)

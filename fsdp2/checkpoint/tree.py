@@ -10,9 +10,9 @@ JSON values are themselves. What JSON cannot say is an object with the one key t
 """
 
 import base64
-import json
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -43,7 +43,7 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     def inner(key: object, item: Any) -> Any:
         # The keys 1 and "1" are two.
         text = f"{type(key).__name__}:{key}" if isinstance(value, dict) and not isinstance(key, str) else str(key)
-        part = quote(text, safe="").replace(".", "%2E")
+        part = _quoted(text)
         return encode(item, leaf, where, f"{path}/{part}" if path else part)
 
     if path.count("/") > MAX_DEPTH:
@@ -79,7 +79,13 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
 def canonical(form: Any) -> str:
     """A text that is the same for the same encoded state, and only for it: 1, 1.0 and True are equal to Python, and
     -0.0 and 0.0 too."""
-    return json.dumps(form)
+    return repr(form)
+
+
+@lru_cache(maxsize=4096)
+def _quoted(text: str) -> str:
+    """A key as a part of a path. Parameters have states with the same few keys."""
+    return quote(text, safe="", errors="surrogatepass").replace(".", "%2E")
 
 
 def at_path(value: Any, path: str) -> Any:
@@ -87,7 +93,11 @@ def at_path(value: Any, path: str) -> Any:
     for part in path.split("/") if path else ():
         try:
             # `get`: a defaultdict would make what it does not have.
-            value = value[int(part)] if isinstance(value, (list, tuple)) else value.get(unquote(part))
+            value = (
+                value[int(part)]
+                if isinstance(value, (list, tuple))
+                else value.get(unquote(part, errors="surrogatepass"))
+            )
         except (AttributeError, IndexError, ValueError, TypeError):
             return None
     return value

@@ -115,6 +115,9 @@ def _write_batch(writer: Writer, lot: Sequence[Part], progress: Callable[[int], 
 
 def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Where in the file the bytes of a view go which begins at byte `at` of the piece."""
+    if piece.box is container:  # a rank's own file
+        yield offset + at, view
+        return
     itemsize = ITEMSIZES[piece.dtype]
     within = piece.box.within(container)
     place = flat_range(within, container.shape)
