@@ -6,6 +6,8 @@ The info string behind a block's fence says how it runs:
 ``python``         runs. The blocks of one file run in order, in one namespace and one process, which finds the
                    environment that ``torchrun --nproc_per_node=1`` would give it
 ``python ranks=2`` the same, and the whole file runs on that many ranks (the largest number in the file counts)
+``text output``    is what the ``python`` block before it prints (on rank 0); lines that begin with ``torch`` are those
+                   of torch 2.13, and are not compared on another version
 ``bash run``       runs in the repository's root; a plain ``bash`` block does not run
 ================== =================================================================================================
 
@@ -41,13 +43,23 @@ HEADING = re.compile(r"^#{1,6}\s+(?P<text>.+?)\s*#*$")
 # What runs in the subprocess: every block compiled under the document's name and at its own lines, so that tracebacks
 # point into the document; a leading newline for each line above costs nothing.
 RUNNER = """
-import json, os, sys
+import contextlib, io, json, os, sys
+import torch
+def comparable(text):
+    is_known = torch.__version__.startswith("2.13.")
+    return [line for line in text.splitlines() if is_known or not line.startswith("torch")]
+def run(line, code, expected):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile("\\n" * line + code, document["path"], "exec"), namespace)
+    print(output.getvalue(), end="")
+    if expected is not None and os.environ["RANK"] == "0":
+        assert comparable(output.getvalue()) == comparable(expected), f"line {line}: expected\\n{expected}"
 with open(sys.argv[1], encoding="utf-8") as file:
     document = json.load(file)
 namespace = {"__name__": "__main__"}
 try:
-    for line, code in document["blocks"]:
-        exec(compile("\\n" * line + code, document["path"], "exec"), namespace)
+    for block in document["blocks"]:
+        run(*block)
 finally:
     import torch.distributed as dist
     if sys.exc_info()[0] is None:
@@ -94,6 +106,17 @@ def blocks_and_prose(path: Path) -> tuple[list[Block], list[tuple[int, str]]]:
 
 def blocks_of(path: Path, *info: str) -> list[Block]:
     return [block for block in blocks_and_prose(path)[0] if block.info[: len(info)] == info]
+
+
+def with_outputs(path: Path) -> list[tuple[int, str, str | None]]:
+    """Line and text of each python block, and what it is to print, where the document says so."""
+    found: list[tuple[int, str, str | None]] = []
+    for block in blocks_and_prose(path)[0]:
+        if block.info[:1] == ("python",):
+            found.append((block.line, block.code, None))
+        elif block.info == ("text", "output"):
+            found[-1] = (*found[-1][:2], block.code)
+    return found
 
 
 def showing(*info: str) -> list[Path]:
@@ -148,7 +171,7 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     unknown = {word for block in blocks for word in block.info[1:] if not re.fullmatch(r"ranks=[1-9]\d*", word)}
     assert not unknown, f"{name_of(path)}: info strings of python blocks may only add ranks=N, got {sorted(unknown)}"
     (tmp_path / "runner.py").write_text(RUNNER, encoding="utf-8")
-    document = {"path": str(path), "blocks": [(block.line, block.code) for block in blocks]}
+    document = {"path": str(path), "blocks": with_outputs(path)}
     (tmp_path / "document.json").write_text(json.dumps(document), encoding="utf-8")
     (tmp_path / "work").mkdir()
     script = [str(tmp_path / "runner.py"), str(tmp_path / "document.json")]
