@@ -296,6 +296,75 @@ def not_last(api: Any) -> tuple[bool, ...]:
     return graded(model)
 
 
+def not_last_once(which: str) -> Callable[[Any], tuple[bool, ...]]:
+    """Whether gradients are there after a backward that is not the last, as `which` unit was told."""
+
+    def check(api: Any) -> tuple[bool, ...]:
+        model = two_units(api)
+        model(batch()).sum().backward()
+        model.zero_grad()
+        (model if which == "root" else model[0]).set_is_last_backward(False)
+        backward(model)
+        seen = forms(model)
+        model.set_is_last_backward(True)
+        backward(model)
+        return seen
+
+    return check
+
+
+def all_reduce_of_a_sum(api: Any) -> float:
+    model = hsdp(api)
+    model.set_requires_all_reduce(False)
+    backward(model)
+    model.set_requires_all_reduce(True)
+    backward(model)
+    return row_sum(model)
+
+
+def hook_without_sync(api: Any) -> tuple[int, ...]:
+    model, seen = two_units(api), []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    return tuple(seen)
+
+
+def reshards_without_sync(api: Any) -> tuple[bool, ...]:
+    model = two_units(api)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    return forms(model)
+
+
+def computes_per_unit(api: Any) -> tuple[str, ...]:
+    model, seen = linears(), list[str]()
+    api.fully_shard(model[0])
+    api.fully_shard(model, mp_policy=api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False))
+    for layer in model:
+        layer.register_forward_pre_hook(lambda layer, _args: seen.append(str(layer.weight.dtype)))
+    error(lambda: model(batch()))
+    return tuple(seen)
+
+
+def does_not_cast_inputs(api: Any) -> str:
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    return error(lambda: two_units(api, mp_policy=policy)(batch()))
+
+
+def setters_return_none(api: Any) -> bool:
+    model = two_units(api)
+    switches = [
+        name for name in vars(api.FSDPModule) if name.startswith("set_") and name.endswith(("_sync", "_backward"))
+    ]
+    switches += ["set_requires_all_reduce", "set_reshard_after_forward", "set_reduce_scatter_unused_params"]
+    returned = [getattr(model, name)(True) for name in switches if "manual" not in name]
+    returned += [model.set_reduce_scatter_max_input_buffers(1), model.set_modules_to_forward_prefetch([])]
+    returned += [model.set_all_reduce_hook(lambda flat: None), model.set_force_sum_reduction_for_comms(True)]
+    returned += [model.set_separate_reduce_scatter_group(False), model.set_modules_to_backward_prefetch([])]
+    return returned == [None] * len(returned) and len(returned) >= 9
+
+
 def syncs(recurse: bool) -> Callable[[Any], tuple[bool, ...]]:
     def check(api: Any) -> tuple[bool, ...]:
         model = after(("set_requires_gradient_sync", False), model=two_units(api), recurse=recurse)
@@ -647,6 +716,20 @@ ROWS = [
     ),
     Row(
         f"{FS}(mp_policy=)",
+        "recursion",
+        "not to units below (dtype of parameters in forward: inner unit, root)",
+        computes_per_unit,
+        ("torch.float32", "torch.bfloat16"),
+    ),
+    Row(
+        f"{FS}(mp_policy=)",
+        "errors",
+        "`cast_forward_inputs=False`, and inputs of another dtype",
+        does_not_cast_inputs,
+        "RuntimeError",
+    ),
+    Row(
+        f"{FS}(mp_policy=)",
         "interplay",
         "`reduce_dtype=torch.float32`: the mean of 1 and 2^-9",
         lambda api: reduces_in(api, reduce_dtype=torch.float32),
@@ -734,6 +817,37 @@ ROWS = [
         (True, True),
     ),
     Row(
+        "FSDPModule.set_is_last_backward",
+        "touches",
+        "False: units reshard all the same (sharded afterwards)",
+        not_last_once("root"),
+        (True, True),
+    ),
+    Row(
+        "FSDPModule.set_is_last_backward",
+        "recursion",
+        "the whole tree of the root, on whatever unit it is called (sharded afterwards)",
+        not_last_once("inner"),
+        (True, True),
+    ),
+    Row("FSDPModule.set_requires_gradient_sync, and all other setters", "returns", "None", setters_return_none),
+    Row(
+        "FSDPModule.set_requires_gradient_sync",
+        "touches",
+        "reductions alone: units reshard without sync too (sharded afterwards)",
+        reshards_without_sync,
+        (True, True),
+    ),
+    Row(
+        "FSDPModule.set_requires_gradient_sync",
+        "errors",
+        "a text in place of a bool",
+        lambda api: error(lambda: two_units(api).set_requires_gradient_sync("no")),
+        "",
+        "ValueError",
+        "a text is true",
+    ),
+    Row(
         "FSDPModule.set_requires_gradient_sync",
         "recursion",
         "recursive (gradients after False: inner unit, root)",
@@ -771,6 +885,13 @@ ROWS = [
         "`recurse=False`: this unit",
         all_reduces(False),
         (True, False),
+    ),
+    Row(
+        "FSDPModule.set_requires_all_reduce",
+        "order",
+        "the next backward with True reduces the sum of all (HSDP)",
+        all_reduce_of_a_sum,
+        4.0,
     ),
     Row(
         "FSDPModule.set_reshard_after_forward",
@@ -870,6 +991,7 @@ ROWS = [
         hooks,
         (10,),
     ),
+    Row("FSDPModule.set_all_reduce_hook", "interplay", "is not called without sync", hook_without_sync, ()),
     Row("FSDPModule.set_all_reduce_hook", "interplay", "what it changes in place counts", hook_changes, 6.0),
     Row(
         "FSDPModule.set_post_optim_event",

@@ -110,7 +110,9 @@ def test_child_before_root(rank: int, world_size: int) -> None:
         wrapped(text),
         """\
 '1' ran its forward before the module that contains it and became a root itself. Run the outermost
-sharded module's forward first; after that, inner modules may run alone.
+sharded module's forward first; after that, inner modules may run alone. Call the module itself:
+model.forward(...), or a method such as generate, passes its hooks by, unless it is named with
+register_fsdp_forward_method.
 """,
     )
 

@@ -51,7 +51,9 @@ def become_root(root: Unit) -> None:
         if unit is not root and unit.context is not None and not unit.context.is_provisional:
             raise OrderError(
                 f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
-                "the outermost sharded module's forward first; after that, inner modules may run alone."
+                "the outermost sharded module's forward first; after that, inner modules may run alone. Call the "
+                "module itself: model.forward(...), or a method such as generate, passes its hooks by, unless it is "
+                "named with register_fsdp_forward_method."
             )
         if unit is not root and unit.settings.manual_finalization:
             raise OrderError(
