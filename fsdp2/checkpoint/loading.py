@@ -20,6 +20,7 @@ from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.memory import wait_for
+from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.replacing import READS, not_replaced
 from fsdp2.checkpoint.sources import Sources
@@ -54,7 +55,7 @@ def load(
     folder: str | os.PathLike[str],
     *,
     model: nn.Module | Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
     sources: Sources | None = None,
     strict: bool = True,
@@ -69,10 +70,10 @@ def load(
     Args:
         folder: of a checkpoint (see `latest`): one of ours, a Hugging Face folder, or one of another library that
             `fsdp2.checkpoint` reads.
-        model: a module, filled in place; parameters on the meta device are allocated and filled. Or a plain dict of
-            tensors and DTensors, filled in place.
-        optimizer: likewise. One that has made no step yet gets its state; options such as the learning rate come back
-            too. Needs the module for its parameters' names.
+        model: a module, or a dict of modules, filled in place; parameters on the meta device are allocated and filled.
+            Or a plain dict of tensors and DTensors, filled in place.
+        optimizer: likewise; a list or a dict for several, as they were saved. One that has made no step yet gets its
+            state; options such as the learning rate come back too. Needs the module for its parameters' names.
         extra: objects with ``load_state_dict``, by the keys they were saved under; they get their state. All values
             that were saved are in `Loaded.extra` besides.
         sources: for checkpoints with other names or layouts: for names of the model, the stored name or an expression
@@ -124,9 +125,7 @@ class _How:
 def _load(
     storage: Storage,
     path: str,
-    given: tuple[
-        nn.Module | Mapping[str, Any] | None, torch.optim.Optimizer | Mapping[str, Any] | None, Mapping[str, Any]
-    ],
+    given: tuple[nn.Module | Mapping[str, Any] | None, Optimizers | None, Mapping[str, Any]],
     how: _How,
     world: World,
     agreement: Agreement,

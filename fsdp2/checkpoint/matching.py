@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
+from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, tables_of
 from fsdp2.checkpoint.sources import Source, Sources, source_of
 from fsdp2.checkpoint.sources import stored as from_stored
 from fsdp2.checkpoint.state import (
@@ -81,7 +82,7 @@ class Matching:
     def match(
         self,
         model: nn.Module | Mapping[str, Any] | None,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        optimizer: Optimizers | None,
         strict: bool,
     ) -> None:
         """Note what a model and an optimizer need. Nothing changes.
@@ -96,7 +97,7 @@ class Matching:
     def allocate(
         self,
         model: nn.Module | Mapping[str, Any] | None,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        optimizer: Optimizers | None,
     ) -> None:
         """All fits: what of the model is on the meta device gets memory, and is what is needed from now on."""
         if not self.without_memory:
@@ -104,8 +105,8 @@ class Matching:
         model = self._fitted(model)
         assert isinstance(model, nn.Module)
         fresh = allocate(model, wanted=frozenset(self.without_memory).__contains__)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            _move(optimizer, {each.was: each.tensor for each in fresh})
+        for each in named_optimizers(optimizer).values():
+            _move(each, {one.was: one.tensor for one in fresh})
         _warn_of_meta(model)
         for found in (self.needs, self.twins, self.missing, self.unexpected, self._finish):
             found.clear()
@@ -115,14 +116,20 @@ class Matching:
     def _ask_all(
         self,
         model: nn.Module | Mapping[str, Any] | None,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        optimizer: Optimizers | None,
     ) -> None:
         model = self._fitted(model)
         if model is not None:
             self._ask("model", model)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            self._ask_optimizer(model if isinstance(model, nn.Module) else None, optimizer)
-        elif optimizer is not None:
+        optimizers = named_optimizers(optimizer)
+        for name, each in optimizers.items():
+            self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
+        if optimizers:
+            asked = {*optimizers}
+            kinds = [table.get("kinds") for table in self.catalog.values.get("optimizer", [])]
+            others = {str(name) for each in kinds if isinstance(each, dict) for name in each} - asked
+            self.unexpected += [f"optimizer '{name}'" for name in sorted(others) if "" not in asked]
+        elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
 
     def _fitted(self, model: Any) -> Any:
@@ -243,7 +250,7 @@ class Matching:
 
         return make
 
-    def _ask_optimizer(self, model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+    def _ask_optimizer(self, model: nn.Module | None, name: str, optimizer: torch.optim.Optimizer) -> None:
         section = "optimizer"
         stored = self.catalog.tensors.get(section, {})
         names, other_names = named_params(model, optimizer), self.catalog.aliases.get("model", {})
@@ -255,12 +262,13 @@ class Matching:
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
         )
-        target.prepare(self.catalog.values.get(section, []), stored)
+        tables = self.catalog.values.get(section, [])
+        target.prepare(tables_of(name, tables, set(target.names.values())), stored)
         self.missing += target.missing
         self.unexpected += target.unexpected
         self.mismatches += [target.stranger] if target.stranger else []
-        for name, entry in target.entries.items():
-            self._need(section, from_stored(name), entry)
+        for tensor, entry in target.entries.items():
+            self._need(section, from_stored(tensor), entry)
         self._finish.append(target.finish)
 
     def _need(self, section: str, source: Source, entry: Entry) -> None:

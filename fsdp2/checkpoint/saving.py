@@ -49,7 +49,7 @@ from fsdp2.checkpoint.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.lease import Lease, take_lease
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.memory import blocks_of, wait_for
-from fsdp2.checkpoint.optimizer import optimizer_state
+from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.state import Entry, State, World, model_state, unwrapped
 from fsdp2.checkpoint.storage import Storage, storage_of
 from fsdp2.checkpoint.tiling import Tiling, spread_replicas
@@ -81,7 +81,7 @@ def save(
     folder: str | os.PathLike[str],
     *,
     model: nn.Module | Mapping[str, Any] | None = None,
-    optimizer: torch.optim.Optimizer | Mapping[str, Any] | None = None,
+    optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
     step: int | None = None,
     async_op: bool = False,
@@ -96,8 +96,10 @@ def save(
     Args:
         folder: the folder of the checkpoint, which must not be there yet (or be empty); with `step`, the folder of the
             run, in which the checkpoint is ``step-00001000``. A URL (``s3://...``) goes through fsspec.
-        model: a module, or a plain dict of DTensors, tensors and JSON-like values. Tied weights are stored once.
-        optimizer: needs the module for its parameters' names; or a plain dict like `model`.
+        model: a module, a dict of modules (``{"generator": ..., "discriminator": ...}``), or a plain dict of DTensors,
+            tensors and JSON-like values. Tied weights are stored once.
+        optimizer: needs the module for its parameters' names. A list or a dict for several (``[muon, adamw]``); or a
+            plain dict like `model`.
         extra: what else is needed to go on, by name: JSON-like values, tensors, or objects with ``state_dict()`` (a
             data loader, a scheduler, `RandomState`). Every rank's own is kept; what all ranks have alike is stored
             once.
@@ -197,7 +199,7 @@ class _Job:
     def prepare(
         self,
         model: nn.Module | Mapping[str, Any] | None,
-        optimizer: torch.optim.Optimizer | Mapping[str, Any] | None,
+        optimizer: Optimizers | None,
         extra: Mapping[str, Any],
         staged: bool,
     ) -> tuple[str, Callable[[], None]]:
@@ -205,7 +207,7 @@ class _Job:
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
-            ("optimizer", optimizer, (torch.optim.Optimizer, Mapping)),
+            ("optimizer", optimizer, (torch.optim.Optimizer, Mapping, list, tuple)),
             ("extra", extra, (Mapping,)),
         ):
             if value is not None and not isinstance(value, kinds):
@@ -215,9 +217,9 @@ class _Job:
         states: dict[str, State] = {}
         if model is not None:
             states["model"] = model_state(model, world)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            states["optimizer"] = optimizer_state(model if isinstance(model, nn.Module) else None, optimizer, world)
-        elif optimizer is not None:
+        if optimizers := named_optimizers(optimizer):
+            states["optimizer"] = optimizers_state(model if isinstance(model, nn.Module) else None, optimizers, world)
+        elif isinstance(optimizer, Mapping):
             states["optimizer"] = model_state(optimizer, world)
         entries = {section: {**state.entries, **state.within} for section, state in states.items()}
         for entry in (entry for own in entries.values() for entry in own.values() if entry.local.is_meta):

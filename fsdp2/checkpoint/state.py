@@ -173,7 +173,22 @@ class State:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module within DDP or DataParallel, whose ``module.`` is no part of its names."""
+    """The module within DDP or DataParallel, whose ``module.`` is no part of its names; of a dict of modules (a GAN's),
+    one that has them under their names.
+
+    Raises:
+        ArgumentError: a dict has modules and something else, or a name that is none.
+    """
+    if isinstance(model, Mapping) and any(isinstance(value, nn.Module) for value in model.values()):
+        holder = nn.Module()
+        for name, value in model.items():
+            if not isinstance(name, str) or not name or "." in name or not isinstance(value, nn.Module):
+                raise ArgumentError(
+                    f"model: of a dict of modules expected names without dots, and modules; got {type(value).__name__} "
+                    f"under {name!r}"
+                )
+            holder.register_module(name, unwrapped(value))
+        return holder
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     return model
