@@ -134,6 +134,7 @@ def test_a_lease_that_is_renewed_counts(tmp_path: Path) -> None:
 def test_a_lease_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And never one that has taken its place."""
     monkeypatch.setattr(lease, "RENEW_S", 0.02)
+    monkeypatch.setattr(lease, "_renewer", lease._Renewer())
     held = take_lease(DISK, str(tmp_path / NAME), "0123456789ab", 5)
     os.utime(tmp_path / FILE, (1, 1))
     deadline = time.monotonic() + 20

@@ -18,7 +18,7 @@ Any number of processes may change this at the same time, and each may die at an
 
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
@@ -282,7 +282,7 @@ def _make_way(storage: Storage, path: str) -> None:
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
-        for old in stale if is_whole(storage, path) else ():
+        for old in stale if stale and is_whole(storage, path) else ():
             with suppress(OSError):
                 put_aside(storage, old)
         set_aside(storage, path)
@@ -321,7 +321,7 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
     This belongs to the save. What is returned, to `delete` it, does not: the lease can go and other ranks can go on.
 
     Args:
-        files: names of the files of the checkpoint; none if it could not be made.
+        files: names of the files of the checkpoint, or what its manifest says of them; none if it could not be made.
     """
     folder, name = storage.split(path)
     gone: list[str] = []
@@ -330,13 +330,21 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
             return _strays(storage, path, files)
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
-        superseded = old if old and is_whole(storage, path) else []  # seen there after these were seen here
+        superseded = old if old and _has_all(storage, path, files) else []  # seen there after these were seen here
         for other in names:
             with suppress(OSError):
                 own = _owner(other) == name and other not in old
                 if own or other in superseded or (_owner(other) != name and _is_stale(storage, folder, other, STALE_S)):
                     gone += filter(None, [put_aside(storage, storage.join(folder, other))])
     return gone
+
+
+def _has_all(storage: Storage, path: str, files: Collection[str]) -> bool:
+    """Whether a folder is a checkpoint with all of its files. Where their sizes are known, the manifest is not read."""
+    if not isinstance(files, Mapping):
+        return is_whole(storage, path)
+    sizes = storage.sizes(path)
+    return MANIFEST in sizes and all(sizes.get(name) == size for name, (size, _) in files.items())
 
 
 def _strays(storage: Storage, path: str, files: Collection[str]) -> list[str]:

@@ -88,34 +88,68 @@ class _Found:
 
 
 class Lease:
-    """A lease that this process has. A thread renews it until `release`."""
+    """A lease that this process has, and renews until `release`."""
 
     def __init__(self, file: str = "", fd: int = -1):
         self._file = file
         self._fd = fd
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="fsdp2-lease", daemon=True)
         if fd >= 0:
-            with suppress(RuntimeError):  # a limit on threads: better a save without renewal than none
-                self._thread.start()
-
-    def _renew(self) -> None:
-        while not self._ends.wait(RENEW_S):
-            with suppress(OSError):
-                os.utime(self._fd)  # of this very file, whatever has its name by now
+            _renewer.add(fd)
 
     def release(self) -> None:
         """Give it back; never raises. What another has taken over stays."""
-        if self._fd < 0:
+        fd, self._fd = self._fd, -1
+        if fd < 0:
             return
-        self._ends.set()
-        if self._thread.ident is not None:
-            self._thread.join()
         with suppress(OSError):
-            if os.lstat(self._file).st_ino == os.fstat(self._fd).st_ino:
+            if os.lstat(self._file).st_ino == os.fstat(fd).st_ino:
                 os.unlink(self._file)
-        os.close(self._fd)
-        self._fd = -1
+        _renewer.close(fd)
+
+
+class _Renewer:
+    """Renews all leases of this process, in a thread of its own that ends when there are none."""
+
+    def __init__(self) -> None:
+        self._fds: set[int] = set()
+        self._change = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, fd: int) -> None:
+        with self._change:
+            self._fds.add(fd)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fsdp2-lease", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # a limit on threads: better a save without renewal than none
+                    self._thread = None
+
+    def close(self, fd: int) -> None:
+        with self._change:
+            self._fds.discard(fd)
+            os.close(fd)
+
+    def _run(self) -> None:
+        with self._change:
+            while self._fds:
+                self._change.wait(RENEW_S)
+                for fd in self._fds:
+                    with suppress(OSError):
+                        os.utime(fd)  # of this very file, whatever has its name by now
+            self._thread = None
+
+
+_renewer = _Renewer()
+
+
+def _after_fork() -> None:
+    """In the child the thread is gone, and its lock may be taken for ever."""
+    global _renewer
+    _renewer = _Renewer()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> Lease:
