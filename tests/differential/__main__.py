@@ -20,11 +20,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--keep", type=Path, default=None, help="folder for the programs that differ")
+    parser.add_argument("--program", type=Path, help="run this kept program (.json)")
+    parser.add_argument("--without", default="", help="blocks that are not to be used, by comma")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds to spend on making a difference small")
     parser.add_argument("--timeout", type=float, default=30.0)
     options = parser.parse_args()
 
     from tests.differential.generate import generate
+    from tests.differential.program import Program
     from tests.differential.runner import run
     from tests.differential.script import script_of
     from tests.differential.shrink import shrink
@@ -35,7 +38,9 @@ def main() -> None:
     known: Counter[str] = Counter()
     seed = options.seed
     while time.monotonic() - start < options.seconds and seed - options.seed < options.count:
-        program = generate(seed, options.ranks)
+        program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))))
+        if options.program:
+            program, options.count = Program.from_json(options.program.read_text()), 1
         result = run(program, options.timeout)
         kinds[result.kind] += 1
         actions.update(result.ran)

@@ -30,6 +30,7 @@ LEAVES = {
     "Awkward": 3,
     "Recursive": 2,
 }
+TORCH_REJECTS = ("Scalar", "TwoDtypes")
 AROUND = {"Seq": 4, "Residual": 4, "Repeat": 2, "Checkpointed": 5, "Detached": 1, "Teacher": 1, "Views": 2}
 POLICIES = (
     "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
@@ -42,11 +43,18 @@ OPTIMIZERS = (
     "torch.optim.SGD({}, lr=0.05)",
     "torch.optim.SGD({}, lr=0.05, momentum=0.9)",
     "torch.optim.AdamW({}, lr=0.01, eps=1e-2)",
+    "local_optimizer(torch.optim.SGD, {}, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1)",
+    "local_optimizer(torch.optim.AdamW, {}, lr=0.01, eps=1e-2)",
+    "local_optimizer(torch.optim.Adam, {}, lr=0.01, eps=1e-2, amsgrad=True)",
+    "local_optimizer(torch.optim.RMSprop, {}, lr=0.01, eps=1e-2, centered=True)",
+    "local_optimizer(torch.optim.Adagrad, {}, lr=0.01, eps=1e-2)",
+    "local_optimizer(torch.optim.NAdam, {}, lr=0.01, eps=1e-2)",
 )
 
 
-def generate(seed: int, world_size: int) -> Program:
-    return _Generator(random.Random(f"{seed} on {world_size}"), world_size).program(seed)
+def generate(seed: int, world_size: int, without: tuple[str, ...] = ()) -> Program:
+    """The program of a seed; `without` blocks of some kinds."""
+    return _Generator(random.Random(f"{seed} on {world_size}"), world_size, without).program(seed)
 
 
 def _pick(rng: random.Random, weights: dict[str, int]) -> str:
@@ -54,8 +62,9 @@ def _pick(rng: random.Random, weights: dict[str, int]) -> str:
 
 
 class _Generator:
-    def __init__(self, rng: random.Random, world_size: int) -> None:
+    def __init__(self, rng: random.Random, world_size: int, without: tuple[str, ...]) -> None:
         self.rng, self.world_size = rng, world_size
+        self.leaves = {kind: weight for kind, weight in LEAVES.items() if kind not in without}
         self.actions: list[Action] = []
         self.slots: dict[int, bool] = {}  # losses that have not gone backward; whether under autocast, say
         self.next_slot = 0
@@ -63,20 +72,36 @@ class _Generator:
         self.models: tuple[Model, ...] = ()
         self.sharded: list[str] = []
         self.paths: list[str] = []
-        self.mixed = False
+        self.mixed = self.forces_sum = self.has_run = self.has_tp = False
+        self.zero, self.rest = "", "[]"
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
     def program(self, seed: int) -> Program:
         mesh, axes = self._mesh()
-        self.mixed = self.chance(0.2)
+        self.has_tp = "tp" in axes
+        self.zero = "" if self.has_tp or self.chance(0.93) else f"zero=ZeroPolicy(stage={self.rng.randint(0, 3)})"
+        self.mixed = not self.zero and self.chance(0.2)
+        self.forces_sum = self.chance(0.6)
+        if self.mixed:
+            for kind in TORCH_REJECTS:  # one process, in one dtype, would be the only reference
+                self.leaves.pop(kind, None)
         names = ["model"] if self.chance(0.88) else ["model", "other"]
         self.models = tuple(self._model(name) for name in names)
         self.sharded = [path for model in self.models for unit in model.units() for path in unit.modules]
         self.paths = [path for model in self.models for path, _ in model.nodes()]
         params = "model.parameters()" if len(names) == 1 else "[*model.parameters(), *other.parameters()]"
-        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS).format(params)
+        self.rest = "[]"
+        if len(names) == 1 and self.chance(0.35):
+            every = "[*model.parameters()]"
+            self.rest = f"{every}[3:]"
+            params = f'[{{"params": {every}[:2]}}, {{"params": {every}[2:3], "lr": 0.02}}]'
+            if self.chance(0.6):
+                params, self.rest = f'{params[:-1]}, {{"params": {self.rest}, "weight_decay": 0.2}}]', "[]"
+        optimizer = "optimizer = " + self.rng.choice(OPTIMIZERS).replace("{}", params)
+        optimizer += "; scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)"
+        optimizer += '; scaler = torch.amp.GradScaler("cpu", init_scale=4.0)'
         self._write_actions()
         return Program(seed, self.world_size, mesh, axes, self.models, optimizer, tuple(self.actions))
 
@@ -100,7 +125,7 @@ class _Generator:
         is_unit = self.chance(unit)
         options = self._options() if is_unit else ""
         if depth == 0 or self.chance(0.65):
-            kind = _pick(self.rng, LEAVES)
+            kind = _pick(self.rng, self.leaves)
             return Node(kind, self._arguments(kind), (), is_unit, options)
         kind = _pick(self.rng, AROUND)
         args = f"reentrant={self.chance(0.4)}" if kind == "Checkpointed" else ""
@@ -109,7 +134,7 @@ class _Generator:
 
     def _arguments(self, kind: str) -> str:
         if kind in ("Mlp", "Scale", "Embed", "HalfFrozen"):
-            return str(self.rng.choice((2, 3, 4, 5, 7, 8)))
+            return str(self.rng.choice((2, 4, 8) if self.has_tp and kind == "Mlp" else (2, 3, 4, 5, 7, 8)))
         if kind == "Tiled":
             return self.rng.choice(("1", "2", "3", "1, by_rank=True"))
         if kind == "Hooked":
@@ -120,6 +145,8 @@ class _Generator:
 
     def _options(self) -> str:
         options = []
+        if self.zero:
+            return self.zero
         if self.chance(0.35):
             choices = ["True", "False"] + (["2"] if self.world_size == 4 else [])
             options.append(f"reshard_after_forward={self.rng.choice(choices)}")
@@ -138,6 +165,7 @@ class _Generator:
         if self.chance(0.7):
             self._forward()
             self._backward()
+            self._complete()
             self._add("step", "optimizer.step()")
 
     def _step(self) -> None:
@@ -189,15 +217,51 @@ class _Generator:
             else:
                 self._finish()
 
+    def _complete(self) -> None:
+        """The last backward, where gradients have not been handed over yet."""
+        if not any(action.kind == "set_is_last_backward" and not action.value for action in self.actions):
+            return
+        for model in self.models:
+            self._set("set_is_last_backward", model.name, True)
+            call = f"{model.name}({self._x()}, {self._route(model)})"
+            self._add("forward", f"loss[{self.next_slot}] = loss_of({call})", makes=self.next_slot)
+            self._add("backward", f"loss[{self.next_slot}].backward()", needs=(self.next_slot,))
+            self.next_slot += 1
+
     def _finish(self) -> None:
+        self._complete()
         if self.chance(0.3):
             which = self.rng.choice(self.models).name
             norm = self.rng.choice(("2.0", "1.0", 'float("inf")'))
-            self._add("clip", f"norm = whole(torch.nn.utils.clip_grad_norm_({which}.parameters(), 0.05, {norm}))")
+            if not self.has_tp:  # torch cannot clip over two meshes
+                how = self.rng.choice(("torch.nn.utils.clip_grad_norm_", "clip_grad_norm_"))
+                self._add("clip", f"norm = whole({how}({which}.parameters(), 0.05, {norm}))")
         if self.chance(0.9):
             self._add("step", "optimizer.step()")
+            if self.chance(0.3):
+                self._around_the_step()
         if self.chance(0.85):
             self._add("zero_grad", f"optimizer.zero_grad(set_to_none={self.chance(0.7)})")
+
+    def _around_the_step(self) -> None:
+        way = self.rng.choice(("schedule", "optimizer state dict", "add_param_group", "group", "scale"))
+        if way == "schedule":
+            self._add(way, "scheduler.step()")
+        elif way == "optimizer state dict":
+            self._add(way, "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))")
+        elif way == "add_param_group" and self.rest != "[]":
+            self._add(way, f'optimizer.add_param_group({{"params": {self.rest}, "lr": 0.03}})')
+            self.rest = "[]"
+        elif way == "group":
+            self._add(way, 'optimizer.param_groups[0]["lr"] *= 0.5')
+        elif way == "scale" and not self.slots:
+            self._add("zero_grad", "optimizer.zero_grad()")
+            self._forward()
+            for slot in list(self.slots):
+                self._add("backward", f"scaler.scale(loss[{slot}]).backward()", needs=(slot,))
+            self.slots.clear()
+            self._complete()
+            self._add("scaler", "scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()")
 
     def _add(self, kind: str, code: str, **more: object) -> None:
         self.actions.append(Action(kind, code, **more))  # type: ignore[arg-type]
@@ -213,7 +277,7 @@ class _Generator:
     def _call(self, x: str = "{x}") -> str:
         if len(self.models) == 2 and self.chance(0.7):
             call = f"other(model({x}, {self._route(self.models[0])}), {self._route(self.models[1])})"
-        elif self.chance(0.12):
+        elif self.chance(0.12 if self.has_run else 0.02):
             path = self.rng.choice([path for path in self.paths if path.count(".") == 1])
             call = f"{path}({x})"
         else:
@@ -228,6 +292,7 @@ class _Generator:
     def _forward(self) -> None:
         slot = self.next_slot
         way = self.rng.random()
+        self.has_run = self.has_run or bool(self.actions and self.actions[-1].makes is not None)
         if way < 0.1:
             context = self.rng.choice(("torch.no_grad()", "torch.inference_mode()"))
             code = f"with {context}: seen = loss_of({self._call().format(x=self._x())}); loss[{slot}] = seen.clone()"
@@ -290,8 +355,9 @@ class _Generator:
         self._add(name, f"{on}.{name}({value}{more})", on=on, value=value, recurse=recursive)
 
     def _factor(self, name: str, on: str, factor: float) -> None:
-        """With gloo torch needs the sum apart for that."""
-        self._set("set_force_sum_reduction_for_comms", on, True)
+        """With gloo torch needs the sum apart for that; without it drops out."""
+        if self.forces_sum:
+            self._set("set_force_sum_reduction_for_comms", on, True)
         self._set(name, on, factor)
 
     def _setter(self) -> None:
@@ -319,6 +385,8 @@ class _Generator:
 
     def _odd(self) -> None:
         way = _pick(self.rng, ODD)
+        if way in ("state_dict", "hand", "forget", "to"):
+            self._complete()
         on = self.rng.choice(self.sharded)
         model = self.rng.choice(self.models).name
         path = self.rng.choice(self.paths)
@@ -349,7 +417,8 @@ class _Generator:
         elif way == "forget":
             self._add(way, f"for p in {path}.parameters(): p.grad = None")
         elif way == "to":
-            self._add(way, f"{model}.to(torch.{self.rng.choice(('float64', 'float32', 'bfloat16'))})")
+            kind = self.rng.choice(("float64", "bfloat16"))
+            self._add(way, f"{model}.to(torch.{kind}).to(torch.float32)")
         elif way == "hook":
             self._add(way, f"{path}.register_forward_hook(lambda module, args, out: out * 1.5)")
 
@@ -364,8 +433,7 @@ class _Generator:
                 if f'{path}.fails = "' in self.actions[-1].code:
                     self._add("fail", f'{path}.fails = ""')
         self.slots.clear()
-        if self.chance(0.7):
-            self._add("zero_grad", "optimizer.zero_grad()")
+        self._add("zero_grad", "; ".join(f"{model.name}.zero_grad()" for model in self.models))
 
 
 RECURSIVE = {

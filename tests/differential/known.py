@@ -11,58 +11,232 @@ from dataclasses import dataclass
 
 from tests.differential.program import Action, Program
 
-__all__ = ["KNOWN", "Known", "tolerates_type", "torch_cannot", "torch_gives_up"]
+__all__ = [
+    "KNOWN",
+    "Known",
+    "Situation",
+    "fsdp2_refuses",
+    "table",
+    "tolerates_form",
+    "tolerates_type",
+    "torch_cannot",
+    "torch_gives_up",
+    "torch_is_lost",
+]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Before an action: whether gradients have not been reduced, and whether some parameter is unsharded."""
+
+    waiting: bool
+    unsharded: bool
 
 
 @dataclass(frozen=True)
 class Known:
     """A known difference: what differs, and why.
 
-    `torch_cannot` says in which programs torch is no reference from the start, `torch_raises` is a pattern of what it
-    raises where fsdp2 and one process do not: from there on one process alone is the reference.
+    From a known difference on, one process alone is the reference. `in_program` says in which programs torch is none
+    from the start, `torch_raises` is a pattern of what it raises where fsdp2 and one process do not, `at_action` says
+    after which action of a program torch's state is no longer the documented one, and `forms` in which programs the
+    two may differ in when they give unsharded parameters back.
     """
 
     name: str
-    reason: str
-    torch_cannot: Callable[[Program], bool] | None = None
+    torch: str
+    fsdp2: str
+    in_program: Callable[[Program], bool] = lambda program: False
     torch_raises: str = ""
+    fsdp2_raises: str = ""
+    at_action: Callable[[Program, Action, Situation], bool] = lambda program, action, situation: False
+    forms: Callable[[Program, Action], bool] = lambda program, action: False
+
+
+def _has_factor(program: Program) -> bool:
+    return any("divide_factor" in action.kind for action in program.actions)
+
+
+def _shard_size(program: Program) -> int:
+    return program.mesh[program.axes.index("shard")]
+
+
+def _runs_twice(program: Program) -> bool:
+    """Whether some unit may run twice before a backward."""
+    if program.kinds() & {"Repeat", "Teacher", "Recursive"}:
+        return True
+    forwards = 0
+    for action in program.actions:
+        for route in re.findall(r"\((\d+(?:, \d+)*),\)", action.code):
+            blocks = route.split(", ")
+            if len(set(blocks)) < len(blocks):
+                return True
+        forwards = forwards + 1 if action.makes is not None else 0 if action.kind == "backward" else forwards
+        if forwards > 1 or action.kind == "two forwards in a loss" or "retain_graph" in action.code:
+            return True
+    return False
 
 
 KNOWN = (
     Known(
         "0-dim parameters",
-        "torch rejects them; here they are replicated",
-        lambda program: "Scalar" in program.kinds(),
+        "rejected",
+        "replicated; one all-reduce more for the units that have some",
+        in_program=lambda program: "Scalar" in program.kinds(),
     ),
     Known(
-        "trainable parameters of two dtypes in a unit",
-        "torch rejects them; here there is one reduction for each dtype",
-        lambda program: "TwoDtypes" in program.kinds(),
+        "trainable parameters of several dtypes in a unit",
+        "rejected",
+        "one reduction for each dtype",
+        in_program=lambda program: "TwoDtypes" in program.kinds(),
+    ),
+    Known(
+        "custom gradient divide factor on gloo",
+        "fails (no pre-multiplied sum)",
+        "divides after the sum",
+        torch_raises="PREMUL_SUM",
+    ),
+    Known(
+        "custom gradient divide factor, forced sums, one rank on the shard axis",
+        "divides twice",
+        "divides once, as one process",
+        in_program=lambda program: _has_factor(program) and _shard_size(program) == 1,
+    ),
+    Known(
+        "custom gradient divide factor, forced sums, backwards without all-reduce",
+        "divides what the earlier backwards left by the factor of the last",
+        "divides by the factor that held when a gradient was reduced, as torch does without forced sums",
+        in_program=lambda program: (
+            _has_factor(program)
+            and "replicate" in program.axes
+            and any(action.kind == "set_requires_all_reduce" for action in program.actions)
+        ),
+    ),
+    Known(
+        "HSDP gradients that wait for their all-reduce, and a backward that brings no new ones",
+        "they wait on",
+        "they are all-reduced",
+        at_action=lambda program, action, waiting: (
+            "autograd.grad" in action.code and waiting and "replicate" in program.axes
+        ),
+    ),
+    Known(
+        "transforms of torch.func that run a unit's backward after it was resharded",
+        "fails: the storage is gone",
+        "gathers it again",
+        torch_raises="out of bounds for storage of size 0",
+        forms=lambda program, action: any("torch.func" in each.code for each in program.actions),
+    ),
+    Known(
+        "a custom backward that writes `weight.grad` in the compute dtype, under another reduce dtype",
+        "reduces it",
+        "an error: gradients wait in the reduce dtype (as torch 2.15)",
+        fsdp2_raises="attempting to assign a gradient with dtype",
+    ),
+    Known(
+        "stages of ZeRO",
+        "none",
+        "`ZeroPolicy`",
+        in_program=lambda program: "ZeroPolicy" in program.options(),
+    ),
+    Known(
+        "a backward that raises: gradients of units that were through",
+        "visible",
+        "dropped with the others by `reset_iter_state`",
+    ),
+    Known(
+        "`requires_grad_` on a parameter that is unsharded",
+        "the sharded parameter does not follow",
+        "it follows",
+        at_action=lambda program, action, situation: action.kind == "freeze" and situation.unsharded,
+    ),
+    Known(
+        "dtype of the norm that `fsdp2.clip_grad_norm_` returns, with a float64 parameter",
+        "that of the gradients",
+        "float64",
     ),
     Known(
         "a forward in inference mode, then training",
-        "torch's unsharded parameters stay inference tensors; here they are made outside of inference mode",
+        "fails: unsharded parameters stay inference tensors",
+        "trains",
         torch_raises="[Ii]nference",
+        forms=lambda program, action: any("inference" in each.code for each in program.actions),
+    ),
+    Known(
+        "`reset_iter_state` while gradients wait unreduced",
+        "keeps them: the next backward adds to them",
+        "drops them, as documented",
+        at_action=lambda program, action, situation: action.kind == "reset_iter_state" and situation.waiting,
+    ),
+    Known(
+        "a step, a clip or a `zero_grad` while gradients wait unreduced",
+        "silent",
+        "a warning that names units and setter; an error the second time in a row",
+        fsdp2_raises="gradients of .* were not reduced",
+    ),
+    Known(
+        "gradients while `set_is_last_backward(False)` holds",
+        "visible on the sharded parameters, though perhaps not complete",
+        "handed over by the last backward",
+    ),
+    Known(
+        "reentrant checkpoint around a unit that runs twice in a step",
+        "gradients differ from one process; the unit stays unsharded",
+        "gradients as in one process",
+        in_program=lambda program: "reentrant=True" in program.source() and _runs_twice(program),
+    ),
+    Known(
+        "a net that calls itself, and `to` between forward and backward: when unsharded parameters are given back",
+        "at the end of the inner call",
+        "at the end of the outer call",
+        forms=lambda program, action: "Recursive" in program.kinds() or any(a.kind == "to" for a in program.actions),
     ),
 )
+
+
+def table() -> str:
+    """The differences as docs/design.md shows them."""
+    rows = [f"| {known.name} | {known.torch} | {known.fsdp2} |" for known in KNOWN]
+    return "\n".join(["| | torch 2.13 | here |", "|---|---|---|", *rows])
 
 
 def torch_cannot(program: Program) -> str:
     """Why torch cannot run the program; empty if it can."""
     for known in KNOWN:
-        if known.torch_cannot is not None and known.torch_cannot(program):
+        if known.in_program(program):
             return known.name
     return ""
 
 
 def torch_gives_up(theirs: Exception | None, ours: Exception | None, plain: Exception | None) -> str:
     """The known difference by which torch raises where fsdp2 does what one process does; empty if there is none."""
-    if theirs is None or type(ours) is not type(plain):
+    cannot = plain is not None and "inplace operation" in str(plain)
+    if theirs is None or (type(ours) is not type(plain) and not cannot):
         return ""
     for known in KNOWN:
         if known.torch_raises and re.search(known.torch_raises, str(theirs)):
             return known.name
     return ""
+
+
+def fsdp2_refuses(ours: Exception | None, theirs: Exception | None) -> str:
+    """The known difference by which fsdp2 raises where torch does not; empty if there is none."""
+    if ours is None or theirs is not None:
+        return ""
+    return next((k.name for k in KNOWN if k.fsdp2_raises and re.search(k.fsdp2_raises, str(ours))), "")
+
+
+def torch_is_lost(program: Program, action: Action, situation: Situation) -> str:
+    """The known difference by which torch's state is not the documented one after an action."""
+    for known in KNOWN:
+        if known.at_action(program, action, situation):
+            return known.name
+    return ""
+
+
+def tolerates_form(program: Program, action: Action) -> bool:
+    """Whether the two may differ in which parameters are unsharded."""
+    return any(known.forms(program, action) for known in KNOWN)
 
 
 def tolerates_type(program: Program, action: Action, ours: Exception | None, theirs: Exception | None) -> bool:

@@ -44,6 +44,11 @@ class OneProcess:
         self.waiting: dict[nn.Parameter, Tensor] = {}
         self.partial: dict[nn.Parameter, Tensor] = {}
         self.unsure = False
+        self.failed = False  # a backward failed, and gradients have not been zeroed since
+        # A hook changes gradients in a way that one process does not know.
+        self.lost = "Hooked" in program.kinds()
+        self.late: set[str] = set()  # models whose gradients the last backward will hand over
+        self._is_last: dict[str, bool] = {}
         self._units: list[_Unit] = []
 
     def sharded(self) -> None:
@@ -73,10 +78,10 @@ class OneProcess:
             elif action.kind not in ("unshard", "reshard", "wait"):
                 exec(action.code, self.namespaces[0])
                 if action.kind == "zero_grad":
-                    self.unsure = False
+                    self.unsure = self.failed = False
         except Exception as error:
             if action.kind == "backward":
-                self.unsure = True
+                self.unsure = self.failed = True
             return error
         finally:
             self.rng = torch.get_rng_state()
@@ -130,6 +135,8 @@ class OneProcess:
         if errors:
             raise errors[0]
         models = {unit.model for unit in self._units if any(p in totals for p in unit.params)}
+        for name in models:
+            (self.late.discard if self._is_last.get(name, True) else self.late.add)(name)
         for p, total in totals.items():
             self.waiting[p] = self.waiting[p] + total if p in self.waiting else total
         for unit in self._units:
@@ -146,6 +153,8 @@ class OneProcess:
                 p.grad = reduced if p.grad is None else p.grad + reduced
 
     def _set(self, action: Action) -> None:
+        if action.kind == "set_is_last_backward":
+            self._is_last[action.on.partition(".")[0]] = action.value
         module = eval(action.on, self.namespaces[0])
         below = set(module.modules()) if action.recurse else {module}
         for unit in self._units:
@@ -158,4 +167,4 @@ class OneProcess:
             elif action.kind in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
                 unit.factor = action.value
             elif action.kind == "set_all_reduce_hook":
-                self.unsure = True
+                self.lost = True

@@ -110,6 +110,10 @@ class Program:
     def units(self) -> list[Unit]:
         return [unit for model in self.models for unit in model.units()]
 
+    def source(self) -> str:
+        """Of the models."""
+        return "\n".join(model.source() for model in self.models)
+
     def kinds(self) -> set[str]:
         """The classes of blocks, and the settings of units, that it uses."""
         return {node.kind for model in self.models for _, node in model.nodes()}

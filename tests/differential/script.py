@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2 import ZeroPolicy
 
 DIM, ROWS = {dim}, {rows}
 
@@ -71,6 +72,10 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name, api in (("torch", torch.distributed.fsdp.fully_shard), ("fsdp2", fsdp2.fully_shard)):
         try:
+            globals().update(
+                local_optimizer=fsdp2.local_optimizer if name == "fsdp2" else lambda kind, *a, **k: kind(*a, **k),
+                clip_grad_norm_=(fsdp2 if name == "fsdp2" else torch.nn.utils).clip_grad_norm_,
+            )
             show(name, *program(api))
         except Exception as error:
             if dist.get_rank() == 0:
