@@ -288,3 +288,18 @@ def test_unknown_norms(norm_type: float) -> None:
     """torch counts tensors for 0 and divides by zero below."""
     with pytest.raises(ArgumentError, match="norm_type"):
         clip_grad_norm_(parameter(torch.ones(2)), 1.0, norm_type)
+
+
+@on_ranks(2)
+def test_a_clipped_model_can_be_moved(rank: int, world_size: int) -> None:
+    """A user clips, then calls `model.to`: torch swaps the parameters, which no weak reference may hold.
+
+    The list of clipped parameters was remembered by a weak reference to its first, and `to` raised "_apply(): Couldn't
+    swap Linear.weight".
+    """
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fsdp2.fully_shard(model)
+    model(torch.ones(2, 6)).sum().backward()
+    fsdp2.clip_grad_norm_(model.parameters(), 0.05)
+    model.to(torch.float64)
+    assert all(param.dtype == torch.float64 for param in model.parameters())

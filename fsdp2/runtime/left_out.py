@@ -29,7 +29,9 @@ _CALL: Any = nn.Module.__call__
 _known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or was told of
 _models: WeakSet[nn.Module] = WeakSet()  # those of `outermost_model`
 _trained: WeakSet[nn.Module] = WeakSet()  # those of which a backward was looked at
-_clipped = WeakIdKeyDictionary()  # the first of parameters that were clipped, and how many these were
+# Lists of parameters that were clipped: the id of the first, and how many these were. No weak reference: torch cannot
+# move parameters that have one (`module.to` swaps tensors).
+_clipped: set[tuple[int, int]] = set()
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
@@ -62,9 +64,9 @@ def warn_after_backward(model: nn.Module) -> None:
 
 def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
     """Warn of those among `params` that have a gradient; looks once at the same list."""
-    if not params or not _models or _clipped.get(params[0]) == len(params):
+    if not params or not _models or (id(params[0]), len(params)) in _clipped:
         return
-    _clipped[params[0]] = len(params)
+    _clipped.add((id(params[0]), len(params)))
     ids = {id(param) for param in params if not isinstance(param, DTensor) and param.grad is not None}
     if ids:
         _warn(
