@@ -201,3 +201,99 @@ def test_values_through_data(rank: int, world_size: int) -> None:
     fully_shard(model.sharded)
     materialize(model)
     assert all((value == 2).all() for value in whole(model).values())
+
+
+class Residual(nn.Module):
+    """As torchvision's ResNet: the model's constructor initialises what its layers have initialised, and the last norm
+    with zeros; the rest it leaves to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.embed = nn.Embedding(5, 4, padding_idx=0)
+        self.mix = nn.TransformerEncoderLayer(4, 2, 4)
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out")
+        nn.init.zeros_(self.norm.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["sequential", "counter"])
+def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any) -> None:
+    """A ResNet's kaiming fan-out and the zeros of its last norms became the defaults of their layers, silently. What
+    the layers do themselves is no reason to warn: an embedding's padding, a transformer's projections."""
+    with torch.device("meta"):
+        model = Residual()
+    fully_shard(model.norm)
+    fully_shard(model.mix)  # `conv` stays plain
+    with pytest.warns(UserWarning, match=r"materialize: conv \(Conv2d\), norm \(FSDPBatchNorm2d\): the .*deferred"):
+        materialize(model, seed=0, mode=mode)
+    torch.manual_seed(0)
+    with deferred() as recording:
+        model = Residual()
+    materialize(fully_shard(model), recording)
+    torch.manual_seed(0)
+    eager = whole(Residual())
+    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_parametrised_modules(rank: int, world_size: int, kind: str) -> None:
+    """`reset_parameters` of a parametrised layer writes to a weight that is computed: weight norm ended in a division
+    by zero that killed a rank whose shard is empty, spectral norm in an in-place operator on a partial norm."""
+    apply: Any = getattr(nn.utils.parametrizations, kind)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    expected = r"'0' \(FSDPParametrizedLinear\) is parametrised \(weight: _\w+Norm\).*deferred\(\).*init="
+    with pytest.raises(ArgumentError, match=expected):
+        materialize(model, seed=0)
+    torch.manual_seed(0)
+    with deferred() as recording:
+        model = nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2))
+    for layer in model:
+        fully_shard(layer)
+    materialize(fully_shard(model), recording)
+    torch.manual_seed(0)
+    eager = whole(nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2)))
+    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+class Refuses(nn.Linear):
+    """A reset that DTensor has no way for."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linalg.eigh(self.weight @ self.weight.t())[1])
+            self.bias.numpy()
+
+
+@on_ranks(2)
+def test_a_reset_that_fails_is_named(rank: int, world_size: int) -> None:
+    """torch's own words say neither which module nor what else there is."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].__class__ = Refuses
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(ArgumentError, match=r"reset_parameters\(\) of '1' \(FSDPRefuses\) fails .*deferred"):
+        materialize(model, seed=0)
+
+
+@on_ranks(2)
+def test_what_is_real_stays(rank: int, world_size: int) -> None:
+    """A part that has values keeps them: its reset was called all the same."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0] = nn.Linear(4, 4)
+    nn.init.constant_(model[0].weight, 3)
+    for layer in model:
+        fully_shard(layer)
+    materialize(fully_shard(model), seed=0)
+    assert whole(model)["0.weight"].eq(3).all() and not whole(model)["1.weight"].eq(3).any()

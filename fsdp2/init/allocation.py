@@ -21,17 +21,23 @@ class Fresh:
 
     Attributes:
         was: what was on the meta device before.
-        writes: how often it had been written to then.
+        writes: how often it had been written to then: as torch sees it, and below that in a DTensor.
+        writes_on_meta: how often `was` had been written to while the model was built.
     """
 
     name: str
     tensor: torch.Tensor
     was: torch.Tensor
-    writes: int
+    writes: tuple[int, int]
+    writes_on_meta: int
 
     def is_unwritten(self) -> bool:
         """Whether nobody has written to it since it was marked: as far as torch knows, or behind its back (`.data`)."""
         return _writes(self.tensor) == self.writes and (is_marked(self.tensor) or not can_mark(self.tensor))
+
+    def is_written_less(self) -> bool:
+        """Whether it has been written to less often since than while the model was built."""
+        return _writes(self.tensor)[0] - self.writes[0] < self.writes_on_meta
 
 
 def allocate(
@@ -53,6 +59,7 @@ def allocate(
     of_unit = {param.sharded: param for unit in units for param in unit.params}
     places = Places([p for p in group.params if p.sharded in chosen] for unit in units for group in unit.groups)
     made: dict[torch.Tensor, torch.Tensor] = {}
+    writes_on_meta: dict[torch.Tensor, int] = {}
     for module in model.modules():
         slots = parameter_slots(module)
         for name, param in slots.items():
@@ -62,7 +69,9 @@ def allocate(
                     managed = of_unit.get(param)
                     placed = None if managed is None else places.parameter_for(managed)
                     place = _device_of(param, home) if managed is None else managed.plan.home
+                    writes = version(param) if managed is None else managed.writes_on_meta
                     made[param] = become(param, _parameter_like(param, place) if placed is None else placed)
+                    writes_on_meta[made[param]] = writes
                 new = made[param]
                 assert isinstance(new, nn.Parameter)
                 slots[name] = new
@@ -73,7 +82,11 @@ def allocate(
     for unit in units:
         unit.refresh_groups()
     was = {new: old for old, new in made.items()}
-    return [Fresh(name, tensor, was[tensor], _writes(tensor)) for name, tensor in tensors_of(model) if tensor in was]
+    return [
+        Fresh(name, tensor, was[tensor], _writes(tensor), writes_on_meta.get(tensor, 0))
+        for name, tensor in tensors_of(model)
+        if tensor in was
+    ]
 
 
 def tensors_of(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,6 +121,6 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return new
 
 
-def _writes(tensor: torch.Tensor) -> int:
-    """How often it was written to: as a DTensor, or below that (autograd counts them apart)."""
-    return version(tensor) + (version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0)
+def _writes(tensor: torch.Tensor) -> tuple[int, int]:
+    """How often it was written to: as a tensor, and below a DTensor (autograd counts them apart)."""
+    return version(tensor), version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0

@@ -9,6 +9,7 @@
     compare         by checksums, that replicas agree
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, FSDPError
@@ -30,6 +32,12 @@ __all__ = ["materialize"]
 
 # Methods that (re)make a module's own values. torch's attention and Transformer have the second name only.
 RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
+
+# What to do where the methods of modules are not enough.
+DEFER = (
+    "Build the model within fsdp2.init.deferred() and pass the recording, which runs what its constructor does; or "
+    "pass a function that makes the values (init=)."
+)
 
 
 def materialize(
@@ -60,7 +68,8 @@ def materialize(
 
     Raises:
         ArgumentError: parameters or buffers got memory but no values; all are named. Buffers that are not persistent
-            are the usual ones: give their module a method ``reset_buffers()``, or use `deferred`.
+            are the usual ones: give their module a method ``reset_buffers()``, or use `deferred`. Or a module is
+            parametrised, or its reset fails on sharded parameters; the message says which, and why.
         FSDPError: replicas differ after the broadcast.
 
     Example::
@@ -82,31 +91,78 @@ def materialize(
         for each in fresh:
             mark(each.tensor)
         with seeded(seed, mode=mode), torch.no_grad():
-            _initialise(model, init)
+            _initialise(model, init, fresh)
         _check_all_written(model, fresh)
+        if init is None and not _has_init_weights(model):
+            _warn_of_replaced(model, fresh)
         for unit in units:
             unit.refresh_groups()
     with torch.no_grad():
         _synchronise(model, units)
 
 
-def _initialise(model: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    own: Any = getattr(model, "init_weights", None)
+def _has_init_weights(model: nn.Module) -> bool:
+    return callable(getattr(model, "init_weights", None))
+
+
+def _initialise(model: nn.Module, init: Callable[[nn.Module], object] | None, fresh: list[Fresh]) -> None:
+    names = {module: name for name, module in model.named_modules()}
     if init is not None:
         init(model)
-    elif callable(own):
-        own()
+    elif _has_init_weights(model):
+        own: Any = model
+        _run(own.init_weights, f"{type(model).__name__}.init_weights()")
     else:
-        for module in _children_first(model):
-            for name in RESETS[:2]:
-                reset: Any = getattr(module, name, None)
-                if callable(reset):
-                    reset()
-                    break
+        touched = _touched(model, fresh)
+        for module in (each for each in _children_first(model) if each in touched):
+            name = next((one for one in RESETS[:2] if callable(getattr(module, one, None))), None)
+            if name is not None:
+                _check_plain(names[module], module)
+                _run(getattr(module, name), f"{name}() of '{names[module]}' ({type(module).__name__})")
     for module in model.modules():
-        reset = getattr(module, RESETS[2], None)
+        reset: Any = getattr(module, RESETS[2], None)
         if callable(reset):
-            reset()
+            _run(reset, f"{RESETS[2]}() of '{names[module]}' ({type(module).__name__})")
+
+
+def _touched(model: nn.Module, fresh: list[Fresh]) -> set[nn.Module]:
+    """The modules that hold something which has got memory, themselves or below. Others keep their values."""
+    got = {each.tensor for each in fresh}
+    prefixes: set[str] = set()
+    for name, tensor in tensors_of(model, every_name=True):
+        if tensor in got:
+            parts = name.split(".")
+            prefixes.update(".".join(parts[:length]) for length in range(len(parts)))
+    return {module for name, module in model.named_modules(remove_duplicate=False) if name in prefixes}
+
+
+def _check_plain(name: str, module: nn.Module) -> None:
+    """Raise for a parametrised module: its reset writes to what is computed from its parameters, and is lost; and what
+    computes it need not run on shards at all (torch's weight norm divides by zero where one is empty)."""
+    if is_parametrized(module):
+        parametrizations: Any = module.parametrizations
+        kinds = ", ".join(
+            f"{weight}: {', '.join(type(p).__name__ for p in ps)}" for weight, ps in parametrizations.items()
+        )
+        raise ArgumentError(
+            f"materialize: '{name}' ({type(module).__name__}) is parametrised ({kinds}), so that its reset_parameters "
+            f"does not reach its parameters. {DEFER}"
+        )
+
+
+def _run(function: Callable[[], object], what: str) -> None:
+    """Call a method of the model's own that makes values.
+
+    Raises:
+        ArgumentError: it cannot, on sharded parameters.
+    """
+    try:
+        function()
+    except FSDPError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"materialize: {what} fails on parameters that are sharded: {reason}. {DEFER}") from error
 
 
 def _children_first(module: nn.Module) -> Iterable[nn.Module]:
@@ -135,6 +191,25 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh]) -> None:
             f"materialize: these have memory now, and nobody gave them values: {', '.join(shown)}. Pass a function "
             "that does (init=), give their modules a method reset_parameters() or reset_buffers(), or build the "
             "model within fsdp2.init.deferred() and pass the recording."
+        )
+
+
+def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
+    """Name modules that the model initialised once more after their constructors: `reset_parameters` does not know of
+    that. Writes on the meta device leave no values, but are counted. Where the model's author wrote the reset, it may
+    well do all, or have been called twice."""
+    modules: dict[str, None] = {}
+    for each in fresh:
+        owner = model.get_submodule(each.name.rpartition(".")[0])
+        reset: Any = getattr(type(owner), RESETS[0], None) or getattr(type(owner), RESETS[1], None)
+        if each.is_written_less() and getattr(reset, "__module__", "").startswith("torch."):
+            modules[f"{each.name.rpartition('.')[0]} ({type(owner).__name__})"] = None
+    if modules:
+        some = ", ".join(list(modules)[:10]) + (f", ... ({len(modules)} in all)" if len(modules) > 10 else "")
+        warnings.warn(
+            f"materialize: {some}: the model's constructor initialises these once more, after their own constructors. "
+            f"They have the values of their reset_parameters now, not the model's. {DEFER}",
+            stacklevel=3,
         )
 
 

@@ -29,6 +29,7 @@ from fsdp2._torch import (
     make_parameter,
     set_local_tensor,
     subclassed_parameter,
+    version,
 )
 from fsdp2.adjacent import carved_of
 from fsdp2.errors import ArgumentError
@@ -142,6 +143,7 @@ class ManagedParameter:
         flat: 1-D storage of the local shard, padded.
         whole: the memory of `unsharded`, dims in memory order; a tensor of its own, which no autograd graph knows.
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
+        writes_on_meta: how often the original was written to while it was on the meta device, which leaves no values.
         extension: the user's hooks that change the all-gather of this parameter, if there are any.
     """
 
@@ -161,6 +163,7 @@ class ManagedParameter:
         self.whole: torch.Tensor | None = None
         self.resharded: nn.Parameter | None = None
         self.partial: Partial | None = None
+        self.writes_on_meta = version(original) if original.is_meta else 0
         _managed[original] = ref(self)
         self.put(self.sharded)
 
