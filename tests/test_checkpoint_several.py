@@ -97,6 +97,34 @@ def test_two_models(rank: int, world_size: int, tmp_path: Path) -> None:
             assert torch.equal(full(one), full(other))
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_a_save_costs_and_says(rank: int, world_size: int, async_op: bool, tmp_path: Path) -> None:
+    """Commit and run are shown by `describe`, and stay in a conversion; the callback has what a dashboard wants."""
+    costs: list[checkpoint.Saved] = []
+    about = {"commit": "c0ffee", "run": 7}
+    values = {"a": torch.ones(1000)}
+    handle = checkpoint.save(
+        tmp_path / "a",
+        model=values,
+        extra={"b": torch.ones(10 + rank)},
+        async_op=async_op,
+        about=about,
+        on_saved=costs.append,
+    )
+    handle.wait()
+    [cost] = costs
+    assert cost.folder == handle.folder
+    assert cost.nbytes == (4000 if rank == 0 else 0) + 4 * (10 + rank)
+    assert cost.seconds >= cost.blocked_seconds > 0 and (async_op or cost.seconds == cost.blocked_seconds)
+    assert checkpoint.describe(tmp_path / "a").about == about
+    if rank == 0:
+        checkpoint.convert(tmp_path / "a", tmp_path / "b")
+        assert checkpoint.describe(tmp_path / "b").about == about
+    with pytest.raises(ArgumentError, match=r"about= takes texts and numbers"):
+        checkpoint.save(tmp_path / "c", model=values, about={"config": {"lr": 1}})
+
+
 def test_what_is_no_optimizer(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     one, another = torch.optim.SGD(model.parameters(), momentum=0.5), torch.optim.SGD([model.weight])

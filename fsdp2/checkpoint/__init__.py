@@ -4,7 +4,7 @@ from fsdp2.checkpoint.background import SaveHandle
 from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
 from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.retention import checkpoints, latest, prune
-from fsdp2.checkpoint.saving import save
+from fsdp2.checkpoint.saving import Saved, save
 from fsdp2.checkpoint.scattering import load_from_rank
 from fsdp2.checkpoint.sources import Source, concatenated, stored
 from fsdp2.checkpoint.tools.comparing import Difference, diff
@@ -20,6 +20,7 @@ __all__ = [
     "Report",
     "Reshardable",
     "SaveHandle",
+    "Saved",
     "Source",
     "Stateful",
     "checkpoints",

@@ -65,6 +65,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
             for section, placed in homes.items()
         },
         "extra": _extra(records),
+        **({"about": options["about"]} if options["about"] else {}),
     }
     content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()

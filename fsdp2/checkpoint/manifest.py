@@ -12,6 +12,7 @@ files          name -> [bytes, CRC-32 of its header (of all of it, for JSON)]
 tables         what ranks have, once for all that have the same: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
 extra          key -> list of {"json", "file", "ranks"}: what each rank gave, once for all that gave the same
+about          texts and numbers of the user, by name; not there if there are none
 extra_world    how many ranks gave it, if not `world`: a conversion changes the one and not the other
 =============  ====================================================================================================
 
@@ -88,6 +89,7 @@ class Manifest:
     homes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra_world: int = 0
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def encode(body: Mapping[str, Any]) -> bytes:
@@ -167,8 +169,11 @@ class Manifest:
         if stored > sum(size for size, _ in files.values()):
             raise CorruptError(f"{file}: describes tensors of {stored} bytes, and all files together are smaller")
         step = None if body["step"] is None else _size(body["step"])
+        about = body.get("about", {})
+        if not isinstance(about, dict) or any(isinstance(value, (dict, list)) for value in about.values()):
+            raise CorruptError(f"{file}: what is said about the checkpoint is not in order")
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world)
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, about)
 
 
 def table_of(

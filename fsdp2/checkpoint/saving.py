@@ -17,10 +17,11 @@ import hashlib
 import json
 import operator
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -58,9 +59,25 @@ from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
 
-__all__ = ["save"]
+__all__ = ["Saved", "save"]
 
 SAMPLE = 512  # elements at each end of a tensor by which copies are compared
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save has cost this rank, once it is complete.
+
+    Attributes:
+        nbytes: of the values that this rank wrote.
+        seconds: from the call until the checkpoint was complete and durable.
+        blocked_seconds: how much of that the caller waited: with ``async_op=True`` until `save` returned.
+    """
+
+    folder: str
+    nbytes: int
+    seconds: float
+    blocked_seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,8 +88,15 @@ class SaveOptions:
     max_file_bytes: int = 5_000_000_000
     overwrite: bool = False
     timeout_s: float = 600.0
+    about: Mapping[str, Any] = field(default_factory=dict)
+    on_saved: Callable[["Saved"], object] | None = None
 
     def __post_init__(self) -> None:
+        for name, value in self.about.items():
+            if type(name) is not str or type(value) not in (str, int, float, bool) or value != value:
+                raise ArgumentError(
+                    f"save: about= takes texts and numbers by name, got {value!r:.80} under {name!r:.80}"
+                )
         if self.max_file_bytes <= 0 or self.timeout_s <= 0:
             raise ArgumentError(f"save: max_file_bytes and timeout_s are positive, got {self}")
 
@@ -109,7 +133,9 @@ def save(
         **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
             index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
             ``overwrite=True``: replace a checkpoint of that name once the new one is complete. ``timeout_s``: how long
-            to wait for the other ranks.
+            to wait for the other ranks. ``about``: texts and numbers by name (a commit, the id of a run), alike on all
+            ranks, which `describe` shows. ``on_saved``: is called on every rank with a `Saved` once the checkpoint is
+            complete, on the thread that wrote; its error is the save's.
 
     Returns:
         A handle: ``wait()`` until it is complete, ``folder``.
@@ -125,6 +151,7 @@ def save(
         fsdp2.checkpoint.save("runs/a", model=model, optimizer=optimizer, step=1000,
                               extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
     """
+    began = time.perf_counter()
     chosen = SaveOptions(**_known(options))
     if isinstance(model, nn.Module) and units_below(model):
         warn_in_save(model)
@@ -140,7 +167,7 @@ def save(
         free_name(storage, path, chosen.overwrite)
         model = unwrapped(model)
         job = _Job(storage, path, step, world, agreement, chosen)
-        nonce, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
+        nonce, nbytes, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
         if world.rank == 0:
             lease = take_lease(storage, path, nonce, chosen.timeout_s)
@@ -148,11 +175,16 @@ def save(
         agreement.abandon(error)
         raise
 
+    returned = time.perf_counter()
+
     def run() -> None:
         try:
             write()
         finally:
             lease.release()
+        if chosen.on_saved is not None:
+            end = time.perf_counter()
+            chosen.on_saved(Saved(path, nbytes, end - began, (returned if async_op else end) - began))
 
     def not_run(error: BaseException) -> None:
         agreement.abandon(error)
@@ -202,8 +234,9 @@ class _Job:
         optimizer: Optimizers | None,
         extra: Mapping[str, Any],
         staged: bool,
-    ) -> tuple[str, Callable[[], None]]:
-        """Plan everything: the id of the save, and what then writes and commits, on any thread."""
+    ) -> tuple[str, int, Callable[[], None]]:
+        """Plan everything: the id of the save, the bytes of this rank, and what then writes and commits, on any
+        thread."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -245,7 +278,8 @@ class _Job:
         if staged:
             pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return nonce, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
+        nbytes = sum(piece.nbytes for own in (*pieces.values(), *(share.pieces for share in shares)) for piece in own)
+        return nonce, nbytes, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
@@ -341,8 +375,9 @@ class _Job:
         text = json.dumps(about_model["table"], separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.agreement.share(f"table/{digest}", text)
+        options = asdict(replace(self.options, on_saved=None))
         record = {
-            "options": {"step": self.step, "world": self.world.size, **asdict(self.options)},
+            "options": {"step": self.step, "world": self.world.size, **options},
             "homes": _digest(homes),
             "table": digest,
             "copies": about_model["copies"],

@@ -54,6 +54,7 @@ class Description:
         files: bytes of each file, by name; empty for formats that do not list them.
         optimizer: the class of the optimizer; "" if unknown.
         extra: key -> (how many ranks gave it, how many different contents they gave).
+        about: what the user said of it (see `save`).
         strays: names in the folder that are not of the checkpoint; nobody reads them.
     """
 
@@ -69,6 +70,7 @@ class Description:
     optimizer: str = ""
     extra: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     strays: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +126,7 @@ def describe(folder: Folder) -> Description:
         _kinds(native),
         {key: (sum(len(share["ranks"]) for share in shares), len(shares)) for key, shares in manifest.extra.items()},
         tuple(stray_files(storage, native.path, manifest)),
+        manifest.about,
     )
 
 

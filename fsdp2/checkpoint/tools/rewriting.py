@@ -232,6 +232,7 @@ class Rewriting:
             values = {section: rows[number] for section, rows in kept.items() if number < len(rows)}
             tables.append({**table_of({}, {}, values), "ranks": ranks})
         world = self.catalog.manifest.extra_world if isinstance(self.catalog, NativeCatalog) else self._world
+        about = self.catalog.manifest.about if isinstance(self.catalog, NativeCatalog) else {}
         return {
             "format": FORMAT,
             "id": self.id,
@@ -247,6 +248,7 @@ class Rewriting:
             },
             "extra": dict(extra),
             "extra_world": world,
+            **({"about": dict(about)} if about else {}),
         }
 
 

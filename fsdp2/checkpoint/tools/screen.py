@@ -94,6 +94,7 @@ def show_description(description: Description, pattern: str | None) -> None:
         "checksums": description.checksum,
         "optimizer": description.optimizer,
         "extra": ", ".join(_extra(key, *counts) for key, counts in description.extra.items()),
+        "about": ", ".join(f"{name}={value}" for name, value in description.about.items()),
         "also there": ", ".join(description.strays),
     }
     for name, value in facts.items():
