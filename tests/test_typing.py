@@ -23,12 +23,14 @@ def mypy(program: Path) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
 
 
+@pytest.mark.timeout(600)  # without a cache mypy reads all of torch
 @pytest.mark.exhaustive  # `make lint` checks the program too
 def test_a_migrated_program_passes_mypy() -> None:
     """`fully_shard(model).set_requires_gradient_sync(False)` was an error here and none with torch."""
     assert mypy(PROGRAM) == ""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 def test_the_program_is_one_of_torchs(tmp_path: Path) -> None:
     """The same text with torch's import passes as well, so what it calls are names and types of torch's FSDP2."""
