@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -150,3 +152,15 @@ def test_silence(rank: int, world_size: int, case: str, tmp_path: Path) -> None:
         fsdp2.clip_grad_norm_(model.parameters(), 1.0)
     if case != "ddp":
         checkpoint.save(tmp_path / "saved", model=model)
+
+
+@on_ranks(2)
+def test_an_ignored_dtensor_can_be_moved(rank: int, world_size: int) -> None:
+    """`module.to` swaps DTensors, which torch refuses for a tensor that a weak reference holds; `ignored_params` were
+    remembered by one."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    mesh = init_device_mesh("cpu", (2,))
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Replicate()]))
+    fully_shard(model, ignored_params={model[1].weight})
+    model.to(torch.float64)
+    assert all(param.dtype == torch.float64 for param in model.parameters())

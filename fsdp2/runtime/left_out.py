@@ -37,7 +37,8 @@ _clipped: set[tuple[int, int]] = set()
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
     """The user excluded these, and sees to them."""
     for param in params:
-        _known[param] = True
+        if not isinstance(param, DTensor):  # a weak reference to one would keep `module.to` from swapping it
+            _known[param] = True
 
 
 def outermost_model(module: nn.Module) -> nn.Module:
