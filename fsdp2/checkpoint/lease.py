@@ -8,8 +8,8 @@ It is a courtesy, and nothing that a checkpoint hangs on: whoever commits rename
 `folders.py`), so two who both believe that they have the lease lose nothing. That matters, since no file system can
 tell a process that is dead from one that has stopped for long.
 
-The file appears at once with its content (a hard link, else an exclusive create), which NFS does too. Storages that
-rename no folders have no exclusive create either, so there is no lease there.
+The file appears at once with its content (a hard link, else an exclusive create), which NFS does too. There is no
+lease in storages that rename no folders: nothing is replaced there, and their manifest is what only one can create.
 """
 
 import errno
