@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events
+from fsdp2.errors import UnsupportedError
 from tests.parity_models import (
     Block,
     Race,
@@ -253,3 +254,19 @@ def test_inductor(rank: int, world_size: int) -> None:
 
         race(rank, world_size, shard)
         assert backend.frame_count == 1
+
+
+@on_ranks(2)
+def test_compiled_autograd(rank: int, world_size: int) -> None:
+    """It never calls back at the end of backward. torch's FSDP2 (2.13) then leaves gradients unreduced, silently."""
+    model: Any = shard_blocks(fsdp2, Stack(depth=2))
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+
+    compiled, refused = torch.compile(step, backend="eager"), pytest.raises(UnsupportedError, match="compiled autograd")
+    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings(action="ignore"), refused:
+        compiled(batch(0, rank))
+    model.reset_iter_state()
+    step(batch(0, rank))
+    assert all(param.grad is not None for param in model.parameters())

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
-from fsdp2.errors import OrderError
+from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.finalization import Finalization, Ticket
@@ -155,8 +155,14 @@ class Context:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def expect_end_of_backward(self) -> None:
-        """Called from within a backward pass: `end_backward` will run at its end."""
+        """Called from within a backward pass: `end_backward` will run at its end.
+
+        Raises:
+            UnsupportedError: compiled autograd runs it, which never calls what is to run at the end.
+        """
         if not self._callback_queued:
+            if torch.compiler.is_compiling():
+                _refuse_compiled_autograd()
             self._callback_queued = True
             self.finalization.begin_backward(self.units[0].settings.manual_finalization)
             self.in_flight.limit(self, max(unit.settings.max_input_buffers for unit in self.units))
@@ -279,3 +285,12 @@ class Context:
         self.recomputed.clear()
         self.finalization.end()
         self.schedule.end_forward()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _refuse_compiled_autograd() -> None:
+    raise UnsupportedError(
+        "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
+        "unreduced. Turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the model or of its "
+        "blocks is fine."
+    )
