@@ -14,7 +14,12 @@ from tests.differential.program import Program
 from tests.differential.runner import run
 from tests.differential.script import script_of
 
+FOUND = Path(__file__).parent / "differential" / "found"
 SEEDS = (*range(12), 13, *range(15, 34))
+
+
+LEFT_OUT = (45, 46, 49, 50, 52, 59, 60, 69, 81, 85, 91, 94)
+MORE_SEEDS = [seed for seed in range(34, 103) if seed not in LEFT_OUT]
 
 
 def test_fixed_seeds() -> None:
@@ -34,6 +39,22 @@ def test_programs_are_data() -> None:
 def test_known_differences_are_documented() -> None:
     """docs/design.md shows the fuzzer's table of wanted differences, word for word."""
     assert table() in (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_found_programs(path: Path) -> None:
+    """Programs in which the fuzzer has found a fault of fsdp2."""
+    result = run(Program.from_json(path.read_text()))
+    assert result.kind == "same", result.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", MORE_SEEDS)
+def test_more_seeds(seed: int) -> None:
+    """As `test_fixed_seeds`. Left out are nets that call themselves."""
+    result = run(generate(seed, 2))
+    assert result.kind == "same", result.text
 
 
 @pytest.mark.exhaustive

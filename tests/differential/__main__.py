@@ -21,6 +21,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--keep", type=Path, default=None, help="folder for the programs that differ")
     parser.add_argument("--program", type=Path, help="run this kept program (.json)")
+    parser.add_argument("--stop", type=int, default=10**9, help="after that many differences")
+    parser.add_argument("--containing", default="", help="only programs that contain all of these words, by comma")
     parser.add_argument("--without", default="", help="blocks that are not to be used, by comma")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds to spend on making a difference small")
     parser.add_argument("--timeout", type=float, default=30.0)
@@ -41,6 +43,9 @@ def main() -> None:
         program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))))
         if options.program:
             program, options.count = Program.from_json(options.program.read_text()), 1
+        if not all(word in program.to_json() for word in options.containing.split(",")):
+            seed, options.count = seed + 1, options.count + 1
+            continue
         result = run(program, options.timeout)
         kinds[result.kind] += 1
         actions.update(result.ran)
@@ -61,6 +66,8 @@ def main() -> None:
                     options.keep.mkdir(parents=True, exist_ok=True)
                     (options.keep / f"seed{seed}_{options.ranks}.py").write_text(source)
                     (options.keep / f"seed{seed}_{options.ranks}.json").write_text(program.to_json())
+            if sum(kinds.values()) - kinds["same"] >= options.stop:
+                break
         seed += 1
     wall = time.monotonic() - start
     close_pools()

@@ -149,6 +149,8 @@ class _Run:
             situation = Situation(waiting, any(not isinstance(p, DTensor) for p in self._observe(ours).params.values()))
             if situation.unsharded and action.kind in ("clip", "step", "zero_grad", "hand", "forget", "scaler"):
                 plain.lost = True  # the optimizer's parameters are not those that the model has now
+            if "autograd.grad" in action.code and self.program.kinds() & {"Tiled", "GradByHand"}:
+                plain.lost = True  # these write gradients of weights, of which one process keeps no account here
             errors: list[Exception | None] = [None, None, None]
             self._note(at, "one process")
             errors[2] = plain.execute(action)

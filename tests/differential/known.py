@@ -156,6 +156,12 @@ KNOWN = (
         "float64",
     ),
     Known(
+        "`to` another dtype and back, after a forward",
+        "the next step fails, or computes in the other dtype",
+        "computes in the dtype of the parameters",
+        torch_raises="Expected out tensor to have dtype",
+    ),
+    Known(
         "a forward in inference mode, then training",
         "fails: unsharded parameters stay inference tensors",
         "trains",

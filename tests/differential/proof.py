@@ -40,7 +40,11 @@ FAULTS: dict[str, tuple[str, Callable[[Program], bool], str]] = {
         lambda p: "replicate" in p.axes and "set_requires_all_reduce" in _kinds(p) and "factor" in " ".join(_kinds(p)),
         "^grad .*sharded",
     ),
-    "by hand": ("a custom backward writes weight.grad", lambda p: "GradByHand" in p.kinds(), "grad .*weight.grad"),
+    "by hand": (
+        "a custom backward writes weight.grad",
+        lambda p: "GradByHand" in p.kinds(),
+        r"grad [^:]*\d\.weight\.grad",
+    ),
     "inner backward": ("inner backwards start reductions", lambda p: "Tiled" in p.kinds(), "^(died|hang|grad|error)"),
     "names": ("the model's own names", lambda p: "Awkward" in p.kinds(), r"Settings\._|TypeError"),
     "hooks": ("hooks on unsharded weights", lambda p: "Hooked" in p.kinds(), "AttributeError.*mul_|^grad"),
