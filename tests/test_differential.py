@@ -60,10 +60,10 @@ def test_more_seeds(seed: int) -> None:
 @pytest.mark.exhaustive
 def test_scripts_run_by_themselves(tmp_path: Path) -> None:
     """What is printed of a difference is a script that needs nothing of the fuzzer."""
-    for seed in (3, 4, 5):
+    for seed in (3, 4):
         path = tmp_path / f"seed{seed}.py"
         path.write_text(script_of(generate(seed, 2), "A program.", "Nothing."))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
         done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "--- torch" in done.stdout and "--- fsdp2" in done.stdout
+        assert "---\ntorch" in done.stdout and "---\nfsdp2" in done.stdout
