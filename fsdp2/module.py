@@ -17,6 +17,7 @@ from torch import nn
 from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime.attach import post_forward, pre_forward
+from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.emptied import mark_left, places_left
@@ -118,6 +119,15 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         communication."""
         original = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
         return copy_module(self, original, memo)  # type: ignore[return-value]
+
+    def __copy__(self) -> Self:
+        """A second module object on the same parameters and units."""
+        original: Any = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
+        copied: Self = original.__new__(original)
+        copied.__dict__.update(self.__dict__)
+        copied.__dict__["_fsdp2_copy_of"] = self  # which its unit knows weakly
+        copied.__class__ = type(self)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise MisuseError(
@@ -288,6 +298,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         return post_forward(self, args, output)
 
+    note_entry(wrapped)
     setattr(module, method_name, MethodType(wrapped, module))
 
 

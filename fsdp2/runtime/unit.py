@@ -9,7 +9,7 @@
     DONE      --end of backward-> IDLE
 
 A forward inside of backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and
-leaves them so.
+leaves them so. So does a forward within a forward of the same unit, whose rest still needs them.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from fsdp2._torch import backward_is_running, outside_transforms
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
+from fsdp2.runtime.calls import is_within_itself
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.holding import Holding
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
@@ -101,6 +102,7 @@ class Unit(Holding):
         self.split_backward = False
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
+        self._depth = 0  # of forwards within its forward
 
     def ready_context(self) -> Context:
         """The context; a provisional one for a unit that no root's forward has reached yet.
@@ -147,16 +149,20 @@ class Unit(Holding):
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
         context = self.ready_context()
         is_recomputation = self._is_recomputation()
-        if context.root is self and not is_recomputation:
+        # A forward that raised leaves the unit in this stage as well.
+        is_nested = self._stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)
+        self._depth = self._depth + 1 if is_nested else 0
+        is_new = not is_recomputation and not is_nested
+        if context.root is self and is_new:
             with profiler_range("FSDP::root_pre_forward"):
                 context.begin_forward()
                 args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
-        is_first = not is_recomputation and (not self._to_run or len(self._modules) == 1)
+        is_first = is_new and (not self._to_run or len(self._modules) == 1)
         if is_first:
             if backward_is_running():
-                self._make_room_for_recomputation(context)
+                _make_room_for_recomputation(context)
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
@@ -185,7 +191,13 @@ class Unit(Holding):
                 group.gradients.keep_hooks_last()
             return output
         assert self.context is not None
-        self._to_run.discard(id(module))
+        if self._depth:
+            self._depth -= 1
+            return self._hook_backward(output)
+        if len(self._modules) == 1:
+            self._to_run.clear()  # `module` may be a shallow copy
+        else:
+            self._to_run.discard(id(module))
         if not self._to_run:
             emit("post_forward", self.fqn)
         output = self._hook_backward(output)
@@ -199,15 +211,6 @@ class Unit(Holding):
         if self.context.root is self:
             self.context.end_forward()
         return output
-
-    @staticmethod
-    def _make_room_for_recomputation(context: Context) -> None:
-        """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once: the
-        last two that it recomputed stay unsharded, so that backward need not gather them again."""
-        while len(context.recomputed) > 1:
-            unit = context.recomputed.popleft()()
-            if isinstance(unit, Unit) and unit._stage is Stage.IDLE:
-                unit._reshard_after_forward()
 
     def _holds_container(self) -> bool:
         """Whether a module of the list never runs itself: backward of what it holds ends nobody knows when."""
@@ -365,3 +368,12 @@ class Unit(Holding):
 
 def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
     return [unit for weak in weak_units if (unit := weak()) is not None]
+
+
+def _make_room_for_recomputation(context: Context) -> None:
+    """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once: the last
+    two that it recomputed stay unsharded, so that backward need not gather them again."""
+    while len(context.recomputed) > 1:
+        unit = context.recomputed.popleft()()
+        if isinstance(unit, Unit) and unit._stage is Stage.IDLE:
+            unit._reshard_after_forward()

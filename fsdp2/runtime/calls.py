@@ -1,0 +1,31 @@
+"""Which calls are under way. Layer: runtime, ground.
+
+A forward that finds its unit in a forward comes either from within that one (a net that calls itself, an adapter that
+asks the whole model) or after one that raised. Only the stack tells.
+"""
+
+import inspect
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["is_within_itself", "note_entry"]
+
+_entries: set[CodeType] = {nn.Module.__call__.__code__}  # functions whose `self` is the module that runs
+
+
+def note_entry(function: Any) -> None:
+    """`function` runs a module too, which it knows as `self`."""
+    _entries.add(function.__code__)
+
+
+def is_within_itself(module: nn.Module) -> bool:
+    """Whether the call of `module` that is beginning comes from within another one of it."""
+    frame: FrameType | None = inspect.currentframe()
+    num_calls = 0
+    while frame is not None and num_calls < 2:
+        if frame.f_code in _entries and frame.f_locals.get("self") is module:
+            num_calls += 1
+        frame = frame.f_back
+    return num_calls == 2
