@@ -105,6 +105,22 @@ def make_model(path: str) -> Run:
 
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "full": ("full_finetune_distributed", "llama2/7B_full", 2, {"clip_grad_norm": 0.5}),
+    "full-tp": (
+        "full_finetune_distributed",
+        "llama2/7B_full",
+        4,
+        {
+            "tensor_parallel_dim": 2,
+            "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
+            "optimizer.fused": False,
+        },
+    ),
+    "optimizer-in-backward": (
+        "full_finetune_distributed",
+        "llama2/7B_full",
+        2,
+        {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1},
+    ),
 }
 
 
@@ -153,6 +169,6 @@ def test_recipes(tmp_path: Path, case: str) -> None:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The model that the recipe saved at its end."""
-    (path,) = folder.glob("epoch_0/*model*.pt")
+    (path,) = folder.glob("epoch_0/*.bin")
     loaded: dict[str, torch.Tensor] = torch.load(path)
     return loaded
