@@ -1,7 +1,7 @@
 """Tensors that stand end to end in memory, seen as one: an elementwise operation on that is the same operation on each
 of them, and costs one call. Layer: below the layout.
 
-Neighbours are found, never assumed: who asks gets fewer, larger tensors where the memory allows it, and the tensors
+Neighbours are found, never assumed: callers get merged tensors where they are contiguous, and the tensors
 themselves where it does not. Two kinds of tensors can be neighbours:
 
 * views of one tensor, such as the gradients of a group, which its reduction leaves in one flat output;
@@ -124,8 +124,8 @@ class Run(NamedTuple):
 
 def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
     """The tensors as runs, as few as there can be; each tensor is in one. Their order depends on the order of the
-    tensors and on what lies beside what, never on addresses: ranks must add up norms alike. (By operations on whole
-    lists, since clipping does this to all gradients in each step.)"""
+    tensors and on what lies beside what, never on addresses: ranks must add up norms in one order. (By operations on
+    whole lists, since clipping does this to all gradients in each step.)"""
     bases = [tensor if base is None else base for tensor, base in zip(tensors, map(base_of, tensors), strict=True)]
     distinct = dict(zip(map(id, bases), bases, strict=True))
     origins = {key: _carved.get(base, base) for key, base in distinct.items()}

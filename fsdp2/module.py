@@ -44,7 +44,7 @@ _swapped_classes: dict[type, type] = {}
 def swapped_class(original: type) -> type:
     """The class that has the FSDP methods beside those of `original`; one for each original class."""
     if original not in _swapped_classes:
-        # Of the original's module: code that asks where a class comes from gets the answer that it had before.
+        # The original's module: code that asks where a class comes from gets the answer that it had before.
         # (transformers asks, to tell its own modules from those of users, and initialises these otherwise.)
         names = {"__module__": original.__module__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
@@ -294,7 +294,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pre_forward(self, args, kwargs)
-        # Of the class where it is one's own: a copy of the module must not run the original's.
+        # The function of the class where the method is one: a copy of the module must not run the original's.
         output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         return post_forward(self, args, output)
 

@@ -52,11 +52,11 @@ class ParamSpecs:
     _known: dict[tuple[str, torch.dtype], DTensorSpec] = field(default_factory=dict, compare=False, repr=False)
 
     def sharded(self, dtype: torch.dtype) -> DTensorSpec:
-        """Of the sharded parameter, or its gradient, in `dtype`."""
+        """The spec of the sharded parameter, or of its gradient, in `dtype`."""
         return self._spec("sharded", self.mesh, self.placements, dtype)
 
     def unsharded(self, dtype: torch.dtype) -> DTensorSpec:
-        """Of the unsharded parameter, which must be a DTensor."""
+        """The spec of the unsharded parameter, which must be a DTensor."""
         assert self.inner_mesh is not None
         return self._spec("unsharded", self.inner_mesh, self.inner_placements, dtype)
 

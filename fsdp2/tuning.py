@@ -144,7 +144,7 @@ def _read(file: Path) -> dict[str, int | None]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, OverflowError, TypeError, AttributeError) as error:
-        warn(f"tune_lanes: {file} is not one of its files, and is written anew: {error}", stacklevel=2)
+        warn(f"tune_lanes: {file} is not one of its files, and is written again: {error}", stacklevel=2)
         return {}
 
 

@@ -2,7 +2,7 @@
 
 A *policy* looks at the model once and returns a *rule*; the rule answers, for one module at a time, whether that module
 becomes a unit, and why. Everything is decided before anything is sharded, from the module tree alone (no data, no
-communication), so all ranks decide alike, and meta models work.
+communication), so all ranks decide the same, and meta models work.
 
 What holds for every policy: modules are visited children first; the root is always a unit; never one are a module
 without `forward`, one that is sharded already, one whose parameters are all held by others, and one that its parent

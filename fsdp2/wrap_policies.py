@@ -66,7 +66,7 @@ class Policy:
     Attributes:
         name: for the report.
         rule_for: called once with the model; returns the rule. The rule is called with each module, children first,
-            and must answer alike on all ranks. Neither may change the model.
+            and must answer the same on all ranks. Neither may change the model.
     """
 
     name: str

@@ -74,7 +74,7 @@ def test_an_extra_state_that_is_a_tensor(
     rank: int, world_size: int, before: tuple[float, ...], consolidated: bool, tmp_path: Path
 ) -> None:
     """It was read into a tensor that nobody looked at again."""
-    model = nn.Sequential(fully_shard(Counting(1.0, 2.0, 3.0)), Halved(4.0))
+    model = nn.Sequential(fully_shard(Counting(1.0, 2.0, 3.0)), Halved(4.0).requires_grad_(False))
     checkpoint.save(tmp_path / "a", model=model, consolidated=consolidated)
     other: Any = nn.Sequential(fully_shard(Counting(*before)), Halved(0.0))
     checkpoint.load(tmp_path / "a", model=other)

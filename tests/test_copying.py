@@ -89,6 +89,7 @@ def test_a_weight_that_two_units_share(rank: int, world_size: int) -> None:
 def test_a_parent_a_part_and_hooks(rank: int, world_size: int) -> None:
     """A plain parent of sharded modules; one block of a sharded model; the user's hooks come along, in their order."""
     parent = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parent[1].requires_grad_(False)  # plain and trainable beside sharded ones would be a warning
     seen: list[str] = []
     parent[0].register_forward_pre_hook(lambda module, args: seen.append(type(module.weight).__name__))
     fully_shard(parent[0])

@@ -1,6 +1,6 @@
 """How ranks agree on one save or load without a collective: through the key-value store. Layer: checkpoint.
 
-A rank says what it has done and goes on. Whoever is the last to say so knows what all have done, and finishes the work
+Each rank reports what it has done and goes on. The last rank to report has every record, and finishes the work
 for all; nobody has to wait for that but to learn the outcome. An error of one rank is everybody's outcome. Works from
 any thread (the store's client is a clone), needs no process group of its own, and leaves nothing in the store but a few
 words an attempt.
@@ -28,7 +28,7 @@ DONE = "done"
 GO, FAILED, WAITED = "go", "failed", "waited"
 
 # How often this process has begun an agreement of a name: the same on all ranks, which begin them in the same order.
-# For each process group: when groups are made again, perhaps with a new process for one that died, all begin anew.
+# For each process group: when groups are made again, perhaps with a new process for one that died, all begin again.
 _begun: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 # The store drops the connection of a client that sends a value of more than 8 MiB.
@@ -146,7 +146,7 @@ class Agreement:
             return self._values.claim(f"{self._prefix}/{key}", value)
 
     def share(self, key: str, value: str) -> None:
-        """Put a value there that many ranks have alike; most of them then need not send it."""
+        """Publish a value that many ranks share; most of them then need not send it."""
         with self._explained():
             there = self._store.check([f"{self._prefix}/{key}"])
         if not there:

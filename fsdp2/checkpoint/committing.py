@@ -96,7 +96,7 @@ def _write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:
-    """Of a save that failed: whether its manifest may be there all the same, or appear yet. Without renames it is
+    """Whether the manifest of a failed save may still exist or appear later. Without renames it is
     written to its place at once, and of a request whose answer was lost nobody knows: then all files must stay."""
     if storage.renames:
         return False
@@ -186,7 +186,7 @@ def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
 
 
 def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
-    """Every tensor is described alike by all ranks of its mesh: else rows of it would be missing, or there twice.
+    """All ranks of a tensor's mesh describe it in the same way: else rows of it would be missing, or there twice.
 
     Several meshes may have a tensor, if they have the same: the data-parallel meshes beside an axis (of context
     parallelism, say) that no tensor of the model tells of.

@@ -1,6 +1,6 @@
 """What a run needs besides tensors of model and optimizer: data position, scheduler, random numbers. Layer: checkpoint.
 
-Every rank gives its own, and gets its own back on the same number of ranks. What all ranks gave alike is stored once.
+Every rank gives its own, and gets its own back on the same number of ranks. What is equal on all ranks is stored once.
 On another number of ranks, state that was the same everywhere goes to everybody; state that differed has no owner any
 more, and who knows what to do says so with `Reshardable`.
 """

@@ -19,7 +19,7 @@ __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_hea
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMS = 64  # of a tensor: torch has no more, and the product of very many sizes takes minutes
-# Of JSON: an empty list takes 27 times the memory of its text. What save writes has a container in 20 bytes.
+# JSON: an empty list takes 27 times the memory of its text. What save writes has a container in 20 bytes.
 FREE_CONTAINERS = 1_000_000
 BYTES_A_CONTAINER = 16
 MAX_DEPTH = 100  # of JSON: what walks over it may recurse

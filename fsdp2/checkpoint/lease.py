@@ -167,7 +167,7 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
     deadline = time.monotonic() + timeout_s
     first: _Found | None = None
     while True:
-        # Of a name that is swept with those of dead saves, if this process dies now.
+        # With a name that is swept together with those of dead saves, if this process dies now.
         fd, now = _made(storage.join(folder, f".tmp-{name}-{uuid.uuid4().hex[:12]}"), file, save_id)
         if fd is not None:
             return Lease(file, fd)

@@ -14,7 +14,7 @@ from fsdp2.optim.local import LocalOptimizer
 
 __all__ = ["kinds_of", "stranger", "unsure"]
 
-# Of torch's optimizers: what each keeps of every parameter, and what it keeps if its options say so.
+# What each of torch's optimizers keeps for every parameter, and what it keeps if its options say so.
 PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     kind: (frozenset(always.split()), frozenset(sometimes.split()))
     for kind, always, sometimes in (

@@ -82,7 +82,7 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
 
 
 def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) -> list[Mapping[str, Any]]:
-    """Of the stored tables what is one optimizer's.
+    """The part of the stored tables that is one optimizer's.
 
     Args:
         name: of the optimizer; "" for one that is alone, whose everything is.

@@ -50,7 +50,7 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         UserWarning: the disk cannot read one; then, too, the one before is looked at.
 
     Raises:
-        OSError: there is none that is sound, but one that the disk cannot read. A None would begin the run anew.
+        OSError: there is none that is sound, but one that the disk cannot read. A None would begin the run again.
 
     Example::
 

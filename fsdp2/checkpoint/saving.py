@@ -125,7 +125,7 @@ def save(
         optimizer: needs the module for its parameters' names. A list or a dict for several (``[muon, adamw]``); or a
             plain dict like `model`.
         extra: what else is needed to go on, by name: JSON-like values, tensors, or objects with ``state_dict()`` (a
-            data loader, a scheduler, `RandomState`). Every rank's own is kept; what all ranks have alike is stored
+            data loader, a scheduler, `RandomState`). Every rank's own is kept; what is equal on all ranks is stored
             once.
         step: the number of steps done, for the folder's name and for `Loaded.step`.
         async_op: write in the background.

@@ -141,7 +141,7 @@ class _Files:
         self._filler = Filler(self.catalog.storage)
 
     def read(self, need: Need, part: Box, into: torch.Tensor) -> None:
-        """A part of a tensor that is needed, whoever needs it."""
+        """A part of a tensor that some rank needs."""
         with not_replaced(self._storage, self._path, self.catalog):
             self._filler.fill(requests_for(self.catalog, need, part, into))
 

@@ -73,7 +73,7 @@ _pool_of_process: int | None = None
 def _make_thread_pool_of_torch() -> None:
     """Let one new thread begin with torch before several do.
 
-    After a fork torch makes its thread pool anew, in the first thread that had not used torch yet, and without a lock:
+    After a fork torch makes its thread pool again, in the first thread that had not used torch yet, and without a lock:
     when several begin at once, some find no pool ("Invalid thread pool!"). That torch asks for the number of threads
     after every fork does not help where the parent's main thread had asked already. Not `set_num_threads`, which makes
     the pool too, but also ends that MKL may take fewer threads for a product, in the whole process.

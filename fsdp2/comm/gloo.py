@@ -27,7 +27,7 @@ _SCATTER_TAG = 0x46530002
 class ScratchPool:
     """Receive buffers, used again: a fresh large CPU tensor costs page faults, about as much as the copy into it.
 
-    A buffer belongs to whoever took it until it is given back; the pool keeps the few largest.
+    A buffer belongs to its taker until it is given back; the pool keeps the few largest.
     """
 
     def __init__(self, max_kept: int = 4):

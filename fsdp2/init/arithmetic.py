@@ -41,7 +41,7 @@ FAR = (
 LOG_SERIES = tuple(1.0 / (2 * k + 1) for k in range(11, -1, -1))  # of atanh(s) / s, in s ** 2, for |s| <= 0.172
 EXP_SERIES = tuple(1.0 / fact for fact in (6227020800, 479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24,
                                            6, 2, 1, 1))  # fmt: skip
-# Of sin(x) / x and cos(x), in x ** 2, for |x| <= pi / 4.
+# Coefficients of sin(x) / x and cos(x), in x ** 2, for |x| <= pi / 4.
 SIN_SERIES = (1 / 355687428096000, -1 / 1307674368000, 1 / 6227020800, -1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120,
               -1 / 6, 1.0)  # fmt: skip
 COS_SERIES = (1 / 20922789888000, -1 / 87178291200, 1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -1 / 2,

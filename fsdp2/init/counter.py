@@ -22,7 +22,7 @@ __all__ = ["DISTRIBUTIONS", "fill_by_counter", "words"]
 
 SPAN_NUMEL = 1 << 16  # values made at a time: the few float64 tensors that it takes stay in the cache
 
-# Of SplitMix64, as signed numbers: products wrap around in the same way.
+# Constants of SplitMix64, as signed numbers: products wrap around in the same way.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64

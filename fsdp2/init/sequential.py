@@ -6,7 +6,7 @@ one process stands. What one draw of n values gives, several of n values togethe
 that is so of every operation if the pieces keep to three rules (measured, and asked again before it is relied on):
 
 * `normal_` works in blocks of 16, so pieces start at multiples of 16;
-* it draws the last 16 values anew if their number is no multiple of 16, so the last piece has 16 values at least;
+* it draws the last 16 values again if their number is no multiple of 16, so the last piece has 16 values at least;
 * it takes another way (and gives other values) for tensors with gaps or another order of dims: so do the pieces.
 
 Where it is not so (on accelerators, and for `bernoulli_` and `exponential_` where torch leaves them to MKL) the tensor

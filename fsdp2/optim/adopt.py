@@ -41,7 +41,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     Call it after the last `fully_shard`; all ranks hold the same state before, so nothing is communicated. Parameters
     that are not sharded, or have been adopted, stay as they are: calling it again does nothing. An optimizer that was
-    made while units were unsharded, or before ``load_state_dict(assign=True)`` put other parameters there, is mended
+    made while units were unsharded, or before ``load_state_dict(assign=True)`` put other parameters there, is repaired
     the same way.
 
     Args:

@@ -50,8 +50,8 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 
 # Steady steps (no run changes) before parameters that are stepped by themselves are tried as neighbours again; four
-# times as many after each try. Runs that fail are made anew at once, unless they have failed again and again: where
-# half of the experts have no gradient, other ones each time, all would be made anew in each step.
+# times as many after each try. Runs that fail are rebuilt at once, unless they have failed again and again: where
+# half of the experts have no gradient, other ones each time, all would be rebuilt in each step.
 PATIENCE = 4
 AT_ONCE, LONGEST = PATIENCE**3, PATIENCE**6
 
@@ -124,7 +124,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """One step of the torch optimizer, on local tensors.
 
         Args:
-            closure: computes the loss and the gradients anew, once; it finds the optimizer in its usual form.
+            closure: computes the loss and the gradients again, once; it finds the optimizer in its usual form.
 
         Raises:
             ArgumentError: a DTensor parameter has a gradient that is no DTensor.

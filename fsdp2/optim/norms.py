@@ -193,7 +193,7 @@ def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) ->
 def _power(
     tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype, device: torch.device, foreach: bool
 ) -> torch.Tensor:
-    """Of all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
+    """Over all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
     norms: list[torch.Tensor] = []
     for (_, kind), list_ in by_device_and_dtype(tensors).items():
         wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # a sum of squares needs the digits

@@ -128,7 +128,7 @@ class SteppedRun:
         self.has_grad = True
 
     def _joined(self, values: Sequence[Any]) -> Any:
-        """One value for the run from the values of its parameters, which are alike."""
+        """One value for the run from the values of its parameters, which are equal."""
         first = values[0]
         if isinstance(first, DTensor):
             locals_ = [local_tensor(value) for value in values]
@@ -195,7 +195,7 @@ class SteppedRun:
         return [first, *vector[1:].unbind()]
 
     def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of a tensor like `local`, the part of each parameter, with its shape."""
+        """The part of each parameter in a tensor like `local`, with its shape."""
         if len(self._bases) == 1:
             return [whole.view(self._bases[0].shape)]
         pieces = carve(whole, [base.numel() for base in self._bases])

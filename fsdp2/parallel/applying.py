@@ -1,7 +1,7 @@
 """`parallelize`: all kinds of parallelism, applied to one model in the order in which they fit. Layer: parallel.
 
 Everything that can be told from config and model alone is checked before the model changes and before the first
-communication, alike on all ranks.
+communication, the same on all ranks.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Which modules are the blocks of a model: found by a policy of `fsdp2.wrap`, or told. Layer: parallel.
 
 A block is what is recomputed, compiled and sharded as one. Told ways are checked: one that matches nothing is an error
-that lists what there is. Read from the module tree alone, so all ranks decide alike, and meta models work.
+that lists what there is. Read from the module tree alone, so all ranks decide the same, and meta models work.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

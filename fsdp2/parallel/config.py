@@ -40,7 +40,7 @@ class ParallelConfig:
             from the first; ``"selective"`` is 2. (False and True: none and full.)
         compile: compile each block with `torch.compile`; a string names the backend.
         reshard_after_forward: as for `fully_shard`; None: its default, but False within pipelines, whose microbatches
-            would each gather anew.
+            would each gather again.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the dtype of compute; gradients are reduced in float32.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are found.

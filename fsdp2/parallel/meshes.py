@@ -60,7 +60,7 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which of these this rank works on; alike on the ranks of tensor, context and pipeline parallelism."""
+        """Which of these this rank works on; the same on the ranks of tensor, context and pipeline parallelism."""
         return self.config.data_rank(self.rank)
 
     @property

@@ -149,7 +149,7 @@ class Assembly:
                     extended.finish()
 
     def free_inner(self) -> None:
-        """The shards will change, or did: gather them anew next time."""
+        """The shards will change, or did: gather them again next time."""
         if self._inner is not None:
             self._inner.free()
 

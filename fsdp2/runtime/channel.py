@@ -57,7 +57,7 @@ class Channel:
         self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
 
     def set_direct_min_bytes(self, num_bytes: int | None) -> None:
-        """Another limit between the lanes; on all ranks alike."""
+        """Set another limit between the lanes; the same on all ranks."""
         self.base = self.base.with_direct_min_bytes(num_bytes)
         self._choose()
 

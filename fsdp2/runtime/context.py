@@ -291,6 +291,6 @@ class Context:
 def _refuse_compiled_autograd() -> None:
     raise UnsupportedError(
         "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
-        "unreduced. Turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the model or of its "
-        "blocks is fine."
+        "unreduced. Turn it off (compiled_autograd in the configuration of Dynamo); torch.compile of the model or of "
+        "its blocks is fine."
     )

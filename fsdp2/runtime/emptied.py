@@ -102,7 +102,7 @@ def check_filled(unit: Unit) -> None:
     """Before the first forward after `to_empty`: see that all of the unit's modules and below has been given values.
 
     Raises:
-        OrderError: parameters or persistent buffers have not. (Other buffers, which some modules make anew in forward,
+        OrderError: parameters or persistent buffers have not. (Other buffers, which some modules make again in forward,
             only warn.)
     """
     garbage: dict[str, None] = {}
@@ -128,7 +128,7 @@ def check_filled(unit: Unit) -> None:
     if scratch:
         warnings.warn(
             f"to_empty gave memory to {_some(scratch)}, which nobody has given values since. No checkpoint has these "
-            "buffers (persistent=False): unless forward writes them first, their module must compute them anew after "
+            "buffers (persistent=False): unless forward writes them first, their module must compute them again after "
             "to_empty. fsdp2.init.materialize calls its reset_buffers().",
             stacklevel=2,
         )

@@ -29,7 +29,7 @@ class Ticket:
 
 
 class Finalization:
-    """Of one root.
+    """The finalisation of one root.
 
     Attributes:
         is_manual: backward leaves gradients as they are; fixed when a backward begins, until they are finalised.

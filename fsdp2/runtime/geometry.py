@@ -14,7 +14,7 @@ __all__ = ["Geometry"]
 
 
 class Geometry:
-    """Of one parameter on this rank.
+    """How one parameter lies in memory on this rank.
 
     Args:
         data: the whole parameter.

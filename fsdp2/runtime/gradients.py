@@ -89,7 +89,7 @@ class Gradients:
         return bool(self._trainable)
 
     def forget_unsharded(self) -> None:
-        """The unsharded parameters will be made anew."""
+        """The unsharded parameters will be made again."""
         self._hooks.clear()
         self._trainable.clear()
         self._unsharded = []

@@ -49,6 +49,6 @@ class InnerShards:
         self._at = versions
 
     def free(self) -> None:
-        """The shards will change, or did: gather them anew next time."""
+        """The shards will change, or did: gather them again next time."""
         self._at = None
         self._storage.free()

@@ -42,7 +42,7 @@ def note_ignored(params: Iterable[nn.Parameter]) -> None:
 
 
 def outermost_model(module: nn.Module) -> nn.Module:
-    """Of the modules whose call is running now, the outermost that holds `module`; `module` itself otherwise."""
+    """The outermost module whose call is running now and that holds `module`; otherwise `module` itself."""
     found = module
     frame = inspect.currentframe()
     while frame is not None:

@@ -251,7 +251,7 @@ class ParamGroup:
         return self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
-        """How often torch saw each sharded parameter change. Of the DTensors, whose operators all ranks call alike:
+        """How often torch saw each sharded parameter change. Reads the DTensors, whose operators all ranks run:
         their local tensors may change on some ranks only, and a gather that only some ranks issue would hang."""
         return [version(param.sharded) for param in self.params]
 

@@ -49,7 +49,7 @@ class _Replicated:
         return "; ".join(dict.fromkeys(line for lines in all_lines for line in lines))
 
     def _describe(self, groups: Sequence[ParamGroup]) -> list[str]:
-        """Of the groups that differ between this rank's replicas: which parameters, and on which ranks."""
+        """Which parameters differ between this rank's replicas, and on which ranks."""
         if not groups:
             return []
         params = [param for group in groups for param in group.params]

@@ -213,7 +213,7 @@ class Unit(Holding):
         return output
 
     def _holds_container(self) -> bool:
-        """Whether a module of the list never runs itself: backward of what it holds ends nobody knows when."""
+        """Whether a module of the list never runs itself: the end of its backward cannot be observed."""
         return len(self._modules) > 1 and not all(has_forward(module) for module in self.modules)
 
     def complete_forward(self) -> None:

@@ -38,7 +38,7 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER_PARALLELISM = re.compile(r"layer_.*_states\.pt|.*expert.*_states\.pt")
 LATEST = ("latest", "latest_universal")
-# Of 8-bit optimizers of bitsandbytes, beside the state per element.
+# What 8-bit optimizers of bitsandbytes keep beside the state per element.
 TABLES = re.compile(r"(qmap|absmax)\d|[gu]norm_vec")
 
 

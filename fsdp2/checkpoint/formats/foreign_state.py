@@ -32,7 +32,7 @@ Path = tuple[str | int, ...]
 
 # What users call the model's part of a state dict, the likeliest first.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
-# Of a param group, what is no option.
+# The keys of a param group that are not options.
 NO_OPTIONS = ("params", "param_names")
 
 

@@ -32,7 +32,7 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> str:
-    """Write a checkpoint anew in another form. One process calls this; no process group is needed.
+    """Rewrite a checkpoint in another form. One process calls this; no process group is needed.
 
     The values are the same bits (but for `dtype`). Optimizer state, tied names, the step and the extra state come
     along, the last with the number of ranks that it is of. The result loads on any number of ranks, as every checkpoint

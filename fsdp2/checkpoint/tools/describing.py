@@ -79,7 +79,7 @@ class Description:
 
 
 def describe(folder: Folder) -> Description:
-    """What is in a checkpoint: names, shapes, dtypes, files. Of a native one the manifest alone is read, so that works
+    """What is in a checkpoint: names, shapes, dtypes, files. Only the manifest of a native one is read, so that works
     even where files are missing; `verify` looks at those.
 
     Args:
