@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdp2 import checkpoint, fully_shard
-from fsdp2.checkpoint import concatenated, stored
+from fsdp2.checkpoint import concatenated, stacked, stored
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
 from tests.checkpoint_cases import BF16, DIM, HIDDEN, LAYOUTS, Block, assert_bits, random_bits, spoil
 from tests.mortal_ranks import Case, run_cases
@@ -71,6 +71,21 @@ CASES: dict[str, tuple[Any, Callable[[dict[str, Tensor]], Tensor]]] = {
               lambda all: all["bytes"].roll(4, 0)),
     "few": (stored("a").narrow(0, 1, 1), lambda all: all["a"][1:2]),  # no rows for most ranks
     "nothing": (stored("a").narrow(0, 7, 0), lambda all: all["a"][7:]),
+    "stacked": (stacked("a", stored("t").T, "a"), lambda all: torch.stack([all["a"], all["t"].T, all["a"]])),
+    "stacked_inside": (stacked("t", stored("a").T, dim=1).narrow(1, 1, 1),
+                       lambda all: torch.stack([all["t"], all["a"].T], 1)[:, 1:]),
+    "stacked_last": (stacked("line", "line", dim=-1), lambda all: torch.stack([all["line"]] * 2, -1)),
+    "of_scalars": (stacked("one", "one", "one"), lambda all: all["one"].repeat(3)),
+    "exchanged": (stored("cube").transpose(0, -1), lambda all: all["cube"].transpose(0, 2)),
+    "merged": (stored("cube").reshape(12, 2), lambda all: all["cube"].reshape(12, 2)),
+    "split": (stored("wide").reshape(3, 4, -1), lambda all: all["wide"].reshape(3, 4, 5)),
+    "across": (stored("wide").reshape(15, 4), lambda all: all["wide"].reshape(15, 4)),
+    "flat": (stored("a").T.reshape(-1), lambda all: all["a"].T.reshape(-1)),
+    "single": (stored("one").reshape(1, 1), lambda all: all["one"].reshape(1, 1)),
+    "interleaved": (stored("wide").reshape(6, 2, 5).transpose(0, 1).reshape(12, 5),
+                    lambda all: torch.cat([all["wide"][::2], all["wide"][1::2]])),
+    "experts": (concatenated(stacked("a", "a"), stacked("a", stored("t").T), dim=1),
+                lambda all: torch.stack([all["a"].repeat(2, 1), torch.cat([all["a"], all["t"].T])])),
     "blocks.0.up.weight": (stored("up").T, lambda all: all["up"].T),
     "blocks.0.up.bias": (stored("biases").narrow(0, 0, HIDDEN), lambda all: all["biases"][:HIDDEN]),
     "blocks.0.down.weight": (stored("down").narrow(0, HIDDEN, HIDDEN).T,
@@ -220,6 +235,12 @@ def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
         (concatenated("a", "line"), r"these do not fit together: .*'line' F32 \[9\]"),
         (concatenated("one", "one"), r"these do not fit together"),
         (concatenated("a", "b", dim=2), r"along dim 2: these do not fit together"),
+        (stacked("a", "t"), r"stacked along dim 0: these do not fit together: 'a' F32 \[7, 5\], 't' F32 \[5, 7\]"),
+        (stacked("line", dim=2), r"stacked along dim 2: these do not fit together"),
+        (stored("a").transpose(0, 2), r"'a'\.transpose\(0, 2\): stored are \[7, 5\]"),
+        (stored("a").reshape(3, -1), r"'a'\.reshape\(3, -1\): stored are \[7, 5\]"),
+        (stored("a").reshape(-1, -1), r"'a'\.reshape\(-1, -1\): stored are"),
+        (stored("a").reshape(-5, -7), r"'a'\.reshape\(-5, -7\): stored are"),
         (stored("t").T.narrow(0, 0, 3), r"model 'w': stored with shape \[3, 5\], here \[7, 5\]"),
     ],
 )
@@ -238,8 +259,9 @@ def test_what_is_no_source(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "hf", model=target, sources={"w": THEIRS["a"]})
     with pytest.raises(ArgumentError, match=r"concatenated: expected the name .* got a int"):
         concatenated("a", 3)
-    with pytest.raises(ArgumentError, match="at least one"):
-        concatenated()
+    for joining in (concatenated, stacked):
+        with pytest.raises(ArgumentError, match=f"{joining.__name__}: expected at least one"):
+            joining()
 
 
 def test_what_is_not_used_is_unexpected(tmp_path: Path) -> None:

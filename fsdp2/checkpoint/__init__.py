@@ -6,7 +6,7 @@ from fsdp2.checkpoint.loading import Loaded, load
 from fsdp2.checkpoint.retention import checkpoints, latest, prune
 from fsdp2.checkpoint.saving import Saved, save
 from fsdp2.checkpoint.scattering import load_from_rank
-from fsdp2.checkpoint.sources import Source, concatenated, stored
+from fsdp2.checkpoint.sources import Source, concatenated, stacked, stored
 from fsdp2.checkpoint.tools.comparing import Difference, diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import Description, describe
@@ -34,6 +34,7 @@ __all__ = [
     "load_from_rank",
     "prune",
     "save",
+    "stacked",
     "stored",
     "verify",
 ]

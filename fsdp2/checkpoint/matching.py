@@ -11,6 +11,8 @@ from torch import nn
 
 from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
+from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
 from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, tables_of
 from fsdp2.checkpoint.sources import Source, Sources, source_of
@@ -78,6 +80,7 @@ class Matching:
     mismatches: list[str] = field(default_factory=list)
     _finish: list[Callable[[], None]] = field(default_factory=list)
     _before: list[str] = field(default_factory=list)
+    _published: Mapping[str, Source] | None = None  # by the model's library, for names of the model
 
     def match(
         self,
@@ -147,6 +150,11 @@ class Matching:
         """Note what a model or a dict needs."""
         state = model_state(target, self.world)
         stored = self.catalog.tensors.get(section, {})
+        if section == "model" and self._published is None and self.catalog.kind == HUGGING_FACE:
+            shapes = {name: entry.tiling.shape for name, entry in state.entries.items()}
+            shapes |= {alias: shapes[name] for alias, name in state.aliases.items()}
+            said = [name for name in shapes if source_of(name, self.sources) is not None]
+            self._published = published_sources(target, shapes, stored, said)
         other_names = self.catalog.aliases.get(section, {})
         tied: dict[str, list[str]] = {}
         for alias, name in state.aliases.items():
@@ -200,8 +208,10 @@ class Matching:
         return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
     def _given(self, section: str, name: str) -> Source | None:
-        """What the user says of a name of the model."""
-        return source_of(name, self.sources) if section == "model" else None
+        """What the user says of a name of the model, or the library that it is from."""
+        if section != "model":
+            return None
+        return source_of(name, self.sources) or (self._published or {}).get(name)
 
     def _sources_of(self, section: str, names: Sequence[str]) -> list[Source]:
         """Where the values of a tensor with these names are: first what fills it, then what must be the same."""

@@ -293,6 +293,7 @@ def _listing(catalog: Catalog) -> bytes:
     """What a catalog says of its model, for the ranks that cannot see it."""
     content = {
         "path": catalog.path,
+        "kind": catalog.kind,
         "step": catalog.step,
         "tensors": {name: [info.dtype, info.shape] for name, info in catalog.tensors.get("model", {}).items()},
         "aliases": dict(catalog.aliases.get("model", {})),
@@ -303,7 +304,7 @@ def _listing(catalog: Catalog) -> bytes:
 
 def _listed(text: bytes) -> PieceTable:
     content = json.loads(text)
-    table = PieceTable(LocalStorage(), content["path"], "", content["step"])
+    table = PieceTable(LocalStorage(), content["path"], content["kind"], content["step"])
     for name, (dtype, shape) in content["tensors"].items():
         table.add("model", name, StoredTensorInfo(dtype, tuple(shape)), [])
     table.aliases["model"] = content["aliases"]

@@ -6,17 +6,20 @@ which boxes of which stored tensors go where, so a rank still reads only what it
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 
 import torch
 
-from fsdp2.checkpoint.box import Box
+from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.errors import ArgumentError, MismatchError
 
-__all__ = ["Source", "Sources", "concatenated", "source_of", "stored"]
+__all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"]
+
+MOST_SHOWN = 8  # of several sources in an error: a model may have hundreds of experts
 
 
 @dataclass(slots=True)
@@ -34,8 +37,8 @@ class Wanted:
 
 
 class Source(ABC):
-    """Values of a tensor, in terms of what is stored. Made by `stored` and `concatenated`; the operations below make
-    new sources, as they would new tensors."""
+    """Values of a tensor, in terms of what is stored. Made by `stored`, `concatenated` and `stacked`; the
+    operations below make new sources, as they would new tensors."""
 
     @abstractmethod
     def names(self) -> set[str]:
@@ -74,6 +77,15 @@ class Source(ABC):
         """Two dims, exchanged: for checkpoints whose linear layers keep ``(in, out)``."""
         return _Transposed(self)
 
+    def transpose(self, dim0: int, dim1: int) -> "Source":
+        """Two of any number of dims, exchanged (negative: from the last one)."""
+        return _Transposed(self, (dim0, dim1))
+
+    def reshape(self, *shape: int) -> "Source":
+        """The same elements in row-major order, in another shape; one size may be -1 for what is left. A part of it is
+        read as the boxes that it consists of, so cuts across what is merged or split cost a request each."""
+        return _Reshaped(self, shape)
+
     def narrow(self, dim: int, start: int, length: int) -> "Source":
         """A part of it along a dim (negative: from the last one): for checkpoints that fuse what the model keeps
         apart."""
@@ -107,6 +119,22 @@ def concatenated(*parts: Source | str, dim: int = 0) -> Source:
     return _Concatenated(tuple(_as_source(part, "concatenated") for part in parts), dim)
 
 
+def stacked(*parts: Source | str, dim: int = 0) -> Source:
+    """Several of one shape, along a new dim of the result (negative: from the last one): for models that keep all
+    experts in one tensor. A rank reads only those that its shard has a part of.
+
+    Raises:
+        ArgumentError: none is given, or one that is neither a source nor a name.
+
+    Example::
+
+        sources = {"experts.down": stacked(*(f"experts.{number}.down.weight" for number in range(8)))}
+    """
+    if not parts:
+        raise ArgumentError("stacked: expected at least one source")
+    return _Stacked(tuple(_as_source(part, "stacked") for part in parts), dim)
+
+
 # For names of the model: another name, an expression, or (None) the same name.
 Sources = Mapping[str, Source | str] | Callable[[str], Source | str | None]
 
@@ -127,8 +155,8 @@ def _as_source(what: object, where: str) -> Source:
     if isinstance(what, Source):
         return what
     raise ArgumentError(
-        f"{where}: expected the name of a stored tensor, or what `stored` and `concatenated` make of it, got a "
-        f"{type(what).__qualname__}"
+        f"{where}: expected the name of a stored tensor, or what `stored`, `concatenated` or `stacked` make of it, got "
+        f"a {type(what).__qualname__}"
     )
 
 
@@ -152,7 +180,13 @@ class _Stored(Source):
 
 @dataclass(frozen=True)
 class _Transposed(Source):
+    """
+    Args:
+        dims: which are exchanged; None for the two that there are.
+    """
+
     inner: Source
+    dims: tuple[int, int] | None = None
 
     def names(self) -> set[str]:
         return self.inner.names()
@@ -162,12 +196,59 @@ class _Transposed(Source):
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)
-        if len(info.shape) != 2:
+        if self.dims is None and len(info.shape) != 2:
             raise MismatchError(f"{_shown(self.inner)}.T: expected 2 dims, stored are {list(info.shape)}")
-        return StoredTensorInfo(info.dtype, info.shape[::-1])
+        if any(_counted(dim, info.shape) is None for dim in self._dims()):
+            raise MismatchError(f"{_shown(self.inner)}.transpose{self.dims}: stored are {list(info.shape)}")
+        return StoredTensorInfo(info.dtype, self._exchanged(info.shape))
 
     def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        yield from self.inner.wanted(target.t(), Box(box.start[::-1], box.shape[::-1]), tensors)
+        inner = Box(self._exchanged(box.start), self._exchanged(box.shape))
+        yield from self.inner.wanted(target.transpose(*self._dims()), inner, tensors)
+
+    def _dims(self) -> tuple[int, int]:
+        return self.dims or (0, 1)
+
+    def _exchanged(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        result = list(sizes)
+        one, other = self._dims()
+        result[one], result[other] = result[other], result[one]
+        return tuple(result)
+
+
+@dataclass(frozen=True)
+class _Reshaped(Source):
+    inner: Source
+    shape: tuple[int, ...]
+
+    def names(self) -> set[str]:
+        return self.inner.names()
+
+    def under(self, names: Mapping[str, str]) -> Source:
+        return replace(self, inner=self.inner.under(names))
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        info = self.inner.info(tensors)
+        total, known = prod(info.shape), prod(size for size in self.shape if size != -1)
+        shape = tuple(total // known if size == -1 and known else size for size in self.shape)
+        if min(shape, default=0) < 0 or self.shape.count(-1) > 1 or prod(shape) != total:
+            raise MismatchError(f"{_shown(self.inner)}.reshape{self.shape}: stored are {list(info.shape)}")
+        return StoredTensorInfo(info.dtype, shape)
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        there, here = self.inner.info(tensors).shape, self.info(tensors).shape
+
+        def found(part: Box) -> tuple[torch.Tensor, Box] | None:
+            """Where a part goes and what it is of the inner source, if it is one box there."""
+            rows = flat_range(part, here)
+            boxes = [] if rows is None else list(boxes_of_flat_range(there, *rows))
+            view = _viewed(target[part.within(box).slices()], boxes[0].shape) if len(boxes) == 1 else None
+            return None if view is None else (view, boxes[0])
+
+        for part in box.split_until(lambda part: found(part) is not None) if box.numel else ():
+            place = found(part)
+            assert place is not None, part  # a single element is one box, and any view of it is possible
+            yield from self.inner.wanted(*place, tensors)
 
 
 @dataclass(frozen=True)
@@ -212,9 +293,7 @@ class _Concatenated(Source):
         shape = infos[0].shape
         dim = _counted(self.dim, shape)
         if dim is None or len({(info.dtype, len(info.shape), *_without(info.shape, dim)) for info in infos}) != 1:
-            shown = ", ".join(
-                f"{_shown(part)} {info.dtype} {list(info.shape)}" for part, info in zip(self.parts, infos, strict=True)
-            )
+            shown = _listed(self.parts, infos)
             raise MismatchError(f"concatenated along dim {self.dim}: these do not fit together: {shown}")
         total = sum(info.shape[dim] for info in infos)
         return StoredTensorInfo(infos[0].dtype, (*shape[:dim], total, *shape[dim + 1 :]))
@@ -229,6 +308,34 @@ class _Concatenated(Source):
                 shape = (*box.shape[:dim], last - first, *box.shape[dim + 1 :])
                 start = (*box.start[:dim], first - (end - size), *box.start[dim + 1 :])
                 yield from part.wanted(target.narrow(dim, first - low, last - first), Box(start, shape), tensors)
+
+
+@dataclass(frozen=True)
+class _Stacked(Source):
+    parts: tuple[Source, ...]
+    dim: int
+
+    def names(self) -> set[str]:
+        return {name for part in self.parts for name in part.names()}
+
+    def under(self, names: Mapping[str, str]) -> Source:
+        return replace(self, parts=tuple(part.under(names) for part in self.parts))
+
+    def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
+        infos = [part.info(tensors) for part in self.parts]
+        shape = infos[0].shape
+        dim = _counted(self.dim, (len(infos), *shape))
+        if dim is None or any(info != infos[0] for info in infos):
+            raise MismatchError(
+                f"stacked along dim {self.dim}: these do not fit together: {_listed(self.parts, infos)}"
+            )
+        return StoredTensorInfo(infos[0].dtype, (*shape[:dim], len(infos), *shape[dim:]))
+
+    def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
+        dim = self.dim % len(box.shape)
+        inner = Box(_without(box.start, dim), _without(box.shape, dim))
+        for place in range(box.shape[dim]):
+            yield from self.parts[box.start[dim] + place].wanted(target.select(dim, place), inner, tensors)
 
 
 def _counted(dim: int, shape: tuple[int, ...]) -> int | None:
@@ -246,3 +353,16 @@ def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 def _shown(source: Source) -> str:
     return ", ".join(repr(name) for name in sorted(source.names()))
+
+
+def _listed(parts: Sequence[Source], infos: Sequence[StoredTensorInfo]) -> str:
+    shown = [f"{_shown(part)} {info.dtype} {list(info.shape)}" for part, info in zip(parts, infos, strict=True)]
+    return ", ".join(shown[:MOST_SHOWN]) + (f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else "")
+
+
+def _viewed(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The same memory in another shape; None if its strides do not allow that."""
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return None

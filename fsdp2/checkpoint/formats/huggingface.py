@@ -22,8 +22,9 @@ from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.storage import Storage, check_file_name
 from fsdp2.errors import CorruptError
 
-__all__ = ["is_huggingface", "open_huggingface"]
+__all__ = ["HUGGING_FACE", "is_huggingface", "open_huggingface"]
 
+HUGGING_FACE = "Hugging Face"  # what such a catalog calls itself
 # In the order in which transformers looks for them; each may have an index instead.
 NAMES = (
     "model.safetensors",
@@ -73,7 +74,7 @@ def open_huggingface(storage: Storage, path: str) -> PieceTable:
         CorruptError: a file is missing or damaged, is outside of the folder, or has not the tensors that the index
             lists.
     """
-    catalog = PieceTable(storage, path, "Hugging Face")
+    catalog = PieceTable(storage, path, HUGGING_FACE)
     catalog.tensors["model"] = {}
     entry = _entry(storage, path) or NAMES[0]
     listed: dict[str, str] | None = None

@@ -1,0 +1,192 @@
+"""Where the weights of a transformers model are in a folder of its own: renamed, fused, or one for each expert, by the
+mapping that transformers (5 and later) publishes and applies in `from_pretrained` and `save_pretrained`. Layer:
+checkpoint.
+
+The mapping is for tensors that are loaded. Here it gives sources instead, so that a rank reads what its shards need.
+transformers is imported only for a model that is one of its own.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp2.checkpoint.catalog import StoredTensorInfo
+from fsdp2.checkpoint.sources import Source, concatenated, stacked, stored
+from fsdp2.errors import UnsupportedError
+
+__all__ = ["published_sources"]
+
+# By the pattern that matched, or the target pattern that they have become: as the operations of transformers have it.
+Values = dict[str, list[Source]]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def published_sources(
+    model: object, shapes: Shapes, tensors: Mapping[str, StoredTensorInfo], said: Collection[str] = ()
+) -> dict[str, Source]:
+    """The sources of the tensors whose names or layouts in the folder are others. Empty if the model is not one of
+    transformers, or all its names are stored as they are.
+
+    Args:
+        shapes: of the model's tensors, by name.
+        tensors: what is stored.
+        said: names of the model for which the user says what their sources are.
+
+    Raises:
+        UnsupportedError: another tensor is made by an operation that is not known here.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")  # without it there are no models of its own
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel) or shapes.keys() <= tensors.keys():
+        return {}
+    try:
+        published = import_module("transformers.conversion_mapping")
+        loading = import_module("transformers.core_model_loading")
+    except ImportError:  # before version 5 files had the names of the model
+        return {}
+    transforms = published.get_model_conversion_mapping(_skeleton(model, modeling.PreTrainedModel))
+    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    prefix = model.base_model_prefix
+    found: dict[str, Source] = {}
+    parts: dict[str, tuple[Any, Values]] = {}
+    for name in sorted(tensors, key=loading.dot_natural_key):  # the order of experts is that of their numbers
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, shapes)
+        if renamed not in shapes and name in shapes:  # as transformers has it: it was not meant
+            renamed, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
+        if renamed in shapes and pattern is None:
+            found.setdefault(renamed, stored(name))
+        elif renamed in shapes:
+            _, collected = parts.setdefault(renamed, (of_pattern[pattern], {}))
+            collected.setdefault(pattern, []).append(stored(name))
+    for renamed, (converter, collected) in parts.items():
+        if renamed in said:
+            continue
+        found |= _Conversion(converter, renamed, model.config, shapes, tensors).of(collected)
+    return found
+
+
+def _skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
+    """The modules of transformers alone, without what is in them, and of the classes that they had before they were
+    sharded: the mapping goes by the names of classes."""
+    made: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        made[path] = nn.Module()
+        if isinstance(module, kind):
+            classes = (each for each in type(module).__mro__ if issubclass(each, kind))
+            original: Any = next(each for each in classes if not issubclass(each, FSDPModule))
+            made[path] = original.__new__(original)
+            nn.Module.__init__(made[path])
+            made[path].config = module.config
+        if path:
+            parent, _, name = path.rpartition(".")
+            made[parent].add_module(name, made[path])
+    return made[""]
+
+
+class _Conversion:
+    """One `WeightConverter` of transformers, for one place in the model.
+
+    Args:
+        name: of the first tensor that it makes.
+    """
+
+    def __init__(
+        self, converter: Any, name: str, config: Any, shapes: Shapes, tensors: Mapping[str, StoredTensorInfo]
+    ) -> None:
+        self._operations: Sequence[Any] = converter.operations
+        self._from: Sequence[str] = converter.source_patterns
+        self._to: Sequence[str] = converter.target_patterns
+        self._name = name
+        self._config = config
+        self._shapes = shapes
+        self._tensors = tensors
+
+    def of(self, values: Values) -> dict[str, Source]:
+        """The sources of what it makes. None for what lacks a part: that is missing then, like any tensor."""
+        for operation in self._operations:
+            known = KNOWN.get(type(operation).__name__)
+            if known is None or not (len(values) == 1 or known in OF_SEVERAL):
+                raise UnsupportedError(
+                    f"load: transformers makes '{self._name}' of {', '.join(map(repr, self._from))} by "
+                    f"{type(operation).__name__}, which fsdp2 cannot do while it reads. Say with sources= what it is "
+                    "made of, or load with from_pretrained before sharding"
+                )
+            values = known(self, operation, values)
+            if not values:
+                return {}
+        whole = self._name.replace("*.", "0.")
+        pattern = next((each for each in values if each in whole), "")
+        before, _, after = whole.partition(pattern) if pattern else ("", "", "")
+        return {before + each + after: parts[0] for each, parts in values.items()}
+
+    def _one(self, values: Values) -> Source:
+        """Of the only pattern; of what is stored twice the first counts."""
+        (parts,) = values.values()
+        return parts[0]
+
+    def _shape(self, source: Source) -> tuple[int, ...]:
+        return source.info(self._tensors).shape
+
+    def _cut(self, source: Source, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> Values:
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        cut = [source.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
+        return {target: [part] for target, part in zip(targets, cut, strict=False)}
+
+    def merge(self, operation: Any, values: Values) -> Values:
+        only = len(values) == 1
+        return {
+            (self._to[0] if only else pattern): [stacked(*parts, dim=operation.dim)]
+            for pattern, parts in values.items()
+        }
+
+    def concatenate(self, operation: Any, values: Values) -> Values:
+        if any(pattern not in values for pattern in self._from):
+            return {}
+        parts = [part for pattern in self._from for part in values[pattern]]
+        return {self._to[0]: [concatenated(*parts, dim=operation.dim)]}
+
+    def chunk(self, operation: Any, values: Values) -> Values:
+        targets = self._to
+        if operation.num_shards_attribute is not None:
+            number = getattr(self._config.get_text_config(), operation.num_shards_attribute)
+            targets = [self._to[0].replace("*", str(place)) for place in range(number)]
+        source = self._one(values)
+        size = self._shape(source)[operation.dim]
+        each = -(-size // len(targets))  # as `torch.chunk` has it
+        return self._cut(source, operation.dim, [min(each, size - at) for at in range(0, size, each or 1)], targets)
+
+    def split(self, operation: Any, values: Values) -> Values:
+        names = [self._name.replace(self._to[0], target) for target in self._to]
+        sizes = [self._shapes[name][operation.dim] for name in names]
+        return self._cut(self._one(values), operation.dim, sizes, self._to)
+
+    def transpose(self, operation: Any, values: Values) -> Values:
+        source = self._one(values)
+        if not operation.check_dims or self._shape(source) != self._shapes[self._name]:
+            source = source.transpose(operation.dim0, operation.dim1)
+        return {(self._from if len(self._to) > 1 else self._to)[0]: [source]}
+
+    def interleave(self, operation: Any, values: Values) -> Values:
+        source = self._one(values)
+        shape = self._shape(source)
+        dim = operation.dim % len(shape)
+        pair = (2, shape[dim] // 2) if operation.inverse else (shape[dim] // 2, 2)
+        apart = source.reshape(*shape[:dim], *pair, *shape[dim + 1 :])
+        return {self._to[0]: [apart.transpose(dim, dim + 1).reshape(*shape)]}
+
+
+# By the names of transformers' classes.
+KNOWN: dict[str, Callable[[_Conversion, Any, Values], Values]] = {
+    "MergeModulelist": _Conversion.merge,
+    "Concatenate": _Conversion.concatenate,
+    "Chunk": _Conversion.chunk,
+    "Split": _Conversion.split,
+    "Transpose": _Conversion.transpose,
+    "Interleave": _Conversion.interleave,
+}
+OF_SEVERAL = (_Conversion.merge, _Conversion.concatenate)  # the others take the tensors of one pattern
