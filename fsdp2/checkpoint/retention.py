@@ -1,8 +1,10 @@
 """Which checkpoints of a run there are, which is the newest that is sound, which may go. Layer: checkpoint."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
 
 from fsdp2.checkpoint.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
 from fsdp2.checkpoint.formats.native import read_manifest
@@ -12,6 +14,8 @@ from fsdp2.checkpoint.storage import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
+
+JITTER = 0.01  # of a span of time: saves that are meant to be an hour apart are so by a few seconds
 
 
 def checkpoints(root: Folder) -> list[str]:
@@ -89,7 +93,13 @@ def _newest(folders: Sequence[str], valid: Callable[[str], object] | None) -> tu
     return None, unread
 
 
-def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None) -> list[str]:
+def prune(
+    root: Folder,
+    keep: int,
+    every: int | None = None,
+    valid: Callable[[str], object] | None = None,
+    every_s: float | None = None,
+) -> list[str]:
     """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
 
     What stays: the `keep` newest sound ones by step, and likewise by when they were saved. These are the same, but in a
@@ -99,6 +109,9 @@ def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[st
     Args:
         keep: how many of the newest sound ones stay, at least one (see `latest`).
         every: checkpoints whose step is a multiple of it stay besides.
+        every_s: of those of each span of so many seconds one stays besides (hourly: 3600). From the oldest on, the next
+            one that was saved so long after the last that stays; one that lacks a file does not count. So what once
+            stayed for it goes on staying, however often this is called.
         valid: as for `latest`: with `verify`, only checkpoints that were read to the end count as sound. Without it bad
             bytes within a file are not seen.
 
@@ -107,18 +120,18 @@ def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[st
         earlier versions deleted it, and were killed) goes too, once it is an hour old.
 
     Raises:
-        ArgumentError: `keep` or `every` is less than one.
+        ArgumentError: `keep` or `every` is less than one, or `every_s` not positive.
 
     Example::
 
-        if rank == 0:
-            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000, valid=fsdp2.checkpoint.verify)
+        if rank == 0:  # the last three, and one of each six hours
+            fsdp2.checkpoint.prune("runs/a", keep=3, every_s=6 * 3600, valid=fsdp2.checkpoint.verify)
     """
     storage, path = storage_of(root)
-    known: dict[str, bool] = {}
-    ids = {folder: id_at(storage, folder) for folder in _old(root, keep, every, valid, known)}
+    rule, known = _Rule(keep, every, every_s), dict[str, bool]()
+    ids = {folder: id_at(storage, folder) for folder in _old(root, rule, valid, known)}
     # Judged again: what has taken one of these names since is not what was read above.
-    old = [folder for folder in _old(root, keep, every, valid, known) if folder in ids]
+    old = [folder for folder in _old(root, rule, valid, known) if folder in ids]
     gone = [folder for folder in old if _pruned(storage, folder, ids[folder])]
     for left in remains(storage, path):
         discard(storage, left)
@@ -126,22 +139,37 @@ def prune(root: Folder, keep: int, every: int | None = None, valid: Callable[[st
 
 
 def superseded(
-    root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None
+    root: Folder,
+    keep: int,
+    every: int | None = None,
+    valid: Callable[[str], object] | None = None,
+    every_s: float | None = None,
 ) -> list[str]:
     """What `prune` would delete."""
-    return _old(root, keep, every, valid, {})
+    return _old(root, _Rule(keep, every, every_s), valid, {})
 
 
-def _old(
-    root: Folder, keep: int, every: int | None, valid: Callable[[str], object] | None, known: dict[str, bool]
-) -> list[str]:
+@dataclass(frozen=True)
+class _Rule:
+    """What stays; see `prune`."""
+
+    keep: int
+    every: int | None
+    every_s: float | None
+
+    def __post_init__(self) -> None:
+        if self.keep < 1 or (self.every is not None and self.every < 1):
+            raise ArgumentError(f"prune: keep and every are at least 1, got {self.keep} and {self.every}")
+        if self.every_s is not None and not self.every_s > 0:
+            raise ArgumentError(f"prune: every_s: expected a positive number of seconds, got {self.every_s}")
+
+
+def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known: dict[str, bool]) -> list[str]:
     """See `prune`.
 
     Args:
         known: which checkpoints are sound, as far as that has been looked at.
     """
-    if keep < 1 or (every is not None and every < 1):
-        raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
     by_step = checkpoints(root)
     ages = {folder: age_of(storage, place) for folder in by_step if (place := _place(storage, folder))}
@@ -150,14 +178,25 @@ def _old(
     for order in (by_step, by_time):
         sound = 0
         for folder in reversed(order):  # what is damaged among the newer ones is not ours to judge
-            if sound == keep:
+            if sound == rule.keep:
                 break
             staying.add(folder)
             if folder not in known:
                 known[folder] = _is_sound(folder) and _is_valid(folder, valid)
             sound += known[folder]
+    staying.update(_spaced(by_time, ages, rule.every_s) if rule.every_s is not None else ())
     steps = {folder: step_of(storage.split(folder)[1]) for folder in by_step if folder not in staying}
-    return [folder for folder, step in steps.items() if every is None or step is None or step % every]
+    return [folder for folder, step in steps.items() if rule.every is None or step is None or step % rule.every]
+
+
+def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -> Iterator[str]:
+    """Of folders, oldest first, those that stay for their time. The oldest does, so later calls come to the same
+    answer. They are not read to the end: there may be hundreds."""
+    last = inf
+    for folder in folders:
+        if last - ages[folder] >= every_s * (1 - JITTER) and _is_sound(folder):
+            last = ages[folder]
+            yield folder
 
 
 def _place(storage: Storage, folder: str) -> str | None:

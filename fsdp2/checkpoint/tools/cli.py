@@ -152,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="RUN")
     one.add_argument("--keep", type=int, metavar="N", help="how many of the newest stay")
     one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
+    one.add_argument("--every-hours", type=float, metavar="HOURS", help="one of each such span of time stays besides")
     one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
     one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
     one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -265,11 +266,13 @@ def _prune(args: argparse.Namespace) -> int:
         raise ArgumentError("prune: say how many checkpoints stay (--keep N), or --sweep")
     storage, path = storage_of(args.folder)
     valid = verify if args.verify else None
-    old = superseded(args.folder, args.keep, args.every, valid) if args.keep is not None and args.dry_run else []
+    every_s = None if args.every_hours is None else 3600 * args.every_hours
+    looked = args.keep is not None and args.dry_run
+    old = superseded(args.folder, args.keep, args.every, valid, every_s) if looked else []
     dead = left_overs(storage, path) if args.sweep else []
     if not args.dry_run:
         if args.keep is not None:
-            old = prune(args.folder, args.keep, args.every, valid)
+            old = prune(args.folder, args.keep, args.every, valid, every_s)
         for folder in dead:
             discard(storage, folder)
     if args.json:
