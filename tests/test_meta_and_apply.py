@@ -249,6 +249,32 @@ def test_round_trips_between_steps(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("sync", [True, False])
+def test_round_trip_between_forward_and_backward(rank: int, world_size: int, sync: bool) -> None:
+    """A loop that exports float64 weights after its forward, and converts them back: backward found the parameters that
+    autograd had saved without memory ("setStorage ... out of bounds"), others having been made for the round trip."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    for step in range(2):
+        model.zero_grad()
+        model.set_requires_gradient_sync(sync)
+        loss = model(batch(step, rank, 4)).square().mean()
+        model.to(torch.float64).to(torch.float32)
+        loss.backward()
+        model.to(torch.float64).to(torch.float32)
+        expected = reference_grads(plain, world_size, step)
+        if not sync:
+            model.set_requires_gradient_sync(True)
+            run_step(model, rank, step)
+            expected = {name: 2 * grad for name, grad in expected.items()}
+        assert_gradients(model, expected)
+    check_step(model, plain, rank, world_size)
+    model.to(torch.float64)
+    plain.to(torch.float64)
+    check_step(model, plain, rank, world_size)
+
+
+@on_ranks(2)
 def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
     """SPEC 36: unsynced gradients survive a device move between microbatches."""
     plain = linears(2)

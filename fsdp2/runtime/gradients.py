@@ -89,7 +89,9 @@ class Gradients:
         return bool(self._trainable)
 
     def forget_unsharded(self) -> None:
-        """The unsharded parameters will be made again."""
+        """The unsharded parameters will be made again, unless they fit again by then."""
+        for handle in self._hooks.values():
+            handle.remove()
         self._hooks.clear()
         self._trainable.clear()
         self._unsharded = []

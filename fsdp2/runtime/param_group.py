@@ -102,6 +102,7 @@ class ParamGroup:
         self.keep = Keep.NOTHING
         self.phase = Phase.SHARDED
         self._assembly: Assembly | None = None
+        self._fits = True  # the assembly, with what was taken up last
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
         self._table: list[tuple[int, Slot, dict[str, nn.Parameter | None] | None]] | None = None
@@ -127,6 +128,8 @@ class ParamGroup:
 
     @profiled("FSDP::all_gather")
     def _issue(self, memory: Memory, prefetching: bool) -> None:
+        if not self._fits:
+            self._assembly, self._fits = None, True
         streams = memory.streams
         # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
         in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
@@ -293,9 +296,11 @@ class ParamGroup:
             self._shards = [param.flat[: param.local_numel] for param in self.params]
             if self._assembly is not None:
                 self._assembly.forget_shards()
-        if any(changed) and self._assembly is not None and not self._assembly.fits():
-            self._assembly = None
-            self.gradients.forget_unsharded()
+        if any(changed) and self._assembly is not None:
+            # Kept until the next unshard: converted back by then, it fits again, and a graph holds its parameters.
+            self._fits = self._assembly.fits()
+            if not self._fits:
+                self.gradients.forget_unsharded()
         return any(changed)
 
     def lay_together(self) -> None:
