@@ -129,6 +129,25 @@ def test_training(
 
 
 @on_ranks(2)
+def test_backward_that_does_not_reshard(rank: int, world_size: int) -> None:
+    """`set_reshard_after_backward(False)`: gradients are reduced, although the module holds the unsharded parameters
+    until `reshard` (torch's FSDP2 (2.13) leaves them unreduced, and `reshard` forgets them)."""
+
+    def backward(model: Any, step: int, rank: int) -> Tensor:
+        is_sharded = isinstance(model, fsdp2.FSDPModule)
+        if is_sharded:
+            model.set_reshard_after_backward(False)
+        value = vjp(model, batch(step, rank, 4))
+        value.backward()
+        for module in model.modules() if is_sharded else ():
+            if isinstance(module, fsdp2.FSDPModule):
+                module.reshard()
+        return value.detach()
+
+    Race(rank, world_size, Velocity, shard, backward, torch=False).run(3)
+
+
+@on_ranks(2)
 def test_checkpointed(rank: int, world_size: int) -> None:
     """Blocks that are recomputed in the backward of a transform, and in the backward through it."""
 

@@ -428,10 +428,7 @@ class _Generator:
         self._backward()
         for model in self.models:
             self._add("reset_iter_state", f"{model.name}.reset_iter_state()")
-        for each in self.models:
-            for path in (path for path, _ in each.nodes()):
-                if f'{path}.fails = "' in self.actions[-1].code:
-                    self._add("fail", f'{path}.fails = ""')
+        self._add("fail", f'{path}.fails = ""')  # the block may not have run
         self.slots.clear()
         self._add("zero_grad", "; ".join(f"{model.name}.zero_grad()" for model in self.models))
 

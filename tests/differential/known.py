@@ -128,6 +128,15 @@ KNOWN = (
         forms=lambda program, action: any("torch.func" in each.code for each in program.actions),
     ),
     Known(
+        "transforms of torch.func that run a backward, and `set_reshard_after_backward(False)`",
+        "leaves gradients unreduced, and `reshard` forgets them",
+        "reduces them",
+        at_action=lambda program, action, situation: (
+            action.kind in ("torch.func.vjp", "torch.func.grad", "torch.func.jacrev")
+            and any(a.kind == "set_reshard_after_backward" and not a.value for a in program.actions)
+        ),
+    ),
+    Known(
         "a custom backward that writes `weight.grad` in the compute dtype, under another reduce dtype",
         "reduces it",
         "an error: gradients wait in the reduce dtype (as torch 2.15)",
