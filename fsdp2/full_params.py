@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdp2._torch import backward_is_running, local_tensor
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
+from fsdp2.runtime.left_out import note_ignored
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
 from fsdp2.runtime.unit import Stage, Unit, unit_of
@@ -197,6 +198,7 @@ def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> 
         grad = _whole(sharded.grad, param.roles.device, offload_to_cpu)
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
     whole.__dict__.update(sharded.__dict__)  # what the user noted on it
+    note_ignored([whole])  # plain and trainable, but only for a while
     if grad is not None:
         if grad.dtype != whole.dtype:
             whole.grad_dtype = grad.dtype
