@@ -278,7 +278,7 @@ class _Narrowed(Source):
 
 
 @dataclass(frozen=True)
-class _Concatenated(Source):
+class _Joined(Source):
     parts: tuple[Source, ...]
     dim: int
 
@@ -288,6 +288,9 @@ class _Concatenated(Source):
     def under(self, names: Mapping[str, str]) -> Source:
         return replace(self, parts=tuple(part.under(names) for part in self.parts))
 
+
+@dataclass(frozen=True)
+class _Concatenated(_Joined):
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         infos = [part.info(tensors) for part in self.parts]
         shape = infos[0].shape
@@ -311,16 +314,7 @@ class _Concatenated(Source):
 
 
 @dataclass(frozen=True)
-class _Stacked(Source):
-    parts: tuple[Source, ...]
-    dim: int
-
-    def names(self) -> set[str]:
-        return {name for part in self.parts for name in part.names()}
-
-    def under(self, names: Mapping[str, str]) -> Source:
-        return replace(self, parts=tuple(part.under(names) for part in self.parts))
-
+class _Stacked(_Joined):
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         infos = [part.info(tensors) for part in self.parts]
         shape = infos[0].shape
