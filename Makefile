@@ -1,6 +1,6 @@
 # make train    train a small language model on two ranks          make test      lint, types and the protective tests: what CI runs
 # make lint     ruff and mypy alone                                make test-all  these and the exhaustive tests
-# make docs     the API reference, from the docstrings             make bench     a short version of every benchmark, and figures
+# make docs     the documents as a site, build/site                 make bench     a short version of every benchmark, and figures
 # make fuzz     ten minutes of hostile checkpoints
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
@@ -73,7 +73,7 @@ fuzz-runtime: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_api.py > docs/api.md
-	$(BIN)/pdoc --docformat google --output-directory build/api fsdp2 fsdp2.events
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info runs

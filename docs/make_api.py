@@ -3,14 +3,15 @@
 import inspect
 import sys
 from collections.abc import Iterable
+from types import ModuleType
 
 import fsdp2
 from fsdp2 import checkpoint, compat, events, init, parallel
 
 HEAD = """# API reference
 
-`make docs` builds the whole reference from the docstrings (shapes, dtypes, what is raised, who must call what in which
-order, examples) into `build/api/index.html`. This page is its index, made by `docs/make_api.py`.
+`make docs` builds a site, `build/site/index.html`, with the whole reference from the docstrings (shapes, dtypes, what
+is raised, who must call what in which order, examples). This page is its index, made by `docs/make_api.py`.
 """
 
 
@@ -39,6 +40,31 @@ def page() -> str:
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
         ]
     )
+
+
+def reference() -> dict[str, str]:
+    """The pages of the site's reference, by name: what mkdocstrings is to show on each."""
+    modules = {"fsdp2": fsdp2, "checkpoint": checkpoint, "init": init, "parallel": parallel, "compat": compat}
+    pages = {name: f"# {module.__name__}\n\n" + "".join(_entries(module)) for name, module in modules.items()}
+    shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
+    pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
+    pages["events"] = "# fsdp2.events\n\n::: fsdp2.events\n    options:\n      show_root_heading: false\n"
+    return pages
+
+
+def _entries(module: ModuleType) -> Iterable[str]:
+    """What mkdocstrings is to show of a module: functions first, each under the name by which it is imported."""
+    for name in sorted(module.__all__, key=lambda name: (name[0].isupper(), name.lower())):
+        if name not in ("FSDPModule", "Mode"):
+            title = f"{module.__name__}.{name}"
+            yield f"::: {_home(module, name)}\n    options:\n      heading: {title}\n      toc_label: {name}\n\n"
+
+
+def _home(module: ModuleType, name: str) -> str:
+    """Where `name` is defined, for tools that read the source without running it."""
+    thing = getattr(module, name)
+    defined = getattr(thing, "__module__", "")
+    return f"{defined}.{thing.__qualname__}" if defined.startswith("fsdp2") else f"{module.__name__}.{name}"
 
 
 if __name__ == "__main__":

@@ -217,3 +217,13 @@ def test_links_resolve(path: Path) -> None:
             elif anchor and file.suffix == ".md" and anchor not in anchors(file):
                 broken.append(f"{name_of(path)}:{number}: {match['target']}: no such heading")
     assert not broken, "\n" + "\n".join(broken)
+
+
+@pytest.mark.exhaustive
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly: each name of the reference is found, each page is in the navigation, each link leads somewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    run(command, ROOT, environment(NO_MKDOCS_2_WARNING="1"), "mkdocs build")
+    methods = (tmp_path / "reference" / "module.html").read_text()
+    assert "set_requires_gradient_sync" in methods
+    assert "finalize_backward" in methods

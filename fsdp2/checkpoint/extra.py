@@ -51,7 +51,8 @@ class Reshardable(Stateful, Protocol):
 
         Args:
             states: what each rank saved, by rank.
-            rank, world_size: of now.
+            rank: of this process now.
+            world_size: of now.
         """
         ...
 

@@ -52,7 +52,9 @@ def load_from_rank(
         folder: as for `load`; only the path that rank `rank` gives is looked at.
         model: as for `load`.
         rank: who reads, counted within the group.
-        sources, strict, cast: as for `load`.
+        sources: as for `load`.
+        strict: as for `load`.
+        cast: as for `load`.
         process_group: None for all ranks.
 
     Raises:

@@ -46,7 +46,8 @@ def batch_sizes(
 
     Args:
         data_ranks: of the resolved config or the meshes.
-        global_batch, micro_batch: in samples.
+        global_batch: in samples.
+        micro_batch: in samples.
         accumulation: micro batches a step.
 
     Raises:

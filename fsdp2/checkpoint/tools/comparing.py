@@ -85,7 +85,8 @@ def diff(
     bounded.
 
     Args:
-        first, second: folders of checkpoints in any format that `load` takes.
+        first: the folder of a checkpoint in any format that `load` takes.
+        second: the other one.
         values: compare them; False compares names, shapes and dtypes of tensors alone.
         model_only: neither optimizer nor extra state nor step.
         progress: is called with the bytes done and those to do.
