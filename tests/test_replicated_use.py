@@ -3,13 +3,15 @@ them at another time gets no error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import OrderError, ZeroPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, fully_shard
 from tests.parity_models import batch, local
 from tests.ranks import on_ranks
 
@@ -41,9 +43,9 @@ class Routed(nn.Module):
         return x
 
 
-def routed(kind: str) -> Any:
+def routed(kind: str, **options: Any) -> Any:
     model = Routed()
-    options = {"zero": ZeroPolicy(stage=0)} if kind == "stage0" else {}
+    options |= {"zero": ZeroPolicy(stage=0)} if kind == "stage0" else {}
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
@@ -136,4 +138,68 @@ def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: 
             param.add_(1)
     with pytest.raises(OrderError, match="between forward and backward"):
         losses[0 if pattern == "retained" else -1].backward()
+    model.reset_iter_state()
+
+
+def there_and_back(model: nn.Module) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def one_block(model: Any) -> None:
+    there_and_back(model.blocks[1])
+
+
+def to_other_memory(model: nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+def a_forward_after_it(model: Any) -> None:
+    there_and_back(model)
+    model(batch(5, dist.get_rank(), 4), (0, 2))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_moved_between_forward_and_backward(rank: int, world_size: int, kind: str, mixed: bool) -> None:
+    """`model.to(torch.float64).to(torch.float32)` between forward and backward left all gradients None, and nobody
+    said so: the graph held parameters that the model had no more. They are what they would be without it."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    gradients = []
+    moves: list[Callable[[nn.Module], object]] = [there_and_back, one_block, to_other_memory, a_forward_after_it]
+    for move in [lambda model: None, *moves]:
+        torch.manual_seed(0)
+        model = routed(kind, mp_policy=policy)
+        loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
+        move(model)
+        loss.backward()
+        gradients.append([param.grad.to_local() for param in model.parameters()])
+        assert all(map(torch.equal, gradients[0], gradients[-1]))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_converted_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
+    """In another dtype there is nobody to take the gradient."""
+    model = routed(kind)
+    loss = model(batch(0, rank, 4), (0,)).square().sum()
+    model.to(torch.float64)
+    # What is sharded has no storage of the old dtype any more, which autograd says itself.
+    kinds = (OrderError,) if kind == "stage0" else (OrderError, RuntimeError)
+    with pytest.raises(kinds, match=r"blocks\.0.*converted between forward and backward|setStorage"):
+        loss.backward()
+    model.reset_iter_state()
+    model(batch(0, rank, 4).double(), (0,)).square().sum().backward()
+    assert model.blocks[0].scale.grad.dtype == torch.float64
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_values_assigned_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
+    """`load_state_dict(assign=True)` brings parameters of no more writes than those had which forward used."""
+    model = routed(kind)
+    loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(OrderError, match="between forward and backward"):
+        loss.backward()
     model.reset_iter_state()

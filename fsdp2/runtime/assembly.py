@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp2._torch import set_local_tensor
 from fsdp2.comm.base import Pending
 from fsdp2.layout import Lane, choose_lane, pack
 from fsdp2.mesh import Axis
@@ -43,6 +44,7 @@ class Assembly:
         self._channel = channel
         self._gathers: dict[int, Gather] = {}
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
+        self._aliases = {param for param in params if param.aliases}
         self.copies: list[torch.Tensor] = []
         self.complete_at: list[int] | None = None
         self.used_at: list[int] | None = None
@@ -74,8 +76,7 @@ class Assembly:
             # change of the parameter.
             shape, dtype = param.layout.shape, param.compute_dtype
             if param.aliases:
-                param.whole = param.flat.view(shape)
-                param.make_unsharded(param.from_memory(param.flat.data.view(shape)))
+                param.make_unsharded(_alias(param))
                 continue
             param.whole = storage.view(offset, shape, dtype)
             param.make_unsharded(param.from_memory(storage.view(offset, shape, dtype)))
@@ -187,18 +188,31 @@ class Assembly:
 
     # --- staying valid -----------------------------------------------------------------------------------------------
 
-    def fits(self) -> bool:
-        """Whether the unsharded parameters still fit the sharded ones, which may have been moved or converted."""
-        return all(self._fits(param) for param in self._params)
+    def follow_shards(self) -> bool:
+        """The sharded parameters may have been moved or converted: follow them where unsharded ones share their memory.
+        Returns whether the unsharded parameters fit them still."""
+        with torch.inference_mode(False), torch.no_grad():
+            followed = [self._follows(param) for param in self._params]  # all of them, whatever the first says
+        return all(followed)
 
-    def _fits(self, param: ManagedParameter) -> bool:
-        if param.is_extended != (param in self._extended) or param.unsharded is None:
+    def _follows(self, param: ManagedParameter) -> bool:
+        unsharded, whole, flat = param.unsharded, param.whole, param.flat
+        if unsharded is None or param.is_extended != (param in self._extended):
             return False
         if param.extension is not None:
             return True
-        if param.aliases and param.whole is not None:
-            return param.whole.untyped_storage() is param.flat.untyped_storage()
-        return param.unsharded.dtype == param.compute_dtype
+        if unsharded.dtype != param.compute_dtype or param.aliases != (param in self._aliases):
+            return False
+        if not param.aliases or whole is None or whole.untyped_storage() is flat.untyped_storage():
+            return True
+        if flat.device != whole.device:
+            return False
+        data = _alias(param)
+        if param.plan.specs.inner_mesh is not None:
+            set_local_tensor(unsharded, data, param.plan.specs.unsharded(data.dtype))
+        else:
+            unsharded.data = data  # the same object: a graph may hold it
+        return True
 
     def forget_shards(self) -> None:
         """The shards are other tensors now: keep no reference to those that were."""
@@ -208,3 +222,10 @@ class Assembly:
     def forget_gathers(self) -> None:
         """The channel changed."""
         self._gathers = {}
+
+
+def _alias(param: ManagedParameter) -> torch.Tensor:
+    """The data of an unsharded parameter that is the shard's memory. Sets `whole`."""
+    shape = param.layout.shape
+    param.whole = param.flat.view(shape)
+    return param.from_memory(param.flat.data.view(shape))

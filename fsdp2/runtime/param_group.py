@@ -13,6 +13,7 @@ The phase has one home, here; a parameter's form follows from it.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -130,6 +131,7 @@ class ParamGroup:
     def _issue(self, memory: Memory, prefetching: bool) -> None:
         if not self._fits:
             self._assembly, self._fits = None, True
+            self._refuse_gradients()
         streams = memory.streams
         # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
         in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
@@ -154,6 +156,13 @@ class ParamGroup:
                 self._finish(assembly, pending, axis)
                 gathered = streams.record()
                 self._under_way = lambda: streams.wait(gathered)
+
+    def _refuse_gradients(self) -> None:
+        """The unsharded parameters will be made again. A graph may still hold those of before, of whose gradients
+        nobody would know."""
+        for param in self.params:
+            if param.unsharded is not None and param.unsharded.requires_grad:
+                param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
 
     def _assemble(self) -> Assembly:
         self._assembly = Assembly(self.params, self.channel)
@@ -289,6 +298,7 @@ class ParamGroup:
 
     def refresh(self) -> bool:
         """Take up parameters that were moved, converted or replaced. Only while sharded. Returns whether any was."""
+        before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
         self._table = None
@@ -298,9 +308,13 @@ class ParamGroup:
                 self._assembly.forget_shards()
         if any(changed) and self._assembly is not None:
             # Kept until the next unshard: converted back by then, it fits again, and a graph holds its parameters.
-            self._fits = self._assembly.fits()
+            self._fits = self._assembly.follow_shards()
             if not self._fits:
                 self.gradients.forget_unsharded()
+            now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
+            pairs = zip(before, now, strict=True)
+            if self._assembly.used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
+                self._assembly.used_at = [-1]  # other values, of whatever version
         return any(changed)
 
     def lay_together(self) -> None:
@@ -330,3 +344,10 @@ class ParamGroup:
     def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
         """The sharded parameter, or what a loader has put in its place since."""
         return param.held if self.phase is Phase.SHARDED else param.sharded
+
+
+def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:
+    raise OrderError(
+        f"'{fqn}' was converted between forward and backward, so a gradient came for a parameter that is gone. "
+        "Run the backward before to(dtype), or the forward again after it."
+    )
