@@ -28,8 +28,8 @@ from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.assembly import Assembly
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
-from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
+from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.storage import Storage
 from fsdp2.runtime.streams import Streams, without_grad
 from fsdp2.runtime.together import in_memory_order, lay_together
@@ -106,7 +106,7 @@ class ParamGroup:
         self._fits = True  # the assembly, with what was taken up last
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
-        self._table: list[tuple[int, Slot, dict[str, nn.Parameter | None] | None]] | None = None
+        self._table: SlotTable | None = None
 
     @property
     def roles(self) -> MeshRoles:
@@ -188,6 +188,7 @@ class ParamGroup:
         try:
             with profiler_range("FSDP::all_gather_copy_out", self.fqn):
                 under_way()
+            self._check_slots()
         except BaseException:
             # Not to be waited for again. The memory stays: a failed collective may still write to it.
             self._put([param.sharded for param in self.params])
@@ -233,16 +234,25 @@ class ParamGroup:
 
     def _put(self, forms: Sequence[nn.Parameter | None]) -> None:
         """Make the modules hold these forms of the parameters."""
+        self._slots().put(forms)
+
+    def _slots(self) -> SlotTable:
         if self._table is None:
-            self._table = [
-                (index, slot, slot.direct) for index, param in enumerate(self.params) for slot in param.slots
-            ]
-        for index, slot, direct in self._table:
-            form = forms[index]
-            if direct is not None:
-                direct[slot.name] = form
-            elif form is not None:
-                slot.put(form)
+            self._table = SlotTable([param.slots for param in self.params])
+        return self._table
+
+    def _check_slots(self) -> None:
+        """What somebody has put in the place of parameters would be passed over.
+
+        Raises:
+            ArgumentError: somebody did.
+        """
+        if self.smaller is None:
+            forms = [param.sharded for param in self.params]
+        else:
+            forms = [param.sharded if param.resharded is None else param.resharded for param in self.params]
+        for index, tensor in self._slots().others(forms):
+            check_stand_in(self.params[index], tensor)
 
     def slots_changed(self) -> None:
         """A parameter got another name."""

@@ -41,7 +41,7 @@ from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
 from fsdp2.specs import ParamSpecs
 
-__all__ = ["ManagedParameter", "Partial", "Plan", "managed_by", "num_replaced"]
+__all__ = ["ManagedParameter", "Partial", "Plan", "check_stand_in", "managed_by", "num_replaced"]
 
 # From original and unsharded parameters, and sharded ones that were replaced, to what manages them now. Weak on both
 # sides: a later parameter at the same address is not taken for an earlier one.
@@ -426,3 +426,22 @@ class ManagedParameter:
                 f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
                 f"{current.placements}. Distribute it like the parameter that it replaces."
             )
+
+
+def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
+    """`found` is what a module holds in the place of `param`, which will be put there again.
+
+    Raises:
+        ArgumentError: it may have other values, or wants a gradient.
+    """
+    if found is not None and param.is_among({id(found)}):
+        return
+    local = local_tensor(found) if isinstance(found, DTensor) and not found.requires_grad else None
+    if local is not None and not is_wrapper(local) and local.untyped_storage() is param.flat.untyped_storage():
+        return
+    kind = "None" if found is None else f"a {type(found).__name__} of shape {tuple(found.shape)}"
+    raise ArgumentError(
+        f"'{param.fqn}' is sharded, and its module holds {kind} in its place, which the all-gathered parameter would "
+        "replace. torch.func.functional_call with other parameters needs a module that is not sharded; to change the "
+        "parameter for good call load_state_dict(..., assign=True)."
+    )

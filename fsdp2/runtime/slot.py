@@ -1,5 +1,7 @@
-"""`Slot`: one place where a module holds a parameter. Layer: runtime."""
+"""`Slot`: one place where a module holds a parameter; `SlotTable`: those of a group. Layer: runtime."""
 
+from collections.abc import Sequence
+from operator import is_not
 from weakref import ref
 
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 from fsdp2._torch import allows_direct_slots, parameter_slots
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "SlotTable"]
 
 
 class Slot:
@@ -43,3 +45,36 @@ class Slot:
     def module(self) -> nn.Module | None:
         """The module, while it lives."""
         return self._module()
+
+
+class SlotTable:
+    """The slots of several parameters, to be written and compared without a call for each.
+
+    Args:
+        slots: of each parameter.
+    """
+
+    def __init__(self, slots: Sequence[Sequence[Slot]]):
+        every = [(index, slot) for index, of_one in enumerate(slots) for slot in of_one]
+        self._rows = [(index, slot, slot.direct) for index, slot in every]
+        alive = [(index, slot.name, module) for index, slot in every if (module := slot.module) is not None]
+        self._indices = [index for index, _, _ in alive]
+        self._names = [name for _, name, _ in alive]
+        self._dicts = [parameter_slots(module) for _, _, module in alive]
+
+    def put(self, forms: Sequence[nn.Parameter | None]) -> None:
+        """Make the modules hold these forms of the parameters."""
+        for index, slot, direct in self._rows:
+            form = forms[index]
+            if direct is not None:
+                direct[slot.name] = form
+            elif form is not None:
+                slot.put(form)
+
+    def others(self, forms: Sequence[nn.Parameter]) -> list[tuple[int, torch.Tensor | None]]:
+        """What the modules hold that is none of these forms, each with the index of its parameter."""
+        expected = map(forms.__getitem__, self._indices)
+        if not any(map(is_not, map(dict.get, self._dicts, self._names), expected)):  # without a Python frame for each
+            return []
+        held = zip(self._indices, map(dict.get, self._dicts, self._names), strict=True)
+        return [(index, tensor) for index, tensor in held if tensor is not forms[index]]
