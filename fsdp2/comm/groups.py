@@ -13,7 +13,7 @@ _separate = WeakKeyDictionary()
 
 
 def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of `group`'s ranks and backends, for reduce-scatters beside all-gathers (SPEC 140).
+    """Another group of `group`'s ranks and backends, for reduce-scatters beside all-gathers (docs/behaviour.md, 140).
 
     On NCCL a group is one communicator, which runs one collective at a time, whatever streams they are on; two groups
     can run two. There is one such group for each set of ranks and backends, made at the first call.

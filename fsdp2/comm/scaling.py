@@ -1,4 +1,4 @@
-"""Where the sum of gradients is divided: pure arithmetic (SPEC 124-131). Layer: comm.
+"""Where the sum of gradients is divided: pure arithmetic (docs/behaviour.md, 124-131). Layer: comm.
 
 fp32 and bf16 sums are averaged by each collective in turn. fp16 overflows at 65504, so about the square root of the
 divisor is divided away before the sum and the rest after it.

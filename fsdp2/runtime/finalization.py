@@ -1,4 +1,4 @@
-"""`Finalization`: whether, and how far, the user ends backwards by hand (SPEC 192-197). Layer: runtime.
+"""`Finalization`: whether, and how far, the user ends backwards by hand (docs/behaviour.md, 192-197). Layer: runtime.
 
 ::
 
