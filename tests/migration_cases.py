@@ -3,7 +3,7 @@
 A row is known by its section and its left column. `case` registers what runs for it on the ranks of a pool: our side of
 the row, beside torch's DDP, FSDP1 or FSDP2 where these run on the CPU; DeepSpeed and Accelerate are not installed, so
 there the effect is asserted that they document. `none` registers rows that begin with "none" or "not yet": the reason
-must be there, and what is said to be missing must be missing still. (Migration, DEMAND P4.)
+must be there, and what is said to be missing must be missing still.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradient accumulation: what is reduced when, where gradients wait, in which dtype (SPEC 95-105)."""
+"""Gradient accumulation: what is reduced when, where gradients wait, in which dtype (Behaviour 95-105)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backward(model: nn.Module, step: int, rank: int, dim: int = 4) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_without_sync(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 95: nothing is reduced, sharded grads stay None, parameters are resharded as ever."""
+    """Behaviour 95: nothing is reduced, sharded grads stay None, parameters are resharded as ever."""
     plain = Layers(2)
     model = sharded_copy(plain, reshard_after_forward=raf)
     model.set_requires_gradient_sync(False)
@@ -51,7 +51,8 @@ def test_without_sync(rank: int, world_size: int, raf: bool) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mix_of_synced_and_unsynced(rank: int, world_size: int, seed: int) -> None:
-    """SPEC 96: any sequence of synced and unsynced backwards gives the sum; each synced one reduces each group once."""
+    """Behaviour 96: any sequence of synced and unsynced backwards gives the sum; each synced one reduces each group
+    once."""
     rng = random.Random(seed)
     plain = Stack(depth=2)
     model = sharded_copy(plain)
@@ -73,7 +74,8 @@ def test_any_mix_of_synced_and_unsynced(rank: int, world_size: int, seed: int) -
 
 @on_ranks(2)
 def test_sync_of_a_subset(rank: int, world_size: int) -> None:
-    """SPEC 98: groups without sync wait; the others reduce in every microbatch. `recurse=False` is this module only."""
+    """Behaviour 98: groups without sync wait; the others reduce in every microbatch. `recurse=False` is this module
+    only."""
     plain = Layers(3)
     model = sharded_copy(plain)
     model.layers[1].set_requires_gradient_sync(False)
@@ -96,7 +98,7 @@ def test_sync_of_a_subset(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_keeping_parameters_after_backward(rank: int, world_size: int) -> None:
-    """SPEC 99: parameters kept after backward: plain, no gather in the next forward, grads after `reshard()`."""
+    """Behaviour 99: parameters kept after backward: plain, no gather in the next forward, grads after `reshard()`."""
     plain = Layers(2)
     model = sharded_copy(plain, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
@@ -152,7 +154,7 @@ BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 @on_ranks(2)
 def test_accumulates_in_the_reduce_dtype(rank: int, world_size: int) -> None:
-    """SPEC 100: bf16 gradients 256 and 1, reduced in fp32, make 257, which bf16 cannot hold."""
+    """Behaviour 100: bf16 gradients 256 and 1, reduced in fp32, make 257, which bf16 cannot hold."""
     model = fully_shard(Dot(), mp_policy=BF16_FP32)
     add(model, 256, sync=False)
     add(model, 1)
@@ -166,7 +168,7 @@ def test_accumulates_in_the_reduce_dtype(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16_FP32, MixedPrecisionPolicy(torch.bfloat16)])
 def test_first_use_in_a_later_microbatch(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
-    """SPEC 100, 103: fresh and accumulated gradients of one group go together, whatever their dtypes were."""
+    """Behaviour 100, 103: fresh and accumulated gradients of one group go together, whatever their dtypes were."""
     model = fully_shard(Dot(3), mp_policy=policy)
     add(model, 1, None, None, sync=False)
     add(model, None, 2, None)
@@ -177,7 +179,8 @@ def test_first_use_in_a_later_microbatch(rank: int, world_size: int, policy: Mix
 
 @on_ranks(2)
 def test_unsynced_gradients_are_the_unsharded_parameters(rank: int, world_size: int) -> None:
-    """SPEC 101: they are `.grad` of the unsharded parameter, in the reduce dtype, one object; in-place edits count."""
+    """Behaviour 101: they are `.grad` of the unsharded parameter, in the reduce dtype, one object; in-place edits
+    count."""
     model: Any = fully_shard(Dot(), mp_policy=BF16_FP32)
     add(model, 256, sync=False)
     assert model.weights[0].grad is None
@@ -201,7 +204,8 @@ def test_unsynced_gradients_are_the_unsharded_parameters(rank: int, world_size: 
 
 @on_ranks(2)
 def test_sharded_history_is_kept_apart(rank: int, world_size: int) -> None:
-    """SPEC 102: a bf16 buffer loses the 1 of 256 + 1; the fp32 history on the sharded side never goes through bf16."""
+    """Behaviour 102: a bf16 buffer loses the 1 of 256 + 1; the fp32 history on the sharded side never goes through
+    bf16."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     model = fully_shard(Dot(), mp_policy=policy)
     add(model, 3)
@@ -219,7 +223,7 @@ def test_sharded_history_is_kept_apart(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_clears_one_side(rank: int, world_size: int, set_to_none: bool) -> None:
-    """SPEC 103: `zero_grad` clears the gradients of the form the parameters have; the other side's survive."""
+    """Behaviour 103: `zero_grad` clears the gradients of the form the parameters have; the other side's survive."""
     model: Any = fully_shard(Dot())
     add(model, 5)
     add(model, 2, sync=False)
@@ -238,7 +242,7 @@ def test_zero_grad_clears_one_side(rank: int, world_size: int, set_to_none: bool
 
 @on_ranks(2)
 def test_divide_factor_applies_to_each_reduction(rank: int, world_size: int) -> None:
-    """SPEC 104: factor 3 on two ranks, gradients of 3: 6/3, then nothing, then (6 + 6)/3 more."""
+    """Behaviour 104: factor 3 on two ranks, gradients of 3: 6/3, then nothing, then (6 + 6)/3 more."""
     model: Any = fully_shard(Dot())
     model.set_gradient_divide_factor(3)
     add(model, 3)
@@ -252,7 +256,7 @@ def test_divide_factor_applies_to_each_reduction(rank: int, world_size: int) -> 
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_one_group_over_two_backwards_of_one_forward(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 96, 105: two losses of one forward, the first unsynced: the reduction has both."""
+    """Behaviour 96, 105: two losses of one forward, the first unsynced: the reduction has both."""
     plain = Layers(2)
     model = sharded_copy(plain, reshard_after_forward=raf)
 

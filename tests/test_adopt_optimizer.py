@@ -59,7 +59,7 @@ def stale_warnings() -> Iterator[list[str]]:
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_training_goes_on(rank: int, world_size: int, kind: str, steps_before: int, hsdp: bool) -> None:
-    """ACC#4142/#3859 (DEMAND 71): the state of an optimizer made before sharding, eager state of Adagrad included, was
+    """ACC#4142/#3859: the state of an optimizer made before sharding, eager state of Adagrad included, was
     lost when parameters became DTensors. Here training goes on as if nothing had happened."""
     cls, options = KINDS[kind]
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def test_schedulers_and_local_optimizers(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("made", ["before", "while_unsharded"])
 def test_warning(rank: int, world_size: int, made: str) -> None:
-    """PT#149205 (DEMAND 10): an optimizer made before sharding, or after a forward of a model that stays unsharded,
+    """PT#149205: an optimizer made before sharding, or after a forward of a model that stays unsharded,
     steps on tensors that nobody uses. It says so, once, with names; adopting mends it."""
     model: Any = Stack(depth=1)
     optimizer: Any = None

@@ -1,4 +1,5 @@
-"""The public surface: names, the class swap, policies, and which setters are recursive (SPEC, section A)."""
+"""The public surface: names, the class swap, policies, and which setters are recursive
+(docs/behaviour.md, section A)."""
 
 from __future__ import annotations
 
@@ -66,14 +67,14 @@ NOT_RECURSIVE = [
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_name_is_exported(name: str) -> None:
-    """SPEC 1: the names of torch.distributed.fsdp that belong to FSDP2."""
+    """Behaviour 1: the names of torch.distributed.fsdp that belong to FSDP2."""
     assert getattr(fsdp2, name) is not None
     assert name in fsdp2.__all__
 
 
 @on_ranks(2)
 def test_arguments_are_keyword_only(rank: int, world_size: int) -> None:
-    """SPEC 2: a positional mesh is a TypeError, and changes nothing."""
+    """Behaviour 2: a positional mesh is a TypeError, and changes nothing."""
     module = nn.Linear(2, 2)
     with pytest.raises(TypeError):
         fully_shard(module, init_device_mesh("cpu", (world_size,)))
@@ -84,7 +85,7 @@ def test_arguments_are_keyword_only(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_the_argument_is_returned(rank: int, world_size: int) -> None:
-    """SPEC 2, 19: module -> same module, list -> same list, tuple -> same tuple."""
+    """Behaviour 2, 19: module -> same module, list -> same list, tuple -> same tuple."""
     module, in_list, in_tuple = nn.Linear(2, 2), [nn.Linear(2, 2), nn.ReLU()], (nn.Linear(2, 2),)
     assert fully_shard(module) is module
     assert fully_shard(in_list) is in_list
@@ -97,7 +98,7 @@ class Special(nn.Linear):
 
 @on_ranks(2)
 def test_class_is_swapped(rank: int, world_size: int) -> None:
-    """SPEC 3, 4: a generated class, one per original class; children keep theirs."""
+    """Behaviour 3, 4: a generated class, one per original class; children keep theirs."""
     model = nn.Sequential(Special(2, 2), Special(2, 2), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model[1])
@@ -114,7 +115,7 @@ def test_class_is_swapped(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_swapped_class_builds_plain_modules(rank: int, world_size: int) -> None:
-    """SPEC 5: slicing a sharded Sequential gives a plain one with the same children."""
+    """Behaviour 5: slicing a sharded Sequential gives a plain one with the same children."""
     model = fully_shard(linears(3))
     part = model[:2]
     assert type(part) is nn.Sequential
@@ -124,7 +125,7 @@ def test_swapped_class_builds_plain_modules(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_state(rank: int, world_size: int) -> None:
-    """SPEC 6: None for a plain module, distinct for each call, one for all modules of a list."""
+    """Behaviour 6: None for a plain module, distinct for each call, one for all modules of a list."""
     model = linears(5)
     fully_shard(model[0])
     fully_shard(model[1])
@@ -137,12 +138,12 @@ def test_state(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_pickling_is_refused(rank: int, world_size: int) -> None:
-    """SPEC 7: pickle fails early, and says what to do."""
+    """Behaviour 7: pickle fails early, and says what to do."""
     assert "state_dict" in error_of(AssertionError, lambda: pickle.dumps(fully_shard(nn.Linear(2, 2))))
 
 
 def test_mixed_precision_policy() -> None:
-    """SPEC 8: frozen, hashable, with this positional order."""
+    """Behaviour 8: frozen, hashable, with this positional order."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
     assert policy.param_dtype == torch.bfloat16
     assert policy.reduce_dtype == torch.float32
@@ -155,7 +156,7 @@ def test_mixed_precision_policy() -> None:
 
 
 def test_offload_policies() -> None:
-    """SPEC 8: CPUOffloadPolicy is an OffloadPolicy, pinned by default."""
+    """Behaviour 8: CPUOffloadPolicy is an OffloadPolicy, pinned by default."""
     assert issubclass(CPUOffloadPolicy, OffloadPolicy)
     assert CPUOffloadPolicy().pin_memory is True
     assert CPUOffloadPolicy(pin_memory=False).pin_memory is False
@@ -163,7 +164,7 @@ def test_offload_policies() -> None:
 
 
 def test_data_parallel_mesh_dims() -> None:
-    """SPEC 8: names as one string or several."""
+    """Behaviour 8: names as one string or several."""
     assert DataParallelMeshDims(shard="dp").shard_names == ("dp",)
     assert DataParallelMeshDims(shard="dp").replicate_names == ()
     both = DataParallelMeshDims(("a", "b"), "c")
@@ -172,20 +173,20 @@ def test_data_parallel_mesh_dims() -> None:
 
 @pytest.mark.parametrize("name", RECURSIVE)
 def test_recursive_setter_signature(name: str) -> None:
-    """SPEC 9: recursive by default, `recurse` keyword-only."""
+    """Behaviour 9: recursive by default, `recurse` keyword-only."""
     recurse = inspect.signature(getattr(FSDPModule, name)).parameters["recurse"]
     assert recurse.default is True and recurse.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_set_reshard_after_forward_signature() -> None:
-    """SPEC 9: here `recurse` may be positional."""
+    """Behaviour 9: here `recurse` may be positional."""
     recurse = inspect.signature(FSDPModule.set_reshard_after_forward).parameters["recurse"]
     assert recurse.default is True and recurse.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 @pytest.mark.parametrize("name", NOT_RECURSIVE)
 def test_other_methods_do_not_recurse(name: str) -> None:
-    """SPEC 10: these act on one module's group only."""
+    """Behaviour 10: these act on one module's group only."""
     assert "recurse" not in inspect.signature(getattr(FSDPModule, name)).parameters
 
 
@@ -199,7 +200,7 @@ def two_units(**options: Any) -> nn.Sequential:
 @on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_recursion_of_gradient_sync(rank: int, world_size: int, recurse: bool) -> None:
-    """SPEC 9: set_requires_gradient_sync reaches the child unless told not to."""
+    """Behaviour 9: set_requires_gradient_sync reaches the child unless told not to."""
     model = two_units()
     model.set_requires_gradient_sync(False, recurse=recurse)
     run_step(model, rank)
@@ -210,7 +211,7 @@ def test_recursion_of_gradient_sync(rank: int, world_size: int, recurse: bool) -
 @on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_recursion_of_reshard_after_forward(rank: int, world_size: int, recurse: bool) -> None:
-    """SPEC 9, 43: set_reshard_after_forward, with `recurse` positional; also in place of the root's own choice."""
+    """Behaviour 9, 43: set_reshard_after_forward, with `recurse` positional; also in place of the root's own choice."""
     model = two_units()
     model.set_reshard_after_forward(False, recurse)
     model(batch(0, rank, 4))
@@ -224,7 +225,7 @@ def test_recursion_of_reshard_after_forward(rank: int, world_size: int, recurse:
 @on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_recursion_of_reshard_after_backward(rank: int, world_size: int, recurse: bool) -> None:
-    """SPEC 9: set_reshard_after_backward."""
+    """Behaviour 9: set_reshard_after_backward."""
     model = two_units()
     model.set_reshard_after_backward(False, recurse=recurse)
     run_step(model, rank)
@@ -250,7 +251,7 @@ class Branches(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_recursion_of_reduce_scatter_unused_params(rank: int, world_size: int, recurse: bool) -> None:
-    """SPEC 9, 92: set_reduce_scatter_unused_params."""
+    """Behaviour 9, 92: set_reduce_scatter_unused_params."""
     model = nn.Sequential(Branches(), Branches())
     fully_shard(model[0])
     fully_shard(model)
@@ -262,7 +263,7 @@ def test_recursion_of_reduce_scatter_unused_params(rank: int, world_size: int, r
 
 @on_ranks(2)
 def test_unshard_and_reshard_act_on_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 10, 80: neither touches the units below."""
+    """Behaviour 10, 80: neither touches the units below."""
     model = two_units()
     model.unshard()
     assert is_unsharded(model[1]) and is_sharded(model[0])
@@ -274,7 +275,7 @@ def test_unshard_and_reshard_act_on_one_unit(rank: int, world_size: int) -> None
 @on_ranks(2)
 @pytest.mark.parametrize("setter", ["set_gradient_divide_factor", "set_reduce_scatter_divide_factor"])
 def test_divide_factor_acts_on_one_unit(rank: int, world_size: int, setter: str) -> None:
-    """SPEC 10, 129: a factor of 1 gives the sum in this unit, and the mean stays in the other."""
+    """Behaviour 10, 129: a factor of 1 gives the sum in this unit, and the mean stays in the other."""
     torch.manual_seed(0)
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
@@ -288,7 +289,7 @@ def test_divide_factor_acts_on_one_unit(rank: int, world_size: int, setter: str)
 
 @on_ranks(2)
 def test_force_sum_keeps_the_mean(rank: int, world_size: int) -> None:
-    """SPEC 10, 130: summing and dividing afterwards gives the same gradients."""
+    """Behaviour 10, 130: summing and dividing afterwards gives the same gradients."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     model.set_force_sum_reduction_for_comms(True)
@@ -298,7 +299,7 @@ def test_force_sum_keeps_the_mean(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_all_reduce_hook_acts_on_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 10: only the root's reduction (4 x 4 weight and bias over 2 ranks) reaches the hook."""
+    """Behaviour 10: only the root's reduction (4 x 4 weight and bias over 2 ranks) reaches the hook."""
     model = two_units()
     seen: list[int] = []
     model.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
@@ -308,7 +309,7 @@ def test_all_reduce_hook_acts_on_one_unit(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_unshard_in_backward_acts_on_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 10: of two units that reshard after forward, only the other one is gathered in backward."""
+    """Behaviour 10: of two units that reshard after forward, only the other one is gathered in backward."""
     model = two_units(reshard_after_forward=True)
     model.set_unshard_in_backward(False)
     loss = model(batch(0, rank, 4)).sum()
@@ -320,7 +321,7 @@ def test_unshard_in_backward_acts_on_one_unit(rank: int, world_size: int) -> Non
 
 @on_ranks(2)
 def test_prefetch_lists_act_on_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 10: the list of unit 0 says nothing about unit 1."""
+    """Behaviour 10: the list of unit 0 says nothing about unit 1."""
     model = linears(3)
     for layer in model:
         fully_shard(layer)
@@ -335,7 +336,7 @@ def test_prefetch_lists_act_on_one_unit(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_call_compatible_setters_exist(rank: int, world_size: int) -> None:
-    """SPEC 9, 10: all setters of FSDP2 are methods of a sharded module, and those that only tune keep results."""
+    """Behaviour 9, 10: all setters of FSDP2 are methods of a sharded module, and those that only tune keep results."""
     plain = linears(1)
     model = sharded_copy(plain, fully_shard)
     model.set_reduce_scatter_max_input_buffers(2)

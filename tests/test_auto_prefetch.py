@@ -1,5 +1,5 @@
-"""Automatic forward prefetch: from the third forward on, what ran next in the last two is gathered ahead, without lists
-(DEMAND 29). Where the order changes, nothing is lost but the overlap."""
+"""Automatic forward prefetch: from the third forward on, what ran next in the last two is gathered ahead, without
+lists. Where the order changes, nothing is lost but the overlap."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def same_on_all_ranks(value: Any) -> bool:
 
 @on_ranks(2)
 def test_from_the_third_forward_on(rank: int, world_size: int) -> None:
-    """DEMAND 29: two equal forwards are recorded; in the third, unit i + 1 is unsharded before unit i computes, hence
+    """Two equal forwards are recorded; in the third, unit i + 1 is unsharded before unit i computes, hence
     before it is resharded. Backward does not change."""
     model = sharded()
     default = run_logged(sharded(auto=False), rank, *FORMS)
@@ -117,7 +117,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_prefetch_is_issued_before_the_unit_computes(rank: int, world_size: int) -> None:
-    """DEMAND 29: at the moment when layer i computes, the all-gather of layer i + 1 has been issued, and its module
+    """At the moment when layer i computes, the all-gather of layer i + 1 has been issued, and its module
     still holds shards."""
     model = sharded()
     issued: list[tuple[int, bool, bool]] = []
@@ -141,7 +141,7 @@ def test_prefetch_is_issued_before_the_unit_computes(rank: int, world_size: int)
 
 @on_ranks(2)
 def test_explicit_lists_come_first(rank: int, world_size: int) -> None:
-    """SPEC 66: a unit with a list of its own prefetches that; the others go on by prediction."""
+    """Behaviour 66: a unit with a list of its own prefetches that; the others go on by prediction."""
     model = sharded()
     model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_explicit_lists_come_first(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_numbers_are_those_without(rank: int, world_size: int, reshard_after_forward: bool | None, bf16: bool) -> None:
-    """DEMAND 29: bit by bit the same parameters after six steps, eval forwards between them included."""
+    """Bit by bit the same parameters after six steps, eval forwards between them included."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     results = []
     for auto in (True, False):
@@ -195,7 +195,7 @@ CHANGES = {
 @on_ranks(2, 4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_falls_back(rank: int, world_size: int, change: str) -> None:
-    """DEMAND 29: gradients are right in the forward in which the order changes and after it, nothing stays unsharded,
+    """Gradients are right in the forward in which the order changes and after it, nothing stays unsharded,
     all ranks issue the same collectives, and two equal forwards later it predicts again, the new order."""
     torch.manual_seed(0)
     plain = Ordered()
@@ -221,7 +221,7 @@ def test_another_order_falls_back(rank: int, world_size: int, change: str) -> No
 
 @on_ranks(2)
 def test_wrong_guess_is_given_back_at_the_end_of_forward(rank: int, world_size: int) -> None:
-    """DEMAND 29: layer 1 is prefetched and does not run; after the first difference nothing more is predicted."""
+    """Layer 1 is prefetched and does not run; after the first difference nothing more is predicted."""
     model = sharded(Ordered())
     for _ in range(3):
         forward_log(model, rank)
@@ -248,7 +248,7 @@ reshard layers.1
 
 @on_ranks(2)
 def test_nothing_is_predicted_after_a_difference(rank: int, world_size: int) -> None:
-    """DEMAND 29: in a forward in another order there is one wrong guess, the root's, and no second one."""
+    """In a forward in another order there is one wrong guess, the root's, and no second one."""
     model = sharded(Ordered())
     for _ in range(3):
         forward_log(model, rank)
@@ -258,7 +258,7 @@ def test_nothing_is_predicted_after_a_difference(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 def test_wrong_guess_is_not_used_stale(rank: int, world_size: int) -> None:
-    """DEMAND 29: what was prefetched for nothing is gathered again after the optimizer's step, also where units stay
+    """What was prefetched for nothing is gathered again after the optimizer's step, also where units stay
     unsharded after forward."""
     for reshard_after_forward in (True, False, None):
         model = sharded(Ordered(), reshard_after_forward)
@@ -290,7 +290,7 @@ def test_wrong_guess_is_not_used_stale(rank: int, world_size: int) -> None:
     ],
 )
 def test_forward_that_raises_after_a_prefetch(rank: int, world_size: int, resets: bool) -> None:
-    """DEMAND 29, design invariant 7: layer 1 was prefetched when layer 0 raised. The next forward must not compute with
+    """docs/design.md, invariant 7: layer 1 was prefetched when layer 0 raised. The next forward must not compute with
     it when parameters have changed, with or without `reset_iter_state`."""
     torch.manual_seed(0)
     plain = Ordered()
@@ -322,8 +322,8 @@ def test_forward_that_raises_after_a_prefetch(rank: int, world_size: int, resets
 
 @on_ranks(2)
 def test_two_units_alive_with_streams(rank: int, world_size: int) -> None:
-    """DESIGN invariants 4 and 5: with the streams of an accelerator simulated, prediction keeps the bound of two units,
-    frees nothing that compute may read, and gives the same numbers."""
+    """docs/design.md, invariants 4 and 5: with the streams of an accelerator simulated, prediction keeps the bound of
+    two units, frees nothing that compute may read, and gives the same numbers."""
     expected = train(shard_all(make_model()), rank, steps=6)
     streams = SimulatedStreams()
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -353,7 +353,8 @@ def shard_all(model: nn.Module) -> Any:
 
 @on_ranks(2)
 def test_two_units_alive_on_the_cpu(rank: int, world_size: int) -> None:
-    """DESIGN invariant 4: at most two units' unsharded parameters have memory at any time of a predicted forward."""
+    """docs/design.md, invariant 4: at most two units' unsharded parameters have memory at any time of a predicted
+    forward."""
     alive: dict[int, int] = {}
     most = 0
     alloc, free = storage.FlatStorage.alloc, storage.FlatStorage.free
@@ -393,7 +394,7 @@ def test_two_units_alive_on_the_cpu(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """SPEC 69: the recomputation is no part of what is predicted."""
+    """Behaviour 69: the recomputation is no part of what is predicted."""
     torch.manual_seed(0)
     plain = Layers(4, use_reentrant=use_reentrant)
     model = sharded(plain)
@@ -407,7 +408,7 @@ def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: boo
 
 @on_ranks(2)
 def test_eval_forwards_between(rank: int, world_size: int) -> None:
-    """DEMAND 29: forwards without backward count as iterations; one that stops earlier ends the prediction, no more."""
+    """Forwards without backward count as iterations; one that stops earlier ends the prediction, no more."""
     torch.manual_seed(0)
     plain = Ordered()
     model = sharded(plain)
@@ -425,7 +426,7 @@ def test_eval_forwards_between(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_two_roots(rank: int, world_size: int) -> None:
-    """SPEC 41: each root predicts its own units only, also when they take turns."""
+    """Behaviour 41: each root predicts its own units only, also when they take turns."""
     torch.manual_seed(0)
     plains = [Ordered(3), Ordered(2)]
     roots = [sharded(plain) for plain in plains]
@@ -442,7 +443,7 @@ def test_two_roots(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_hsdp(rank: int, world_size: int) -> None:
-    """DEMAND 29: the same prediction with replicas; the collectives are the same on all ranks."""
+    """The same prediction with replicas; the collectives are the same on all ranks."""
     torch.manual_seed(0)
     plain = Ordered()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), reshard_after_forward=True, mesh=mesh_2d(2, 2))
@@ -456,7 +457,7 @@ def test_hsdp(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_several_forwards_before_a_backward(rank: int, world_size: int) -> None:
-    """SPEC 57: two forwards, one backward; each forward predicts, and the gradients are the sum's."""
+    """Behaviour 57: two forwards, one backward; each forward predicts, and the gradients are the sum's."""
     torch.manual_seed(0)
     plain = Ordered()
     model = sharded(plain)
@@ -477,7 +478,7 @@ def test_several_forwards_before_a_backward(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_setter_wants_a_bool(rank: int, world_size: int) -> None:
-    """DEMAND 29: anything but a bool is an error that names what it got."""
+    """Anything but a bool is an error that names what it got."""
     model = sharded()
     with pytest.raises(ValueError, match="got 1"):
         model.set_auto_forward_prefetch(1)

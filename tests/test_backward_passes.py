@@ -1,4 +1,5 @@
-"""Several forwards, several backwards: in one iteration, on one graph, unfinished on purpose (SPEC 57-60, 63, 64)."""
+"""Several forwards, several backwards: in one iteration, on one graph, unfinished on purpose (Behaviour 57-60, 63,
+64)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def two_forwards(model: nn.Module, rank: int, dim: int) -> Tensor:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False, None])
 def test_two_forwards_one_backward(rank: int, world_size: int, raf: bool | None) -> None:
-    """SPEC 57: gradients of both forwards, reduced once; afterwards everything is sharded again."""
+    """Behaviour 57: gradients of both forwards, reduced once; afterwards everything is sharded again."""
     plain = Layers(3)
     model = sharded_copy(plain, reshard_after_forward=raf)
     expected = mean_gradients(plain, world_size, lambda m, r: two_forwards(m, r, 4).backward())
@@ -57,7 +58,7 @@ def test_two_forwards_one_backward(rank: int, world_size: int, raf: bool | None)
 
 @on_ranks(2)
 def test_order_of_two_forwards_one_backward(rank: int, world_size: int) -> None:
-    """SPEC 57, raf=False: the second forward gathers nothing; the layers go through backward twice, the root once.
+    """Behaviour 57, raf=False: the second forward gathers nothing; the layers go through backward twice, the root once.
 
     What the first sweep resharded, the second one gathers again.
     """
@@ -88,7 +89,7 @@ post_backward (root)
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_two_forwards_one_backward_checkpointed(rank: int, world_size: int, raf: bool, use_reentrant: bool) -> None:
-    """SPEC 58: the recompute gathers what an earlier post-backward resharded, in nested units too."""
+    """Behaviour 58: the recompute gathers what an earlier post-backward resharded, in nested units too."""
     plain = Stack(depth=2, use_reentrant=use_reentrant)
     model: Any = copy.deepcopy(plain)
     for block in model.blocks:
@@ -114,7 +115,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_prefetch_of_the_wrong_unit(rank: int, world_size: int) -> None:
-    """SPEC 59: layer 2's backward prefetches layer 1, which this backward does not need: resharded at its end."""
+    """Behaviour 59: layer 2's backward prefetches layer 1, which this backward does not need: resharded at its end."""
     plain = Branches()
     model = sharded_copy(plain)
     for _ in range(2):
@@ -136,7 +137,8 @@ def test_prefetch_of_the_wrong_unit(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_prefetch_for_a_later_backward(rank: int, world_size: int) -> None:
-    """SPEC 59: before a backward that is not the last, the prefetched unit stays, and the next backward uses it."""
+    """Behaviour 59: before a backward that is not the last, the prefetched unit stays, and the next backward uses
+    it."""
     plain = Branches()
     model = sharded_copy(plain)
     out = model(batch(0, rank, 4))
@@ -158,7 +160,7 @@ def test_prefetch_for_a_later_backward(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False, None])
 def test_retain_graph(rank: int, world_size: int, raf: bool | None) -> None:
-    """SPEC 60: a second backward of the same graph works and adds the same gradients again."""
+    """Behaviour 60: a second backward of the same graph works and adds the same gradients again."""
     plain = Layers(3)
     model = sharded_copy(plain, reshard_after_forward=raf)
 
@@ -177,7 +179,8 @@ def test_retain_graph(rank: int, world_size: int, raf: bool | None) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 63, 105: set on the root for its whole tree; reductions run in each backward, sums are right at the end."""
+    """Behaviour 63, 105: set on the root for its whole tree; reductions run in each backward, sums are right at the
+    end."""
     plain = Layers(3)
     model = sharded_copy(plain, reshard_after_forward=raf)
 
@@ -198,7 +201,7 @@ def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
 
 @on_ranks(2)
 def test_prefetch_in_every_backward(rank: int, world_size: int) -> None:
-    """SPEC 49, 63: of two forwards with a backward each, both backwards prefetch; the first is not the last."""
+    """Behaviour 49, 63: of two forwards with a backward each, both backwards prefetch; the first is not the last."""
     model = sharded_copy(Layers(3))
     losses = [model(batch(step, rank, 4)).sum() for step in range(2)]
     for step, loss in enumerate(losses):
@@ -212,7 +215,7 @@ def test_prefetch_in_every_backward(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_interleaved_forwards_and_backwards(rank: int, world_size: int) -> None:
-    """SPEC 105: one-forward-one-backward pipelining, two microbatches in flight, equals the plain average."""
+    """Behaviour 105: one-forward-one-backward pipelining, two microbatches in flight, equals the plain average."""
     plain = Layers(3)
 
     def schedule(m: nn.Module, r: int) -> None:
@@ -236,7 +239,7 @@ def test_interleaved_forwards_and_backwards(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_async_unshard_is_the_same(rank: int, world_size: int) -> None:
-    """SPEC 64: `_set_unshard_async_op` changes when one waits, not what comes out."""
+    """Behaviour 64: `_set_unshard_async_op` changes when one waits, not what comes out."""
     plain = Stack()
     models = [sharded_copy(plain) for _ in range(2)]
     models[1]._set_unshard_async_op(True)
@@ -256,7 +259,7 @@ def test_async_unshard_is_the_same(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_gradients_with_respect_to_inputs(rank: int, world_size: int) -> None:
-    """SPEC 48, 51: `torch.autograd.grad` for the input alone, and hooks on it, see what the plain model gives."""
+    """Behaviour 48, 51: `torch.autograd.grad` for the input alone, and hooks on it, see what the plain model gives."""
     plain = Layers(2)
     model = sharded_copy(plain, reshard_after_forward=True)
     for _ in range(2):
@@ -274,7 +277,8 @@ def test_gradients_with_respect_to_inputs(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_child_alone_after_the_root(rank: int, world_size: int) -> None:
-    """SPEC 42: once the root has run, a child may run by itself; it reduces its own gradients, others do nothing."""
+    """Behaviour 42: once the root has run, a child may run by itself; it reduces its own gradients, others do
+    nothing."""
     plain = Layers(3)
     model = sharded_copy(plain)
     model(batch(0, rank, 4)).sum().backward()

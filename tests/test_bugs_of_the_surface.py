@@ -77,7 +77,7 @@ def test_a_copy_gathers_its_own_weights(rank: int, world_size: int, original_liv
 
 @on_ranks(4)
 def test_int8_with_a_secondary_shard(rank: int, world_size: int) -> None:
-    """qwZ and hpZ are two halves of ZeRO++ (DEMAND on ZeRO++): together, backward fails."""
+    """qwZ and hpZ are two halves of ZeRO++: together, backward failed."""
     model = sharded(mp_policy=INT8, zero=ZeroPolicy(secondary_shard_size=2))
     step(model)
 
@@ -93,7 +93,7 @@ def test_int8_after_a_first_forward_in_inference_mode(rank: int, world_size: int
 
 @on_ranks(2)
 def test_int8_follows_a_conversion(rank: int, world_size: int) -> None:
-    """SPEC on `Module.to` between steps (tests/test_meta_and_apply.py), with `all_gather_dtype`."""
+    """Behaviour 33, 35: a conversion between steps, with `all_gather_dtype`."""
     model = sharded(mp_policy=INT8)
     step(model)
     model.zero_grad()
@@ -184,8 +184,9 @@ def test_a_wrapper_that_is_not_contiguous(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("how", ["forward without backward", "unsynced backward"])
 def test_inner_shards_follow_the_parameters(rank: int, world_size: int, how: str) -> None:
-    """DESIGN, assumptions: parameters may change between a backward and the next forward. After either of these the
-    module holds the sharded parameters, and without `shard_replicas` the next forward sees what they have become."""
+    """docs/design.md, "Assumptions": parameters may change between a backward and the next forward. After either of
+    these the module holds the sharded parameters, and without `shard_replicas` the next forward sees what they have
+    become."""
     model = sharded(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
     if how == "unsynced backward":
         model.set_requires_gradient_sync(False)
@@ -199,8 +200,9 @@ def test_inner_shards_follow_the_parameters(rank: int, world_size: int, how: str
 
 @on_ranks(4)
 def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: int) -> None:
-    """DESIGN invariant 5: a buffer of the reduce-scatter stream that the all-reduce stream reads has a keeper until
-    that has been waited for. With two reductions in flight the second one's buffer takes the place of the first's."""
+    """docs/design.md, invariant 5: a buffer of the reduce-scatter stream that the all-reduce stream reads has a keeper
+    until that has been waited for. With two reductions in flight the second one's buffer takes the place of the
+    first's."""
     outputs: dict[int, StorageWeakRef] = {}
     seen: list[bool] = []
     scatter, scale = Reduction._scatter_replicas, Reduction._scale
@@ -233,8 +235,8 @@ def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: 
 def test_reset_after_an_unshard_that_failed(
     rank: int, world_size: int, nth: int, reshard_after_forward: bool | int
 ) -> None:
-    """DESIGN invariant 7. What a copy out of memory, or a `fsdp_post_all_gather` that raises, leaves: in forward, and
-    in backward (the third gather), where the module held parameters of the smaller mesh."""
+    """docs/design.md, invariant 7: what a copy out of memory, or a `fsdp_post_all_gather` that raises, leaves: in
+    forward, and in backward (the third gather), where the module held parameters of the smaller mesh."""
     model = sharded(reshard_after_forward=reshard_after_forward)
     step(model)
     original, calls = Gather.finish, []
@@ -267,7 +269,7 @@ def test_reset_after_an_unshard_that_failed(
 def test_is_last_backward_has_no_meaning_in_manual_mode(
     rank: int, world_size: int, stage: int, shard_size: int | None
 ) -> None:
-    """SPEC 192-197, `set_manual_backward_finalization`: "in this mode set_is_last_backward has no meaning"."""
+    """Behaviour 193: in manual mode `set_is_last_backward` has no meaning."""
     model = sharded(zero=ZeroPolicy(stage=stage, shard_size=shard_size))
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
@@ -284,7 +286,7 @@ def test_is_last_backward_has_no_meaning_in_manual_mode(
 
 @on_ranks(2)
 def test_manual_mode_with_a_reentrant_checkpoint_around_the_root(rank: int, world_size: int) -> None:
-    """SPEC 192: forward, backward, finalize. It says that a forward waits for its backward."""
+    """Behaviour 195: forward, backward, finalise. It said that a forward waits for its backward."""
     model = sharded()
     model.set_manual_backward_finalization(True)
     checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).square().mean().backward()
@@ -338,7 +340,7 @@ def test_a_weight_of_two_roots(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_sharing_while_reductions_are_under_way(rank: int, world_size: int) -> None:
-    """SPEC on `share_comm_ctx`: between two microbatches it must keep what is in flight, or refuse."""
+    """Behaviour 141: between two microbatches `share_comm_ctx` keeps what is in flight."""
     model, other = sharded(), sharded()
     model.set_is_last_backward(False)
     step(model)

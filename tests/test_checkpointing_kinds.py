@@ -1,4 +1,4 @@
-"""Every kind of activation checkpointing and offloading, on sharded blocks (SPEC 58, 118, 175; DEMAND 39)."""
+"""Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 118, 175)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def seeded(model: nn.Module, step: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("kind", RUNS)
 def test_functions(rank: int, world_size: int, kind: str, raf: bool) -> None:
-    """SPEC 175: each function that saves less, or elsewhere, trains as torch's FSDP2 and one process do."""
+    """Behaviour 175: each function that saves less, or elsewhere, trains as torch's FSDP2 and one process do."""
     race = Race(
         rank,
         world_size,
@@ -128,7 +128,7 @@ def test_functions(rank: int, world_size: int, kind: str, raf: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", RUNS)
 def test_function_gathers(rank: int, world_size: int, kind: str) -> None:
-    """SPEC 175, DEMAND 39: backward gathers each unit once, and none when they were kept unsharded."""
+    """Behaviour 175: backward gathers each unit once, and none when they were kept unsharded."""
     for raf, gathers in ((True, 4), (False, 0)):
         model = shard_blocks(fsdp2, Kinds(RUNS[kind]), reshard_after_forward=raf)
         loss = model(batch(0, rank)).square().mean()
@@ -173,7 +173,7 @@ WRAPPERS = [
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
-    """SPEC 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
+    """Behaviour 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
     race = Race(
         rank,
         world_size,
@@ -187,8 +187,8 @@ def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_apply_activation_checkpointing_when(rank: int, world_size: int, when: str) -> None:
-    """SPEC 175: `apply_activation_checkpointing` finds the blocks before and after they are sharded: `isinstance` of
-    the original class holds."""
+    """Behaviour 175: `apply_activation_checkpointing` finds the blocks before and after they are sharded: `isinstance`
+    of the original class holds."""
 
     def shard(api: Any, model: nn.Module) -> None:
         wrap = partial(apply_activation_checkpointing, model, check_fn=lambda module: isinstance(module, Block))
@@ -227,7 +227,7 @@ class Around(Stack):
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("how", ["segments", "reentrant", "non_reentrant", "nested"])
 def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -> None:
-    """SPEC 58: a checkpoint around sharded blocks runs all their forwards again within backward."""
+    """Behaviour 58: a checkpoint around sharded blocks runs all their forwards again within backward."""
     race = Race(
         rank,
         world_size,
@@ -240,7 +240,7 @@ def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
 def test_mixed_precision(rank: int, world_size: int, kind: str) -> None:
-    """SPEC 118: with bf16 compute and fp32 reduction, the recompute is the forward's: bit by bit as torch's."""
+    """Behaviour 118: with bf16 compute and fp32 reduction, the recompute is the forward's: bit by bit as torch's."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     race = Race(
         rank,
@@ -257,7 +257,7 @@ def test_mixed_precision(rank: int, world_size: int, kind: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
 def test_accumulation(rank: int, world_size: int, kind: str) -> None:
-    """SPEC 95, 96: backward passes without gradient sync recompute too, and their gradients wait for the last."""
+    """Behaviour 95, 96: backward passes without gradient sync recompute too, and their gradients wait for the last."""
 
     def backward(model: Any, step: int, rank: int) -> Tensor:
         losses = []

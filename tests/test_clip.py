@@ -84,7 +84,7 @@ def layout_of(param: Tensor) -> tuple[Any, ...]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_fsdp(rank: int, world_size: int, norm_type: float) -> None:
-    """SPEC 171, DEMAND 31: 1-D, with uneven and empty shards (which torch's inf-norm cannot take): one all-reduce."""
+    """Behaviour 171: 1-D, with uneven and empty shards (which torch's inf-norm cannot take): one all-reduce."""
     mesh = mesh_of((world_size,), ("shard",))
     wholes = [values(shape, seed) for seed, shape in enumerate(SHAPES)]
     check([parameter(whole, mesh, [Shard(0)]) for whole in wholes], wholes, norm_type, 1)
@@ -93,7 +93,7 @@ def test_fsdp(rank: int, world_size: int, norm_type: float) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_hsdp(rank: int, world_size: int, norm_type: float) -> None:
-    """SPEC 171: replicas count once; one all-reduce, where torch has one for each mesh axis."""
+    """Behaviour 171: replicas count once; one all-reduce, where torch has one for each mesh axis."""
     wholes = [values(shape, seed) for seed, shape in enumerate(SHAPES)]
     check([parameter(whole, mesh_2d(2, 2), [Replicate(), Shard(0)]) for whole in wholes], wholes, norm_type, 1)
 
@@ -102,7 +102,7 @@ def test_hsdp(rank: int, world_size: int, norm_type: float) -> None:
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("norm_type", [1, 2, 3, inf])
 def test_same_as_torch_through_dtensors(rank: int, world_size: int, norm_type: float, hsdp: bool) -> None:
-    """SPEC 171: a trained model's gradients, clipped by torch and by us."""
+    """Behaviour 171: a trained model's gradients, clipped by torch and by us."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     results = []
     for clip in (nn.utils.clip_grad_norm_, clip_grad_norm_):
@@ -117,8 +117,8 @@ def test_same_as_torch_through_dtensors(rank: int, world_size: int, norm_type: f
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_several_meshes(rank: int, world_size: int, norm_type: float) -> None:
-    """DEMAND 31: parameters on several meshes over the same ranks (experts), a replicated 0-dim one, a plain one. torch
-    refuses; here the world is the one group, and each element counts once."""
+    """Behaviour 171: parameters on several meshes over the same ranks (experts), a replicated 0-dim one, a plain one.
+    torch refuses; here the world is the one group, and each element counts once."""
     line, square = mesh_of((4,), ("shard",)), mesh_of((2, 2), ("ep", "fsdp"))
     layouts: list[tuple[Any, ...]] = [
         (line, [Shard(0)]),
@@ -147,7 +147,7 @@ def test_torch_refuses_several_meshes(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_tensor_parallel(rank: int, world_size: int, norm_type: float) -> None:
-    """SPEC 171: a joint (dp, tp) mesh as `fully_shard` makes it over column- and row-wise layers, `_StridedShard`
+    """Behaviour 171: a joint (dp, tp) mesh as `fully_shard` makes it over column- and row-wise layers, `_StridedShard`
     included; one all-reduce over all ranks, replicated biases count once."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     row, column = rank // 2, rank % 2

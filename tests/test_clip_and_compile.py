@@ -1,4 +1,4 @@
-"""Clipping, loss scaling, compilation, logging, checkpoint wrappers around sharded modules (SPEC 171-175)."""
+"""Clipping, loss scaling, compilation, logging, checkpoint wrappers around sharded modules (Behaviour 171-175)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(model: nn.Module, rank: int) -> None:
 @pytest.mark.parametrize("norm_type", [1, 2, 3, float("inf")])
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_clip_grad_norm(rank: int, world_size: int, norm_type: float, hsdp: bool) -> None:
-    """SPEC 171: torch's own function gives the global norm as a DTensor, and clips to it."""
+    """Behaviour 171: torch's own function gives the global norm as a DTensor, and clips to it."""
     plain = Layers(3, dim=8)  # no rank without rows: torch's inf-norm cannot take empty shards
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh)
@@ -59,7 +59,7 @@ def test_clip_grad_norm(rank: int, world_size: int, norm_type: float, hsdp: bool
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_grad_scaler(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 172: an inf in one shard makes all ranks skip the step and back off; the step after is taken."""
+    """Behaviour 172: an inf in one shard makes all ranks skip the step and back off; the step after is taken."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     num_shards = world_size // 2 if hsdp else world_size
     model: Any = shard_blocks(fsdp2, Stack(depth=1), mesh=mesh)
@@ -99,7 +99,7 @@ def compiler() -> Iterator[tuple[Any, list[torch.fx.GraphModule]]]:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["function", "method", "blocks", "blocks_before"])
 def test_compile(rank: int, world_size: int, how: str) -> None:
-    """SPEC 173: a compiled sharded module, or compiled blocks in one, gives the eager gradients."""
+    """Behaviour 173: a compiled sharded module, or compiled blocks in one, gives the eager gradients."""
     plain = Stack(depth=2)
     model: Any = copy.deepcopy(plain)
     with compiler() as (backend, graphs):
@@ -123,7 +123,7 @@ def test_compile(rank: int, world_size: int, how: str) -> None:
 
 @on_ranks(2)
 def test_hooks_are_not_traced(rank: int, world_size: int) -> None:
-    """SPEC 173: no graph holds anything but the module's own computation."""
+    """Behaviour 173: no graph holds anything but the module's own computation."""
     model: Any = Stack(depth=1)
     with compiler() as (backend, graphs):
         shard_blocks(fsdp2, model)
@@ -135,7 +135,7 @@ def test_hooks_are_not_traced(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_log(rank: int, world_size: int) -> None:
-    """SPEC 174: at DEBUG level the logger "fsdp2" tells what happens, with the units' names."""
+    """Behaviour 174: at DEBUG level the logger "fsdp2" tells what happens, with the units' names."""
     messages: list[str] = []
 
     class Keep(logging.Handler):
@@ -165,7 +165,8 @@ def test_log(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("how", ["composable", "wrapper", "reentrant_wrapper"])
 def test_checkpoint_wrappers(rank: int, world_size: int, how: str, where: str) -> None:
-    """SPEC 175: checkpointing by wrapper or composably, in or around the sharded block: gradients and N gathers."""
+    """Behaviour 175: checkpointing by wrapper or composably, in or around the sharded block: gradients and N
+    gathers."""
     plain = Stack(depth=2)
     model: Any = copy.deepcopy(plain)
     for i, block in enumerate(model.blocks):

@@ -124,7 +124,7 @@ def check_narrow(
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_rows_are_summed_in_fp32(rank: int, world_size: int, name: str, narrow: torch.dtype) -> None:
-    """DEMAND 62: bf16 on the wire with fp32 accumulation. Odd sizes, empty ones, more than a block of `sum_rows`."""
+    """bf16 on the wire with fp32 accumulation. Odd sizes, empty ones, more than a block of `sum_rows`."""
     comm, dtypes = NARROW[name](), (narrow, torch.float32)
     check_narrow(comm, rank, world_size, dtypes, [[3] * world_size, [0] * world_size, [66_001] * world_size])
     check_narrow(comm, rank, world_size, (torch.float32, torch.float64), [[5] * world_size])
@@ -139,7 +139,7 @@ def test_narrow_rows_of_uneven_ranges(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_rows_lose_little(rank: int, world_size: int, name: str) -> None:
-    """DEMAND 62: the error is far below that of a reduce-scatter which sums in bf16, with the same bytes sent."""
+    """The error is far below that of a reduce-scatter which sums in bf16, with the same bytes sent."""
     group = dist.group.WORLD
     assert group is not None
     errors = {}
@@ -155,7 +155,7 @@ def test_narrow_rows_lose_little(rank: int, world_size: int, name: str) -> None:
 
 @on_ranks(2)
 def test_all_bytes_travel_narrow(rank: int, world_size: int) -> None:
-    """DEMAND 62: what gloo sends and what the receive buffer holds are of the source's dtype."""
+    """What gloo sends and what the receive buffer holds are of the source's dtype."""
     group = dist.group.WORLD
     assert group is not None
     comm = GlooComm()
@@ -239,7 +239,7 @@ def test_nccl_calls_on_a_fake_group() -> None:
 
 @on_ranks(2, 4)
 def test_separate_group(rank: int, world_size: int) -> None:
-    """SPEC 140: one group for each distinct set of ranks, the same at every call, with messages of its own."""
+    """Behaviour 140: one group for each distinct set of ranks, the same at every call, with messages of its own."""
     group = dist.group.WORLD
     assert group is not None
     other = separate_group(group)
@@ -263,7 +263,7 @@ def test_separate_group(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_separate_groups_of_a_hybrid_mesh(rank: int, world_size: int) -> None:
-    """SPEC 140: each shard group makes its own, the second one after the first one is done."""
+    """Behaviour 140: each shard group makes its own, the second one after the first one is done."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     shard = mesh.get_group("shard")
     if rank >= 2:

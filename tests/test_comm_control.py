@@ -1,5 +1,5 @@
-"""What users may change in the communication (SPEC, section P): collectives of their own, the all-reduce hook, buffers,
-process groups, shared streams. How much is communicated by default: `test_comm_counts.py`.
+"""What users may change in the communication (docs/behaviour.md, section P): collectives of their own, the all-reduce
+hook, buffers, process groups, shared streams. How much is communicated by default: `test_comm_counts.py`.
 
 `FSDP_API=torch` runs this file on torch's own FSDP2, which shows that what is expected here is what users know.
 """
@@ -127,7 +127,7 @@ def train(model: Any, plain: nn.Module, rank: int, world_size: int, dim: int, st
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dim", [4, 5], ids=["even", "uneven"])
 def test_custom_all_gather(rank: int, world_size: int, asynchronous: bool, dim: int) -> None:
-    """SPEC 134: on this unit alone, with its buffer, in place: the input is this rank's part of the output."""
+    """Behaviour 134: on this unit alone, with its buffer, in place: the input is this rank's part of the output."""
     plain = Layers(2, dim)
     model = sharded(plain, reshard_after_forward=True)
     gather = ListGather(asynchronous)
@@ -147,7 +147,7 @@ def test_custom_all_gather(rank: int, world_size: int, asynchronous: bool, dim: 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dim", [4, 5], ids=["even", "uneven"])
 def test_custom_reduce_scatter(rank: int, world_size: int, dim: int) -> None:
-    """SPEC 135: two buffers, for the unit's whole input first, then for this rank's part of the result."""
+    """Behaviour 135: two buffers, for the unit's whole input first, then for this rank's part of the result."""
     plain = Layers(2, dim)
     model = sharded(plain)
     reduce = SumAndCut()
@@ -164,7 +164,7 @@ def test_custom_reduce_scatter(rank: int, world_size: int, dim: int) -> None:
 
 @on_ranks(2, 4)
 def test_large_parameters_with_custom_collectives(rank: int, world_size: int) -> None:
-    """SPEC 134, 135: parameters that would be gathered without a copy take the user's flat buffer, too."""
+    """Behaviour 134, 135: parameters that would be gathered without a copy take the user's flat buffer, too."""
     plain = linears(2, 128)
     model = copy.deepcopy(plain)
     api.fully_shard(model)
@@ -179,8 +179,8 @@ def test_large_parameters_with_custom_collectives(rank: int, world_size: int) ->
 
 @on_ranks(2, 4)
 def test_reused_buffer(rank: int, world_size: int) -> None:
-    """SPEC 134: a collective may hand out the same buffer each time: nothing of a gather lives in it when the next one
-    of this unit starts."""
+    """Behaviour 134: a collective may hand out the same buffer each time: nothing of a gather lives in it when the next
+    one of this unit starts."""
     plain = Layers(3, 5)
     model = sharded(plain, reshard_after_forward=True)
     for module in (model, *model.layers):
@@ -190,7 +190,7 @@ def test_reused_buffer(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_custom_collectives_in_mixed_precision(rank: int, world_size: int) -> None:
-    """SPEC 113, 114, 134, 135: buffers come in the dtypes on the wire."""
+    """Behaviour 113, 114, 134, 135: buffers come in the dtypes on the wire."""
     policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = api.fully_shard(nn.Linear(4, 4), mp_policy=policy)
     gather, reduce = ListGather(), SumAndCut()
@@ -204,7 +204,7 @@ def test_custom_collectives_in_mixed_precision(rank: int, world_size: int) -> No
 
 @on_ranks(4)
 def test_custom_collectives_with_hsdp(rank: int, world_size: int) -> None:
-    """SPEC 106, 134, 135: over the shard axis; the all-reduce over the replicate axis stays."""
+    """Behaviour 106, 134, 135: over the shard axis; the all-reduce over the replicate axis stays."""
     plain = Layers(2)
     mesh = mesh_2d(2, 2)
     model = sharded(plain, mesh=mesh)
@@ -220,7 +220,7 @@ def test_custom_collectives_with_hsdp(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_parity_with_custom_collectives(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 134, 135: training as with torch's FSDP2 under the same collectives, and as in one process."""
+    """Behaviour 134, 135: training as with torch's FSDP2 under the same collectives, and as in one process."""
 
     def shard(which: Any, model: Any) -> None:
         shard_blocks(which, model, reshard_after_forward=raf)
@@ -233,7 +233,7 @@ def test_parity_with_custom_collectives(rank: int, world_size: int, raf: bool) -
 
 @on_ranks(2)
 def test_process_group_buffers_after_a_custom_collective(rank: int, world_size: int) -> None:
-    """SPEC 136: refused, since the collective allocates by itself."""
+    """Behaviour 136: refused, since the collective allocates by itself."""
     model: Any = api.fully_shard(nn.Linear(4, 4))
     model.set_custom_all_gather(ListGather())
     with pytest.raises(AssertionError):
@@ -246,7 +246,7 @@ def test_process_group_buffers_after_a_custom_collective(rank: int, world_size: 
 
 @on_ranks(2)
 def test_symmetric_memory_after_a_custom_collective(rank: int, world_size: int) -> None:
-    """SPEC 136: refused for the same reason, before anything of NCCL is touched."""
+    """Behaviour 136: refused for the same reason, before anything of NCCL is touched."""
     model: Any = api.fully_shard(nn.Linear(4, 4))
     model.set_custom_all_gather(ListGather())
     with pytest.raises(AssertionError):
@@ -272,7 +272,7 @@ def test_process_group_buffers_on_gloo(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(ON_TORCH, reason="torch's ShardPlacementResult is private and takes no mesh")
 @pytest.mark.parametrize("setter", ["set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"])
 def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> None:
-    """SPEC 136: it would not be clear which group is meant."""
+    """Behaviour 136: it would not be clear which group is meant."""
     pair, everyone = mesh_2d(2, 2)["shard"], mesh_2d(1, 4)["shard"]
     model: Any = linears(2)
     experts = set(model[1].parameters())
@@ -296,8 +296,8 @@ def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> No
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 137: once per group, on the flat result in the reduce dtype, while no gradient is there yet; in-place edits
-    count. With HSDP after the all-reduce: every replica sees the mean over all ranks."""
+    """Behaviour 137: once per group, on the flat result in the reduce dtype, while no gradient is there yet; in-place
+    edits count. With HSDP after the all-reduce: every replica sees the mean over all ranks."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     policy = api.MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model: Any = api.fully_shard(nn.Linear(4, 4, dtype=torch.float64), mesh=mesh, mp_policy=policy)
@@ -323,7 +323,7 @@ def test_all_reduce_hook(rank: int, world_size: int, hsdp: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_all_reduce_hook_is_called_once_per_reduction(rank: int, world_size: int, num_layers: int) -> None:
-    """SPEC 137, 95: with the groups that reduce, in their order, and not without gradient sync."""
+    """Behaviour 137, 95: with the groups that reduce, in their order, and not without gradient sync."""
     model = sharded(Layers(num_layers))
     order: list[str] = []
     for index, layer in enumerate(model.layers):
@@ -336,7 +336,7 @@ def test_all_reduce_hook_is_called_once_per_reduction(rank: int, world_size: int
 
 @on_ranks(2, 4)
 def test_stream_of_the_all_reduce_hook(rank: int, world_size: int) -> None:
-    """SPEC 137: a stream of its own on a 1-D mesh; with HSDP the hook belongs to the all-reduce's stream."""
+    """Behaviour 137: a stream of its own on a 1-D mesh; with HSDP the hook belongs to the all-reduce's stream."""
     stream = torch.cpu.Stream()
     plain = linears(1)
     model: Any = api.fully_shard(copy.deepcopy(plain))
@@ -365,8 +365,8 @@ class InOut(nn.Module):
 
 @on_ranks(4)
 def test_replicas_by_an_all_reduce_hook(rank: int, world_size: int) -> None:
-    """SPEC 138: two replicas, kept apart from `fully_shard` and averaged by the hook; weights 0 and 0 on the one, 1 and
-    2 on the other: hidden values 0 and 45, whose mean 22.5 is out_proj's gradient on both."""
+    """Behaviour 138: two replicas, kept apart from `fully_shard` and averaged by the hook; weights 0 and 0 on the one,
+    1 and 2 on the other: hidden values 0 and 45, whose mean 22.5 is out_proj's gradient on both."""
     mesh = mesh_2d(2, 2)
     replica, group = mesh.get_local_rank("replicate"), mesh.get_group("replicate")
     model: Any = InOut(1, 2) if replica else InOut(0, 0)
@@ -390,7 +390,7 @@ def test_replicas_by_an_all_reduce_hook(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("num", [1, 2, 5])
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_input_buffers(rank: int, world_size: int, num: int, hsdp: bool) -> None:
-    """SPEC 139: how many are in flight changes no bit of the gradients; one unit with more counts for all."""
+    """Behaviour 139: how many are in flight changes no bit of the gradients; one unit with more counts for all."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
     results = []
     for value in (1, num):
@@ -409,7 +409,7 @@ def test_input_buffers(rank: int, world_size: int, num: int, hsdp: bool) -> None
     ("value", "kind"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), ("2", TypeError)]
 )
 def test_input_buffers_values(rank: int, world_size: int, value: object, kind: type[Exception]) -> None:
-    """SPEC 139: a whole number, 1 or more."""
+    """Behaviour 139: a whole number, 1 or more."""
     model: Any = api.fully_shard(linears(1))
     with pytest.raises(kind):
         model.set_reduce_scatter_max_input_buffers(value)
@@ -429,7 +429,8 @@ def groups_used(model: Any, rank: int) -> tuple[list[Any], list[Any]]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_separate_reduce_scatter_group(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 140: one more group over the same ranks, for all units; asking again makes no other; False goes back."""
+    """Behaviour 140: one more group over the same ranks, for all units; asking again makes no other; False goes
+    back."""
     if hsdp and world_size == 2:
         return
     plain = Layers(2)
@@ -452,7 +453,7 @@ def test_separate_reduce_scatter_group(rank: int, world_size: int, hsdp: bool) -
 
 @on_ranks(2)
 def test_separate_reduce_scatter_group_of_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 140: `recurse=False` is this unit only."""
+    """Behaviour 140: `recurse=False` is this unit only."""
     model = sharded(Layers(2))
     model.set_separate_reduce_scatter_group(True, recurse=False)
     gathers, reduces = groups_used(model, rank)
@@ -482,8 +483,8 @@ def pipeline(parts: Any, which: int, flagged: bool) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("flagged", [True, False], ids=["one_last_backward", "all_last_backwards"])
 def test_share_comm_ctx(rank: int, world_size: int, when: str, flagged: bool) -> None:
-    """SPEC 141: several roots, one set of streams, set up before or after the first forward: the chunks of a pipeline,
-    whose forwards and backwards interleave, get the gradients of one process.
+    """Behaviour 141: several roots, one set of streams, set up before or after the first forward: the chunks of a
+    pipeline, whose forwards and backwards interleave, get the gradients of one process.
 
     Without the flags torch 2.13 fails: the end of one root's backward forgets the other's order of forwards."""
     if ON_TORCH and not flagged:
@@ -508,7 +509,7 @@ def test_share_comm_ctx(rank: int, world_size: int, when: str, flagged: bool) ->
 
 @on_ranks(2)
 def test_share_comm_ctx_arguments(rank: int, world_size: int) -> None:
-    """SPEC 141: nothing to do for an empty list; every element must be sharded."""
+    """Behaviour 141: nothing to do for an empty list; every element must be sharded."""
     api.share_comm_ctx([])
     with pytest.raises(ValueError):
         api.share_comm_ctx([api.fully_shard(linears(1)), nn.Linear(4, 4)])
@@ -516,7 +517,7 @@ def test_share_comm_ctx_arguments(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_post_optim_event(rank: int, world_size: int) -> None:
-    """SPEC 142: a new event after each optimizer step; losses are those without."""
+    """Behaviour 142: a new event after each optimizer step; losses are those without."""
 
     def losses(set_event: Callable[[Any], None]) -> list[float]:
         torch.manual_seed(0)

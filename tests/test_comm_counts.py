@@ -1,4 +1,4 @@
-"""How much is communicated: the number and the size of collectives per step (SPEC 22, 23, 74, 97, 132, 133)."""
+"""How much is communicated: the number and the size of collectives per step (Behaviour 22, 23, 74, 97, 132, 133)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def counts(log: list[events.Event]) -> tuple[int, ...]:
 @pytest.mark.parametrize("raf", [True, None, False, 2])
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_one_step(rank: int, world_size: int, raf: bool | int | None, root_weight: bool, hsdp: bool) -> None:
-    """SPEC 74, 107, 132: N groups: N gathers forward; N, N-1 or 0 backward; N reduce-scatters, N all-reduces."""
+    """Behaviour 74, 107, 132: N groups: N gathers forward; N, N-1 or 0 backward; N reduce-scatters, N all-reduces."""
     if hsdp and world_size == 2:
         return
     mesh = mesh_2d(2, 2) if hsdp else None
@@ -48,7 +48,7 @@ def test_one_step(rank: int, world_size: int, raf: bool | int | None, root_weigh
     ("raf", "keep", "gathers"), [(True, False, 24), (None, False, 21), (False, False, 12), (False, True, 4)]
 )
 def test_accumulation(rank: int, world_size: int, raf: bool | None, keep: bool, gathers: int) -> None:
-    """SPEC 97: three microbatches, N = 4: N reductions; 2NM, NM or N gathers, kept until the last."""
+    """Behaviour 97: three microbatches, N = 4: N reductions; 2NM, NM or N gathers, kept until the last."""
     model = shard_blocks(fsdp2, Layers(3), reshard_after_forward=raf)
     for _ in range(2):
         with events.record() as log:
@@ -63,7 +63,7 @@ def test_accumulation(rank: int, world_size: int, raf: bool | None, keep: bool, 
 @on_ranks(4)
 @pytest.mark.parametrize("mode", ["no_all_reduce", "no_sync"])
 def test_hsdp_accumulation(rank: int, world_size: int, mode: str) -> None:
-    """SPEC 107, 108: M microbatches: NM reduce-scatters (N without sync), N all-reduces either way."""
+    """Behaviour 107, 108: M microbatches: NM reduce-scatters (N without sync), N all-reduces either way."""
     model = shard_blocks(fsdp2, Layers(3), mesh=mesh_2d(2, 2))
     for _ in range(2):
         with events.record() as log:
@@ -82,7 +82,8 @@ def collectives(log: list[events.Event]) -> list[tuple[Any, ...]]:
 
 @on_ranks(4)
 def test_sizes(rank: int, world_size: int) -> None:
-    """SPEC 23: (3, 3) and (3,) over four ranks: one row each, the last rank's is padding: 4 x 4 gathered, 4 reduced."""
+    """Behaviour 23: (3, 3) and (3,) over four ranks: one row each, the last rank's is padding: 4 x 4 gathered, 4
+    reduced."""
     model = fully_shard(nn.Linear(3, 3), reshard_after_forward=True)
     with events.record() as log:
         model(batch(0, rank, 3)).sum().backward()
@@ -93,7 +94,7 @@ def test_sizes(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_sizes_in_mixed_precision(rank: int, world_size: int) -> None:
-    """SPEC 113, 114: bytes on the wire are those of param_dtype and reduce_dtype; HSDP all-reduces the shard."""
+    """Behaviour 113, 114: bytes on the wire are those of param_dtype and reduce_dtype; HSDP all-reduces the shard."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(nn.Linear(4, 3), mesh=mesh_2d(2, 2), mp_policy=policy, reshard_after_forward=True)
     with events.record() as log:
@@ -105,7 +106,7 @@ def test_sizes_in_mixed_precision(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_sizes_of_a_smaller_group(rank: int, world_size: int) -> None:
-    """SPEC 74: with an int the backward all-gather is over that many ranks and has the same output."""
+    """Behaviour 74: with an int the backward all-gather is over that many ranks and has the same output."""
     model = fully_shard(nn.Linear(4, 4, bias=False), reshard_after_forward=2)
     with events.record() as log:
         model(batch(0, rank, 4)).sum().backward()
@@ -118,7 +119,7 @@ def test_sizes_of_a_smaller_group(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_padded_storage(rank: int, world_size: int) -> None:
-    """SPEC 22: one row over several ranks: every rank stores one row, all but the first show none."""
+    """Behaviour 22: one row over several ranks: every rank stores one row, all but the first show none."""
     model: Any = fully_shard(nn.Linear(4, 1, bias=False))
     shard = model.weight.to_local()
     assert shard.shape == ((1, 4) if rank == 0 else (0, 4))
@@ -127,7 +128,8 @@ def test_padded_storage(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_one_rank(rank: int, world_size: int) -> None:
-    """SPEC 133: over one rank nothing is communicated; parameters are DTensors all the same, copied to be unsharded."""
+    """Behaviour 133: over one rank nothing is communicated; parameters are DTensors all the same, copied to be
+    unsharded."""
     alone = mesh_2d(2, 1)["shard"]
     model: Any = shard_blocks(fsdp2, Layers(2), mesh=alone, reshard_after_forward=True)
     shards = [param.to_local().data_ptr() for param in model.parameters()]

@@ -81,7 +81,7 @@ def filled_operand(rank: int, world_size: int, numel: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("gives_work", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_custom_all_gather(rank: int, world_size: int, dtype: torch.dtype, gives_work: bool) -> None:
-    """SPEC 134: `allocate` for the flat output, then one call by keywords with this rank's slice of it."""
+    """Behaviour 134: `allocate` for the flat output, then one call by keywords with this rank's slice of it."""
     gathers = Gathers(gives_work)
     comm = CustomComm(GlooComm(), all_gather=gathers)
     operand = filled_operand(rank, world_size, 6, dtype)
@@ -102,7 +102,8 @@ def test_custom_all_gather(rank: int, world_size: int, dtype: torch.dtype, gives
 @pytest.mark.parametrize("gives_work", [True, False])
 @pytest.mark.parametrize("average", [True, False])
 def test_custom_reduce_scatter(rank: int, world_size: int, average: bool, gives_work: bool) -> None:
-    """SPEC 135: `allocate` for the input, then for the output, then one call by keywords; `op` says who divides."""
+    """Behaviour 135: `allocate` for the input, then for the output, then one call by keywords; `op` says who
+    divides."""
     scatters = Scatters(gives_work)
     comm = CustomComm(GlooComm(), reduce_scatter=scatters)
     source = torch.arange(5 * world_size, dtype=torch.float32) * (rank + 1)
@@ -152,7 +153,7 @@ class ScatterForTorch(ForTorch):
 
 @on_ranks(2)
 def test_objects_made_for_torchs_fsdp2_serve(rank: int, world_size: int) -> None:
-    """SPEC 134, 135: what implements torch's interface knows nothing of ours, and moves data as it likes."""
+    """Behaviour 134, 135: what implements torch's interface knows nothing of ours, and moves data as it likes."""
     comm = CustomComm(FlatComm(), GatherForTorch(), ScatterForTorch())
     operand = filled_operand(rank, world_size, 3, torch.float32)
     comm.all_gather([operand], world()).wait()
@@ -217,7 +218,7 @@ def test_buffers_are_dropped_at_the_wait() -> None:
 
 @pytest.mark.parametrize("interface", [AllGather, ReduceScatter])
 def test_interfaces_are_abstract(interface: type) -> None:
-    """SPEC 135: neither can be made itself, nor with one of its two methods only."""
+    """Behaviour 135: neither can be made itself, nor with one of its two methods only."""
     with pytest.raises(TypeError, match="abstract"):
         interface()
     with pytest.raises(TypeError, match="abstract"):
@@ -249,7 +250,7 @@ def test_a_wrong_allocation_is_named(wrong: Any, named: str) -> None:
 
 
 def test_narrow_rows_and_a_custom_reduce_scatter_exclude_each_other() -> None:
-    """DEMAND 62 is ours to do; a user's collective sums as it likes."""
+    """The sum in fp32 is ours; a user's collective sums as it likes."""
     with fake_world(0, 2):
         comm = CustomComm(FlatComm(), reduce_scatter=Scatters())
         scatter = Scatter(Operand(torch.ones(4).bfloat16(), [0, 2, 4]), torch.empty(2))
@@ -273,7 +274,7 @@ class CpuMemory:
 
 @on_ranks(2, 4)
 def test_flat_collectives_in_given_memory(rank: int, world_size: int) -> None:
-    """SPEC 136: the ready-made pair moves what the backend moves, in the memory that it was given."""
+    """Behaviour 136: the ready-made pair moves what the backend moves, in the memory that it was given."""
     memory, cpu = CpuMemory(), torch.device("cpu")
     comm = CustomComm(GlooComm(), FlatAllGather(memory), FlatReduceScatter(memory))
     operand = filled_operand(rank, world_size, 3, torch.bfloat16)
@@ -292,7 +293,7 @@ def test_flat_collectives_in_given_memory(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_gloo_has_no_memory_of_its_own(rank: int, world_size: int) -> None:
-    """SPEC 136: a clear error instead of a silent fallback, also for a device that the group does not serve."""
+    """Behaviour 136: a clear error instead of a silent fallback, also for a device that the group does not serve."""
     with pytest.raises(UnsupportedError, match=r"cpu tensors in this group has none to give \(.*gloo.*NCCL has"):
         GroupMemory(world(), torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="xpu tensors"):
@@ -302,7 +303,7 @@ def test_gloo_has_no_memory_of_its_own(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_symmetric_memory_needs_nccl(rank: int, world_size: int, device: str) -> None:
-    """SPEC 136: on the CPU, and on CUDA over gloo; and NCCL is the only backend of it."""
+    """Behaviour 136: on the CPU, and on CUDA over gloo; and NCCL is the only backend of it."""
     with pytest.raises(UnsupportedError, match=f"expected CUDA parameters and a process group of NCCL, got {device}"):
         SymmetricMemory(world(), torch.device(device))
     with pytest.raises(ArgumentError, match="expected backend 'NCCL', got 'NVSHMEM'"):

@@ -1,6 +1,6 @@
-"""`torch.compile` of sharded modules, with torch's own backends (SPEC 173). Which ways of compiling there are is tested
-in tests/test_clip_and_compile.py, with a backend that runs graphs as they are; here ahead-of-time autograd decides what
-is saved for backward, and the code is generated anew."""
+"""`torch.compile` of sharded modules, with torch's own backends (Behaviour 173). Which ways of compiling there are is
+tested in tests/test_clip_and_compile.py, with a backend that runs graphs as they are; here ahead-of-time autograd
+decides what is saved for backward, and the code is generated anew."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def race(rank: int, world_size: int, shard: Callable[[Any, Any], Any], **more: A
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("how", HOW)
 def test_training(rank: int, world_size: int, how: str, raf: bool) -> None:
-    """SPEC 173: compiled blocks, or the compiled model, train as one process does; nothing is compiled again after the
-    first step, although the module holds other parameters between steps than within one."""
+    """Behaviour 173: compiled blocks, or the compiled model, train as one process does; nothing is compiled again after
+    the first step, although the module holds other parameters between steps than within one."""
     with counting() as backend:
         counts: list[int] = []
 
@@ -96,7 +96,7 @@ def test_training(rank: int, world_size: int, how: str, raf: bool) -> None:
 
 @on_ranks(2)
 def test_blocks_share_a_graph(rank: int, world_size: int) -> None:
-    """SPEC 173: blocks of one class are compiled once, whatever unit they are."""
+    """Behaviour 173: blocks of one class are compiled once, whatever unit they are."""
     with counting() as backend:
         model: Any = Stack(depth=3)
         shard_blocks(fsdp2, model)
@@ -108,7 +108,7 @@ def test_blocks_share_a_graph(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", HOW)
 def test_mixed_precision(rank: int, world_size: int, how: str) -> None:
-    """SPEC 173: compiled in bf16, the gradients are those of the eager sharded model, and fp32."""
+    """Behaviour 173: compiled in bf16, the gradients are those of the eager sharded model, and fp32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     eager: Any = Stack(depth=2)
     model: Any = copy.deepcopy(eager)
@@ -154,7 +154,7 @@ class Inside(Block):
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpointed_blocks(rank: int, world_size: int, use_reentrant: bool, where: str) -> None:
-    """SPEC 173, 175: a checkpoint within what is compiled, or around it."""
+    """Behaviour 173, 175: a checkpoint within what is compiled, or around it."""
     with counting() as backend:
 
         def shard(api: Any, model: Any) -> None:
@@ -167,7 +167,7 @@ def test_checkpointed_blocks(rank: int, world_size: int, use_reentrant: bool, wh
 
 @on_ranks(2)
 def test_accumulation(rank: int, world_size: int) -> None:
-    """SPEC 95, 173: compiled backward passes without sync leave their gradients for the last."""
+    """Behaviour 95, 173: compiled backward passes without sync leave their gradients for the last."""
 
     def backward(model: Any, step: int, rank: int) -> Tensor:
         losses = []
@@ -189,7 +189,7 @@ def test_accumulation(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", HOW)
 def test_without_gradients(rank: int, world_size: int, how: str) -> None:
-    """SPEC 173: evaluation under `no_grad` between training steps."""
+    """Behaviour 173: evaluation under `no_grad` between training steps."""
     plain = Stack(depth=2)
     model: Any = copy.deepcopy(plain)
     with counting() as backend:
@@ -206,7 +206,7 @@ def test_without_gradients(rank: int, world_size: int, how: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_communication(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 173: what is compiled communicates as what is not, unit by unit and in the same order."""
+    """Behaviour 173: what is compiled communicates as what is not, unit by unit and in the same order."""
     kinds = ("all_gather", "reduce_scatter", "unshard", "reshard")
     logs = []
     with counting() as backend:
@@ -224,7 +224,8 @@ def test_communication(rank: int, world_size: int, raf: bool) -> None:
 
 @on_ranks(2)
 def test_dynamic_shapes(rank: int, world_size: int) -> None:
-    """SPEC 173: batches of other sizes, other on each rank: ranks compile at different times and need not agree."""
+    """Behaviour 173: batches of other sizes, other on each rank: ranks compile at different times and need not
+    agree."""
     plain = Stack(depth=2)
     model: Any = copy.deepcopy(plain)
     with counting() as backend:
@@ -244,7 +245,7 @@ def test_dynamic_shapes(rank: int, world_size: int) -> None:
 
 @on_ranks(2, timeout_s=150)
 def test_inductor(rank: int, world_size: int) -> None:
-    """SPEC 173: the default backend; generated code reads the unsharded parameters' memory."""
+    """Behaviour 173: the default backend; generated code reads the unsharded parameters' memory."""
     config = torch._inductor.config
     with config.patch(compile_threads=1, cpp_cache_precompile_headers=False), counting("inductor") as backend:
 

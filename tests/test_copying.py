@@ -1,4 +1,4 @@
-"""`copy.deepcopy` of sharded modules, which torch's FSDP2 refuses (SPEC 7), and the EMA that it is for."""
+"""`copy.deepcopy` of sharded modules, which torch's FSDP2 refuses (Behaviour 7), and the EMA that it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`dp_mesh_dims`: parameters are DTensors on one mesh of all axes, some of which are data parallel (SPEC 163-165)."""
+"""`dp_mesh_dims`: parameters are DTensors on one mesh of all axes, some of which are data parallel (Behaviour
+163-165)."""
 
 from __future__ import annotations
 
@@ -197,7 +198,7 @@ def check_step(model: nn.Module, plain: nn.Module, layout: Layout, step: int = 0
 @on_ranks(4)
 @every_layout
 def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
-    """SPEC 163, 164: placements, mesh and local part of sharded parameters; `full_tensor` restores them."""
+    """Behaviour 163, 164: placements, mesh and local part of sharded parameters; `full_tensor` restores them."""
     layout = LAYOUTS[name]
     plain, model = sharded(layout)
     assert model.blocks[0].up.weight.placements == layout.up
@@ -215,7 +216,8 @@ def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @every_layout
 def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
-    """SPEC 163: unsharded they are again what was given, on the full mesh; resharded, the same objects as before."""
+    """Behaviour 163: unsharded they are again what was given, on the full mesh; resharded, the same objects as
+    before."""
     layout = LAYOUTS[name]
     plain, model = sharded(layout)
     in_shards = dict(model.named_parameters())
@@ -235,7 +237,7 @@ def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @every_layout
 def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
-    """SPEC 109, 163, 164: replicate axes alone gather nothing and all-reduce once a group; so does one shard."""
+    """Behaviour 109, 163, 164: replicate axes alone gather nothing and all-reduce once a group; so does one shard."""
     layout = LAYOUTS[name]
     _, model = sharded(layout, reshard_after_forward=True)
     num_shards = max([1, *(layout.sizes[axis] for axis in layout.axes(layout.shard))])
@@ -256,7 +258,7 @@ def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @every_layout
 def test_training(rank: int, world_size: int, name: str) -> None:
-    """SPEC 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
+    """Behaviour 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
     layout = LAYOUTS[name]
     race(layout).run(3)
 
@@ -278,7 +280,7 @@ def race(layout: Layout, options: dict[str, Any] | None = None, **of_race: Any) 
 @some_layouts
 @pytest.mark.parametrize("raf", [True, False])
 def test_reshard_after_forward(rank: int, world_size: int, name: str, raf: bool) -> None:
-    """SPEC 72, 163: either way of resharding; afterwards the parameters are sharded, or as given."""
+    """Behaviour 72, 163: either way of resharding; afterwards the parameters are sharded, or as given."""
     layout = LAYOUTS[name]
     model: Any = race(layout, {"reshard_after_forward": raf}).run(2)
     sharded_form = model.out.weight.placements
@@ -290,7 +292,7 @@ def test_reshard_after_forward(rank: int, world_size: int, name: str, raf: bool)
 @on_ranks(4)
 @some_layouts
 def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
-    """SPEC 113, 163: bf16 on the full mesh for computation, fp32 for reduction, shards and gradients."""
+    """Behaviour 113, 163: bf16 on the full mesh for computation, fp32 for reduction, shards and gradients."""
     layout = LAYOUTS[name]
 
     def with_policy(api: Any, model: nn.Module) -> Any:
@@ -311,7 +313,7 @@ def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @some_layouts
 def test_gradient_accumulation(rank: int, world_size: int, name: str) -> None:
-    """SPEC 96, 163: microbatches, also of Partial gradients, make one sum, reduced with the last."""
+    """Behaviour 96, 163: microbatches, also of Partial gradients, make one sum, reduced with the last."""
     layout = LAYOUTS[name]
 
     def backward(model: Any, step: int, data_rank: int) -> Tensor:
@@ -333,9 +335,10 @@ def test_gradient_accumulation(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["shard,tp", "shard,shard", "replicate,shard", "replicate,replicate"])
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_loss_of_the_global_batch(rank: int, world_size: int, name: str, factor: float | None) -> None:
-    """SPEC 129, 163: a mean that DTensor takes over all ranks has been divided once; a divide factor of 1 is right."""
+    """Behaviour 129, 163: a mean that DTensor takes over all ranks has been divided once; a divide factor of 1 is
+    right."""
     if factor is not None and API is not fsdp2:
-        pytest.skip("not in torch: no custom divide factor on gloo (SPEC 128)")
+        pytest.skip("not in torch: no custom divide factor on gloo (Behaviour 128)")
     layout = LAYOUTS[name]
     plain, model = sharded(layout)
     if factor is not None:
@@ -356,7 +359,7 @@ def test_loss_of_the_global_batch(rank: int, world_size: int, name: str, factor:
 @on_ranks(4)
 @some_layouts
 def test_meta_init(rank: int, world_size: int, name: str) -> None:
-    """SPEC 31, 163: meta, distribute, fully_shard, to_empty, initialise, train."""
+    """Behaviour 31, 163: meta, distribute, fully_shard, to_empty, initialise, train."""
     layout = LAYOUTS[name]
     plain = build()
     with torch.device("meta"):
@@ -373,7 +376,7 @@ def test_meta_init(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @some_layouts
 def test_state_dict(rank: int, world_size: int, name: str) -> None:
-    """SPEC 163, 167, 169: sharded DTensors under the plain names; loading restores the values."""
+    """Behaviour 163, 167, 169: sharded DTensors under the plain names; loading restores the values."""
     layout = LAYOUTS[name]
     plain, model = sharded(layout, reshard_after_forward=False)
     with quiet():
@@ -394,7 +397,7 @@ def test_state_dict(rank: int, world_size: int, name: str) -> None:
 @some_layouts
 @pytest.mark.parametrize("norm_type", [2, float("inf")])
 def test_clip_grad_norm(rank: int, world_size: int, name: str, norm_type: float) -> None:
-    """SPEC 163, 171: torch's own function takes the gradients as they are."""
+    """Behaviour 163, 171: torch's own function takes the gradients as they are."""
     layout = LAYOUTS[name]
     plain, model = Stack(8, 8, 2), None
     plain.out = nn.Linear(8, 4)  # no rank without rows: torch's inf-norm cannot take empty shards
@@ -412,7 +415,7 @@ def test_clip_grad_norm(rank: int, world_size: int, name: str, norm_type: float)
 
 @on_ranks(4)
 def test_shard_placement_fn(rank: int, world_size: int) -> None:
-    """SPEC 162, 163: dim 1 of a weight whose rows TP has sharded: `Shard` over both axes."""
+    """Behaviour 162, 163: dim 1 of a weight whose rows TP has sharded: `Shard` over both axes."""
     layout = LAYOUTS["shard,tp"]
 
     def second_dim(param: nn.Parameter) -> Shard | None:
@@ -449,7 +452,7 @@ def refused(expected: type[Exception], model: nn.Module, mesh: DeviceMesh | None
 
 @on_ranks(4)
 def test_wrong_names(rank: int, world_size: int) -> None:
-    """SPEC 165: neither role, a mesh without names (the default one too), an axis that does not exist."""
+    """Behaviour 165: neither role, a mesh without names (the default one too), an axis that does not exist."""
     mesh = LAYOUTS["shard,tp"].mesh
     nameless = init_device_mesh("cpu", (2, 2))
     refused(ValueError, linear(mesh), mesh)
@@ -462,7 +465,7 @@ def test_wrong_names(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_wrong_parameters(rank: int, world_size: int) -> None:
-    """SPEC 165: a plain tensor, a sharded data axis, another mesh."""
+    """Behaviour 165: a plain tensor, a sharded data axis, another mesh."""
     mesh = LAYOUTS["shard,tp"].mesh
     replicated = [REPLICATE, REPLICATE]
     refused(ValueError, linear(None), mesh, "weight", shard="dp")
@@ -477,19 +480,12 @@ def test_wrong_parameters(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @ours_only("a RuntimeError about overlapping meshes from inside of DeviceMesh")
 def test_one_axis_in_both_roles(rank: int, world_size: int) -> None:
-    """SPEC 165: an axis cannot be sharded and replicated over."""
+    """Behaviour 165: an axis cannot be sharded and replicated over."""
     mesh = LAYOUTS["shard,tp"].mesh
     refused(ValueError, linear(mesh), mesh, "dp", shard="dp", replicate="dp")
 
 
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(rank: int, world_size: int) -> None:
-    """SPEC 75: an int for `reshard_after_forward` either trains right, or is refused at once as NotImplementedError."""
-    layout = LAYOUTS["shard,shard"]
-    try:
-        contest = race(layout, {"reshard_after_forward": 2}, torch=False)
-        contest.shard(fsdp2, build())
-    except NotImplementedError as error:
-        assert "reshard_after_forward" in str(error)  # noqa: PT017 - one of two right answers
-    else:
-        contest.run(2)
+    """Behaviour 75: an int for `reshard_after_forward` trains as one process does; torch refuses it."""
+    race(LAYOUTS["shard,shard"], {"reshard_after_forward": 2}, torch=False).run(2)

@@ -1,4 +1,4 @@
-"""What `fully_shard` refuses, and what it says (SPEC, section X; texts are ours and pinned here)."""
+"""What `fully_shard` refuses, and what it says (docs/behaviour.md, section X; texts are ours and pinned here)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ranks import on_ranks
 
 @on_ranks(2)
 def test_twice(rank: int, world_size: int) -> None:
-    """SPEC 181: a module is sharded once."""
+    """Behaviour 181: a module is sharded once."""
     model = fully_shard(nn.Linear(2, 2))
     expect(
         rank,
@@ -66,7 +66,7 @@ class Chain(nn.ModuleList):
 
 @on_ranks(2)
 def test_containers(rank: int, world_size: int) -> None:
-    """SPEC 182: a ModuleList or ModuleDict has no forward; a subclass with one is fine."""
+    """Behaviour 182: a ModuleList or ModuleDict has no forward; a subclass with one is fine."""
     modules = nn.ModuleList([nn.Linear(2, 2)])
     expect(
         rank,
@@ -84,7 +84,7 @@ on its elements, or on a list of them
 
 @on_ranks(2)
 def test_not_a_module(rank: int, world_size: int) -> None:
-    """SPEC 2, 19: the argument is a module or a list of modules."""
+    """Behaviour 2, 19: the argument is a module or a list of modules."""
     expect(
         rank,
         wrapped(error_of(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"]))),
@@ -103,7 +103,7 @@ fully_shard: expected at least one module, got an empty list
 
 @on_ranks(4)
 def test_mesh_of_three_axes(rank: int, world_size: int) -> None:
-    """SPEC 183: a mesh has one or two axes; the error shows the mesh."""
+    """Behaviour 183: a mesh has one or two axes; the error shows the mesh."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     model = nn.Linear(2, 2)
     text = error_of(ValueError, lambda: fully_shard(model, mesh=mesh))
@@ -122,7 +122,7 @@ fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got DeviceMe
 
 @on_ranks(4)
 def test_unnamed_2d_mesh(rank: int, world_size: int) -> None:
-    """SPEC 106: without names nobody can see which axis is which."""
+    """Behaviour 106: without names nobody can see which axis is which."""
     mesh = DeviceMesh("cpu", mesh_2d(2, 2).mesh)
     expect(
         rank,
@@ -138,7 +138,7 @@ mesh_dim_names=('replicate', 'shard') to init_device_mesh.
 @on_ranks(2)
 @pytest.mark.parametrize("dim", [2, -3])
 def test_shard_dim_out_of_range(rank: int, world_size: int, dim: int) -> None:
-    """SPEC 186: with the dim, the number of dims and the shape."""
+    """Behaviour 186: with the dim, the number of dims and the shape."""
     text = error_of(AssertionError, lambda: fully_shard(linears(1), shard_placement_fn=lambda param: Shard(dim)))
     expect(
         rank,
@@ -151,7 +151,7 @@ shard_placement_fn: Shard(DIM) for '0.weight', which has 2 dims: (4, 4)
 
 @on_ranks(2, 4)
 def test_uneven_dim_other_than_the_first(rank: int, world_size: int) -> None:
-    """SPEC 186, 28: FSDP2 refuses to cut 5 columns over 2 ranks; here it works, and pads."""
+    """Behaviour 186, 28: FSDP2 refuses to cut 5 columns over 2 ranks; here it works, and pads."""
     plain = nn.Linear(5, 3)
     placement = {2: Shard(1), 1: None}
     model = sharded_copy(plain, lambda m: fully_shard(m, shard_placement_fn=lambda param: placement[param.ndim]))
@@ -165,14 +165,14 @@ def test_uneven_dim_other_than_the_first(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("placement", [0, "0", Replicate()], ids=["int", "str", "replicate"])
 def test_placement_fn_results(rank: int, world_size: int, placement: object) -> None:
-    """SPEC 186: a placement function returns a Shard, a result with a mesh, or None."""
+    """Behaviour 186: a placement function returns a Shard, a result with a mesh, or None."""
     call: Callable[[], object] = lambda: fully_shard(linears(1), shard_placement_fn=lambda param: placement)  # noqa: E731
     assert "0.weight" in error_of(ValueError, call) and repr(placement) in error_of(ValueError, call)
 
 
 @on_ranks(4)
 def test_one_group_under_two_meshes(rank: int, world_size: int) -> None:
-    """SPEC 187: two different meshes over the same ranks are refused, or equal ones taken for one."""
+    """Behaviour 187: two different meshes over the same ranks are refused, or equal ones taken for one."""
     plain = linears(2)
     meshes = [init_device_mesh("cpu", (world_size,)) for _ in range(2)]
     model = sharded_copy(
@@ -188,7 +188,7 @@ def test_one_group_under_two_meshes(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("value", [0, 3, 2.0, "x"])
 def test_reshard_after_forward_values(rank: int, world_size: int, value: object) -> None:
-    """SPEC 73: a divisor of the shard size, or a bool."""
+    """Behaviour 73: a divisor of the shard size, or a bool."""
     model = nn.Linear(2, 2)
     text = error_of(ValueError, lambda: fully_shard(model, reshard_after_forward=value))
     assert "reshard_after_forward" in text and repr(value) in text

@@ -1,4 +1,5 @@
-"""After an exception in forward or backward: `reset_iter_state`, and the next iteration is exact (SPEC 178, 179)."""
+"""After an exception in forward or backward: `reset_iter_state`, and the next iteration is exact (Behaviour 178,
+179)."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def step(model: nn.Module, rank: int) -> None:
 def test_next_iteration_is_exact(
     rank: int, world_size: int, raf: bool | None, where: str, blows_in: str, first: bool
 ) -> None:
-    """SPEC 178: between units and inside one, in forward and in backward, in the first iteration and later."""
+    """Behaviour 178: between units and inside one, in forward and in backward, in the first iteration and later."""
     plain = Fused()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), reshard_after_forward=raf)
     if not first:
@@ -93,7 +94,7 @@ def test_next_iteration_is_exact(
 @on_ranks(4)
 @pytest.mark.parametrize("blows_in", ["forward", "backward"])
 def test_hsdp(rank: int, world_size: int, blows_in: str) -> None:
-    """SPEC 178: the same with HSDP, where all-reduces may be under way."""
+    """Behaviour 178: the same with HSDP, where all-reduces may be under way."""
     plain = Fused()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
     model.fuse.blows_in = blows_in
@@ -108,7 +109,7 @@ def test_hsdp(rank: int, world_size: int, blows_in: str) -> None:
 
 @on_ranks(2)
 def test_unsynced_gradients_are_dropped(rank: int, world_size: int) -> None:
-    """SPEC 178: what had not been reduced belongs to the lost iteration; sharded gradients stay."""
+    """Behaviour 178: what had not been reduced belongs to the lost iteration; sharded gradients stay."""
     model: Any = fully_shard(Dot())
     add(model, 5)
     add(model, 100, sync=False)
@@ -120,7 +121,7 @@ def test_unsynced_gradients_are_dropped(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_partial_gradients_are_dropped(rank: int, world_size: int) -> None:
-    """SPEC 178: so do HSDP's partial gradients."""
+    """Behaviour 178: so do HSDP's partial gradients."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     add(model, 100, all_reduce=False)
     model.reset_iter_state()
@@ -130,7 +131,7 @@ def test_partial_gradients_are_dropped(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_optimizer_state_is_untouched(rank: int, world_size: int) -> None:
-    """SPEC 178: parameters, as objects and as values, and so the optimizer, survive the reset."""
+    """Behaviour 178: parameters, as objects and as values, and so the optimizer, survive the reset."""
     model: Any = shard_blocks(fsdp2, Fused())
     optim = torch.optim.Adam(model.parameters(), lr=0.1)
     step(model, rank)
@@ -149,7 +150,7 @@ def test_optimizer_state_is_untouched(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_of_a_non_root(rank: int, world_size: int) -> None:
-    """SPEC 179: a RuntimeError on a child, at no time harmful on a root, even before the first forward."""
+    """Behaviour 179: a RuntimeError on a child, at no time harmful on a root, even before the first forward."""
     plain = Fused()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
     model.reset_iter_state()
@@ -167,7 +168,7 @@ def test_of_a_non_root(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_exception_in_a_recompute(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """SPEC 178: an exception in a checkpoint's recompute, inside backward, leaves nothing behind either."""
+    """Behaviour 178: an exception in a checkpoint's recompute, inside backward, leaves nothing behind either."""
     plain = Fused(use_reentrant=use_reentrant)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
     for _ in range(2):

@@ -1,4 +1,5 @@
-"""All-gather extensions: tensors that say themselves what is gathered and what becomes of it (SPEC, section R).
+"""All-gather extensions: tensors that say themselves what is gathered and what becomes of it (docs/behaviour.md,
+section R).
 
 `FSDP_API=torch` runs this file on torch's own FSDP2, which shows that what is expected here is what users know.
 """
@@ -262,7 +263,7 @@ def rows_of(value: Tensor, rank: int, world_size: int) -> Tensor:
 @pytest.mark.parametrize("dim", [8, 5], ids=["even", "uneven"])
 @pytest.mark.parametrize("raf", [True, False])
 def test_training(rank: int, world_size: int, dim: int, raf: bool) -> None:
-    """SPEC 150-153: two tensors of two dtypes make the parameter, also where a rank's shard is padded or empty."""
+    """Behaviour 150-153: two tensors of two dtypes make the parameter, also where a rank's shard is padded or empty."""
     plain = linears(dim)
     model, _ = extended(plain, InPieces, reshard_after_forward=raf)
     race(model, plain, rank, world_size, dim)
@@ -273,7 +274,7 @@ def test_training(rank: int, world_size: int, dim: int, raf: bool) -> None:
 @pytest.mark.parametrize("dim", [8, 5], ids=["even", "uneven"])
 @pytest.mark.parametrize("raf", [True, False])
 def test_training_with_an_unsharded_subclass(rank: int, world_size: int, dim: int, raf: bool) -> None:
-    """SPEC 150, 152: what is computed with is a subclass of two tensors, in the gathered memory.
+    """Behaviour 150, 152: what is computed with is a subclass of two tensors, in the gathered memory.
 
     Its scales have one column. torch 2.13 takes that for missing padding where rows are uneven; the rows count."""
     if ON_TORCH and dim == 5:
@@ -292,7 +293,8 @@ def copy_of(layer: nn.Linear) -> nn.Linear:
 
 @on_ranks(2, 4)
 def test_training_in_place_of_the_gathered_buffer(rank: int, world_size: int) -> None:
-    """SPEC 150: the outputs are the same memory each time, so a parameter may live in them (torchao relies on it)."""
+    """Behaviour 150: the outputs are the same memory each time, so a parameter may live in them (torchao relies on
+    it)."""
     policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = linears(8)
     model, _ = extended(plain, InPlace, mp_policy=policy)
@@ -315,7 +317,8 @@ def without_extension(plain: nn.Module, **options: Any) -> Any:
 
 @on_ranks(2, 4)
 def test_mixed_precision(rank: int, world_size: int) -> None:
-    """SPEC 150, 152, 153: `param_dtype` reaches the function, which makes a bf16 parameter; the rest is as ever."""
+    """Behaviour 150, 152, 153: `param_dtype` reaches the function, which makes a bf16 parameter; the rest is as
+    ever."""
     policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = linears(8)
     model, seen = extended(plain, InPieces, mp_policy=policy, reshard_after_forward=True)
@@ -329,7 +332,7 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_gradients_are_plain(rank: int, world_size: int) -> None:
-    """SPEC 153: DTensors of plain tensors, in the original dtype."""
+    """Behaviour 153: DTensors of plain tensors, in the original dtype."""
     model, _ = extended(linears(8), InPieces)
     run_step(model, rank, dim=8)
     for param in model.parameters():
@@ -339,7 +342,7 @@ def test_gradients_are_plain(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dim", [8, 5], ids=["even", "uneven"])
 def test_meta_init(rank: int, world_size: int, dim: int) -> None:
-    """SPEC 152, 31: built on meta, given memory, filled, trained."""
+    """Behaviour 152, 31: built on meta, given memory, filled, trained."""
     with torch.device("meta"):
         plain = linears(dim)
     model, _ = extended(plain, InPieces)
@@ -355,8 +358,8 @@ def test_meta_init(rank: int, world_size: int, dim: int) -> None:
 
 @on_ranks(2, 4)
 def test_arguments(rank: int, world_size: int) -> None:
-    """SPEC 149, 150: mesh, global size and stride, owner and policy; outputs of S times the input's rows, the metadata,
-    the dtype; `out` is None once, then always one object. The metadata travels with its all-gather."""
+    """Behaviour 149, 150: mesh, global size and stride, owner and policy; outputs of S times the input's rows, the
+    metadata, the dtype; `out` is None once, then always one object. The metadata travels with its all-gather."""
     policy = api.MixedPrecisionPolicy(output_dtype=torch.float32)
     model, seen = extended(linears(8), InPieces, mp_policy=policy, reshard_after_forward=True)
     for step in range(2):
@@ -380,7 +383,7 @@ def test_arguments(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_mesh_with_hsdp(rank: int, world_size: int) -> None:
-    """SPEC 149: the function gets the shard axis alone."""
+    """Behaviour 149: the function gets the shard axis alone."""
     mesh = mesh_2d(2, 2)
     plain = linears(8)
     model, seen = extended(plain, InPieces, mesh=mesh)
@@ -393,7 +396,7 @@ def test_mesh_with_hsdp(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_memory(rank: int, world_size: int) -> None:
-    """SPEC 152: what the function said to free is freed on reshard and there again when it is called next."""
+    """Behaviour 152: what the function said to free is freed on reshard and there again when it is called next."""
     model, seen = extended(linears(8), InPieces, reshard_after_forward=True)
     run_step(model, rank, dim=8)
     out = seen["post"][-1][3]
@@ -416,7 +419,7 @@ class Legacy(Wrapped):
 
 @on_ranks(2, 4)
 def test_legacy_form(rank: int, world_size: int) -> None:
-    """SPEC 149: a function of the mesh alone is still called."""
+    """Behaviour 149: a function of the mesh alone is still called."""
     plain = linears(8)
     model, seen = extended(plain, Legacy)
     race(model, plain, rank, world_size, 8)
@@ -425,7 +428,7 @@ def test_legacy_form(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_functions_on_the_instance(rank: int, world_size: int) -> None:
-    """SPEC 148: set on the local tensor itself, of no special class; other parameters go their usual way."""
+    """Behaviour 148: set on the local tensor itself, of no special class; other parameters go their usual way."""
     plain = linears(8)
     model = without_extension(plain)
     calls: list[str] = []
@@ -479,7 +482,7 @@ def gathered_bytes(model: Any, seen: dict[str, list[Any]]) -> list[int]:
 @pytest.mark.skipif(ON_TORCH, reason="since torch 2.15")
 @pytest.mark.parametrize("raf", [True, False])
 def test_release_of_the_outputs(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 154 [15]: the gathered tensors take no memory while the unit computes; training goes on as ever."""
+    """Behaviour 154: the gathered tensors take no memory while the unit computes; training goes on as ever."""
     plain = linears(8)
     model, seen = extended(plain, Releases, reshard_after_forward=raf)
     assert gathered_bytes(model, seen) == [0, 0]
@@ -491,7 +494,7 @@ def test_release_of_the_outputs(rank: int, world_size: int, raf: bool) -> None:
 @pytest.mark.skipif(ON_TORCH, reason="since torch 2.15")
 @pytest.mark.parametrize("case", ["not_a_bool", "no_extension", "int_raf"])
 def test_release_of_the_outputs_mistakes(rank: int, world_size: int, case: str) -> None:
-    """SPEC 154 [15]: a real bool, of a full extension, and no second all-gather of plain shards."""
+    """Behaviour 154: a real bool, of a full extension, and no second all-gather of plain shards."""
     name = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
     base, value = {"not_a_bool": (InPieces, 1), "no_extension": (Wrapped, True), "int_raf": (InPieces, True)}[case]
     kind = type("Wrong", (base,), {name: lambda self: value})
@@ -522,7 +525,7 @@ HALVES: dict[str, Callable[..., Any]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", HALVES)
 def test_half_an_extension(rank: int, world_size: int, name: str) -> None:
-    """SPEC 148: one function without the other is refused by `fully_shard`, and names the missing one."""
+    """Behaviour 148: one function without the other is refused by `fully_shard`, and names the missing one."""
     kind = type("Half", (Wrapped,), {name: HALVES[name]})
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(kind(layer.weight.detach(), {}))
@@ -532,7 +535,7 @@ def test_half_an_extension(rank: int, world_size: int, name: str) -> None:
 
 @on_ranks(2)
 def test_signature(rank: int, world_size: int) -> None:
-    """SPEC 149: a function of two arguments is neither form."""
+    """Behaviour 149: a function of two arguments is neither form."""
 
     class Odd(InPlace):
         def fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size) -> Any:  # type: ignore[override]
@@ -558,7 +561,7 @@ class Unpadded(InPieces):
 
 @on_ranks(2)
 def test_unpadded_input(rank: int, world_size: int) -> None:
-    """SPEC 151: with 5 rows over two ranks, rank 1 must return 3, too; it says what it got and what it expects."""
+    """Behaviour 151: with 5 rows over two ranks, rank 1 must return 3, too; it says what it got and what it expects."""
     layer: Any = nn.Linear(4, 5, bias=False)
     layer.weight = nn.Parameter(Unpadded(layer.weight.detach(), {}))
     api.fully_shard(layer)

@@ -1,5 +1,6 @@
-"""What torch 2.15 added: manual finalisation and kept storage (SPEC, section Z), a dtype for each parameter (122, 123),
-and what `test_accumulation.py` leaves of 101-103. torch 2.13 has none of it: this stands on the text of SPEC alone.
+"""What torch 2.15 added: manual finalisation and kept storage (docs/behaviour.md, section Z), a dtype for
+each parameter (Behaviour 122, 123), and what `test_accumulation.py` leaves of Behaviour 101-103. torch 2.13 has none of
+it: this stands on docs/behaviour.md alone.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def mean_of(plain: nn.Module, world_size: int, *steps: int) -> dict[str, Tensor 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 192: reshard registers the sharded parameters, and leaves the unsharded ones their memory; every unshard
-    gathers into it anew. Off again, reshard frees it."""
+    """Behaviour 192: reshard registers the sharded parameters, and leaves the unsharded ones their memory; every
+    unshard gathers into it anew. Off again, reshard frees it."""
     plain = Layers(2)
     model = sharded(plain, manual=False, reshard_after_forward=raf)
     model.set_keep_unsharded_storage(True)
@@ -87,7 +88,7 @@ def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> None:
-    """SPEC 192: recursive, unless told not to be."""
+    """Behaviour 192: recursive, unless told not to be."""
     model = sharded(Layers(2), manual=False, reshard_after_forward=True)
     model.set_keep_unsharded_storage(True, recurse=recurse)
     kept = []
@@ -108,7 +109,7 @@ def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> 
 @pytest.mark.parametrize("raf", [True, False, None])
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool | None, hsdp: bool) -> None:
-    """SPEC 194: sync off for all backwards, on, finalise: one reduce-scatter a group, of the sum."""
+    """Behaviour 194: sync off for all backwards, on, finalise: one reduce-scatter a group, of the sum."""
     plain = Layers(3)
     model = sharded(plain, mesh=mesh_2d(2, world_size // 2) if hsdp else None, reshard_after_forward=raf)
     for iteration in range(2):
@@ -134,7 +135,8 @@ def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool |
 @on_ranks(2, 4)
 @pytest.mark.parametrize("last", [True, False])
 def test_supersedes_is_last_backward(rank: int, world_size: int, last: bool) -> None:
-    """SPEC 193: whatever `set_is_last_backward` says, only `finalize_backward` ends it; with sync on throughout."""
+    """Behaviour 193: whatever `set_is_last_backward` says, only `finalize_backward` ends it; with sync on
+    throughout."""
     plain = Layers(2)
     model = sharded(plain)
     model.set_is_last_backward(last)
@@ -150,7 +152,7 @@ def test_supersedes_is_last_backward(rank: int, world_size: int, last: bool) -> 
 
 @on_ranks(2, 4)
 def test_several_backwards_of_one_forward(rank: int, world_size: int) -> None:
-    """SPEC 194, 146: a chunked loss: one forward, a backward for each chunk of its output."""
+    """Behaviour 194, 146: a chunked loss: one forward, a backward for each chunk of its output."""
     plain = Layers(2)
     model = sharded(plain, reshard_after_forward=True)
 
@@ -168,7 +170,7 @@ def test_several_backwards_of_one_forward(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> None:
-    """SPEC 193: switching it off before finalising is refused, or waits; on again later it works as before."""
+    """Behaviour 193: switching it off before finalising is refused, or waits; on again later it works as before."""
     plain = Layers(2)
     model = sharded(plain)
     backwards(model, rank, 0)
@@ -186,7 +188,7 @@ def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> No
 @on_ranks(2)
 @pytest.mark.parametrize("before_first_forward", [True, False])
 def test_manual_finalisation_of_a_child(rank: int, world_size: int, before_first_forward: bool) -> None:
-    """SPEC 193: root only; found at once, or when it is clear which is the root."""
+    """Behaviour 193: root only; found at once, or when it is clear which is the root."""
     model = sharded(Layers(2), manual=False)
     if not before_first_forward:
         run_step(model, rank)
@@ -201,8 +203,8 @@ def test_manual_finalisation_of_a_child(rank: int, world_size: int, before_first
 
 @on_ranks(2, 4)
 def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
-    """SPEC 194: as by the pipelines of torch 2.15 that split backward: weights' gradients come from `autograd.grad`, so
-    that no hook tells of them."""
+    """Behaviour 194: as by the pipelines of torch 2.15 that split backward: weights' gradients come from
+    `autograd.grad`, so that no hook tells of them."""
     plain = Layers(2)
     model = sharded(plain, reshard_after_forward=False)
     model.set_requires_gradient_sync(False)
@@ -225,11 +227,11 @@ def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_nothing_to_finalise(rank: int, world_size: int) -> None:
-    """SPEC 195: before the first forward, and after a backward that reached no parameter that is trained."""
+    """Behaviour 195: before the first forward, and after a backward that reached no parameter that is trained."""
     model = sharded(Layers(2, root_weight=False))
     with events.record() as log:
         assert model.finalize_backward() is None
-        model.finalize_backward(async_op=True).wait()  # SPEC 196: always a handle; torch's pipelining waits for it
+        model.finalize_backward(async_op=True).wait()  # Behaviour 196: always a handle; torch's pipelining waits for it
     assert not log
     model.requires_grad_(False)
     model(batch(0, rank, 4).requires_grad_()).sum().backward()
@@ -242,7 +244,8 @@ def test_nothing_to_finalise(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
-    """SPEC 195: between forward and backward, on a child, without manual mode, within backward; then all goes on."""
+    """Behaviour 195: between forward and backward, on a child, without manual mode, within backward; then all goes
+    on."""
     plain = Layers(2)
     model = sharded(plain, manual=False)
     run_step(model, rank)
@@ -262,7 +265,7 @@ def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_finalising_within_backward(rank: int, world_size: int) -> None:
-    """SPEC 195: a hook in backward must not; the backward that it did not break can be finalised afterwards."""
+    """Behaviour 195: a hook in backward must not; the backward that it did not break can be finalised afterwards."""
     plain = Layers(2)
     model = sharded(plain)
     raised: list[bool] = []
@@ -285,7 +288,7 @@ def test_finalising_within_backward(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_handle(rank: int, world_size: int) -> None:
-    """SPEC 196: until it is waited for, no forward and no other finalisation; then the gradients are there."""
+    """Behaviour 196: until it is waited for, no forward and no other finalisation; then the gradients are there."""
     plain = Layers(2)
     model = sharded(plain)
     for step in range(2):
@@ -304,7 +307,7 @@ def test_handle(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
-    """SPEC 180, 196: a root that shares the streams must wait, too, and cannot reset what is not its own."""
+    """Behaviour 180, 196: a root that shares the streams must wait, too, and cannot reset what is not its own."""
     plain = Layers(2)
     one, other = sharded(plain), sharded(plain)
     fsdp2.share_comm_ctx([one, other])
@@ -326,7 +329,7 @@ def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
-    """SPEC 180: after `reset_iter_state` on its own root, waiting is an error, and training goes on."""
+    """Behaviour 180: after `reset_iter_state` on its own root, waiting is an error, and training goes on."""
     plain = Layers(2)
     model = sharded(plain)
     backwards(model, rank, 0)
@@ -342,7 +345,7 @@ def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_reset_drops_what_was_not_finalised(rank: int, world_size: int) -> None:
-    """SPEC 193, 180: it ends the mode's hold, too."""
+    """Behaviour 193, 180: it ends the mode's hold, too."""
     plain = Layers(2)
     model = sharded(plain)
     model.set_requires_gradient_sync(False)
@@ -359,7 +362,7 @@ def test_reset_drops_what_was_not_finalised(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("case", ["all_reduce_off", "pending_partial"])
 def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> None:
-    """SPEC 197: manual finalisation reduces all the way; what was reduced in part is refused, by name."""
+    """Behaviour 197: manual finalisation reduces all the way; what was reduced in part is refused, by name."""
     model = sharded(Layers(2, root_weight=False), manual=False, mesh=mesh_2d(2, 2))
     if case == "pending_partial":
         model.set_requires_all_reduce(False)
@@ -395,7 +398,7 @@ class Normed(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("keep", [torch.float32, None, torch.bfloat16])
 def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | None) -> None:
-    """SPEC 122: called once for each parameter, in `fully_shard`; the original dtype keeps it from being cast."""
+    """Behaviour 122: called once for each parameter, in `fully_shard`; the original dtype keeps it from being cast."""
     model: Any = Normed()
     norms, everything = set(model.norm.parameters()), list(model.parameters())
     asked: list[Tensor] = []
@@ -423,7 +426,7 @@ def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | No
 
 @on_ranks(2)
 def test_param_dtype_override_trains(rank: int, world_size: int) -> None:
-    """SPEC 122: everything uncast is training without a policy, but for the inputs."""
+    """Behaviour 122: everything uncast is training without a policy, but for the inputs."""
     plain = linears(2)
     policy = MixedPrecisionPolicy(
         torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=lambda param: param.dtype
@@ -437,7 +440,7 @@ def test_param_dtype_override_trains(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_param_dtype_override_of_managed_parameters(rank: int, world_size: int) -> None:
-    """SPEC 122: not called for ignored parameters, nor for those of units below, and once for a tied one."""
+    """Behaviour 122: not called for ignored parameters, nor for those of units below, and once for a tied one."""
     model: Any = linears(3)
     model[2].weight = model[1].weight
     fully_shard(model[0])
@@ -451,7 +454,7 @@ def test_param_dtype_override_of_managed_parameters(rank: int, world_size: int) 
 @on_ranks(2)
 @pytest.mark.parametrize("value", [torch.float16, torch.int32, "float32", 1])
 def test_param_dtype_override_values(rank: int, world_size: int, value: Any) -> None:
-    """SPEC 122: param_dtype, the original dtype, or None; the error names parameter and value."""
+    """Behaviour 122: param_dtype, the original dtype, or None; the error names parameter and value."""
     policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: value)
     with pytest.raises(ValueError, match=r"0\.weight") as info:
         fully_shard(linears(1), mp_policy=policy)
@@ -459,7 +462,7 @@ def test_param_dtype_override_values(rank: int, world_size: int, value: Any) -> 
 
 
 def test_param_dtype_override_is_keyword_only() -> None:
-    """SPEC 122: not the fifth positional argument."""
+    """Behaviour 122: not the fifth positional argument."""
     with pytest.raises(TypeError):
         MixedPrecisionPolicy(torch.bfloat16, None, None, True, lambda param: None)  # type: ignore[misc]
     assert MixedPrecisionPolicy().param_dtype_override_fn is None
@@ -470,7 +473,7 @@ def test_param_dtype_override_is_keyword_only() -> None:
 
 @on_ranks(2, 4)
 def test_grad_dtypes_of_one_group(rank: int, world_size: int) -> None:
-    """SPEC 123: reduced in the dtype that holds both, handed out in each parameter's own."""
+    """Behaviour 123: reduced in the dtype that holds both, handed out in each parameter's own."""
     model: Any = fully_shard(nn.Linear(4, 4))
     model.weight.grad_dtype = torch.bfloat16
     with events.record() as log:
@@ -483,7 +486,7 @@ def test_grad_dtypes_of_one_group(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_unused_parameter_without_a_grad_dtype(rank: int, world_size: int) -> None:
-    """SPEC 123: zeros of which dtype? Every rank says so, and a reduce_dtype answers it."""
+    """Behaviour 123: zeros of which dtype? Every rank says so, and a reduce_dtype answers it."""
     model: Any = fully_shard(nn.Linear(4, 4))
     model.weight.grad_dtype = None
     model.set_reduce_scatter_unused_params(True)
@@ -498,7 +501,7 @@ def test_unused_parameter_without_a_grad_dtype(rank: int, world_size: int) -> No
 
 @on_ranks(2)
 def test_unsynced_gradients_in_the_grad_dtype(rank: int, world_size: int) -> None:
-    """SPEC 101: without a reduce_dtype they wait in the parameter's grad_dtype: 256 + 1 in bf16 is 256."""
+    """Behaviour 101: without a reduce_dtype they wait in the parameter's grad_dtype: 256 + 1 in bf16 is 256."""
     model: Any = fully_shard(nn.Linear(4, 4))
     model.bias.grad_dtype = torch.bfloat16
     model.set_requires_gradient_sync(False)
@@ -512,7 +515,7 @@ def test_unsynced_gradients_in_the_grad_dtype(rank: int, world_size: int) -> Non
 
 @on_ranks(4)
 def test_partials_survive_zero_grad(rank: int, world_size: int) -> None:
-    """SPEC 103: what HSDP has reduced in part is not in any `.grad`, so `zero_grad` leaves it, on either side."""
+    """Behaviour 103: what HSDP has reduced in part is not in any `.grad`, so `zero_grad` leaves it, on either side."""
     model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh_2d(2, 2))
     for unsharded in (False, True):
         model.set_requires_all_reduce(False)

@@ -1,4 +1,5 @@
-"""What may go into and come out of a sharded module, and how often it may be called (SPEC 45-46, 52-56, 61-62, 65)."""
+"""What may go into and come out of a sharded module, and how often it may be called (Behaviour 45-46, 52-56, 61-62,
+65)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def check_gradients(
 
 @on_ranks(2)
 def test_order_against_user_hooks(rank: int, world_size: int) -> None:
-    """SPEC 45: unshard before all user pre-hooks but later prepended ones; reshard in its turn among the hooks."""
+    """Behaviour 45: unshard before all user pre-hooks but later prepended ones; reshard in its turn among the hooks."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded: dict[str, bool] = {}
 
@@ -54,7 +55,7 @@ def test_order_against_user_hooks(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_forward_without_hooks(rank: int, world_size: int) -> None:
-    """SPEC 46: `.forward` itself sees sharded parameters, and says so."""
+    """Behaviour 46: `.forward` itself sees sharded parameters, and says so."""
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="DTensor"):
         model.forward(batch(0, rank, 4))
@@ -134,7 +135,7 @@ class Unpacks(nn.Module):
 @pytest.mark.parametrize("kind", CONTAINERS)
 @pytest.mark.parametrize("in_kwargs", [False, True], ids=["args", "kwargs"])
 def test_containers(rank: int, world_size: int, kind: str, in_kwargs: bool) -> None:
-    """SPEC 52, 53: pre- and post-backward fire from tensors in any container; the caller's stay as they are."""
+    """Behaviour 52, 53: pre- and post-backward fire from tensors in any container; the caller's stay as they are."""
     plain = Boxes(kind, in_kwargs)
     model = copy.deepcopy(plain)
     for layer in (model.first, model.second):
@@ -149,7 +150,8 @@ def test_containers(rank: int, world_size: int, kind: str, in_kwargs: bool) -> N
 
 @on_ranks(2)
 def test_dataclass_without_anything_to_do(rank: int, world_size: int) -> None:
-    """SPEC 53: with nothing to cast and no gradient to follow, the module gets the caller's own dataclass object."""
+    """Behaviour 53: with nothing to cast and no gradient to follow, the module gets the caller's own dataclass
+    object."""
     seen = []
     model = Unpacks(lambda box: seen.append(box) or box.value)
     fully_shard(model)
@@ -172,7 +174,7 @@ class InPlace(nn.Module):
 
 @on_ranks(2)
 def test_in_place_on_outputs(rank: int, world_size: int) -> None:
-    """SPEC 54: changing a module's output in place is fine."""
+    """Behaviour 54: changing a module's output in place is fine."""
     plain = InPlace()
     model = copy.deepcopy(plain)
     for layer in (model.first, model.second):
@@ -194,7 +196,7 @@ class ScalesItsInput(nn.Module):
 
 @on_ranks(2)
 def test_in_place_on_inputs(rank: int, world_size: int) -> None:
-    """SPEC 54: changing an input that needs a gradient in place is refused by autograd, or works; never wrong."""
+    """Behaviour 54: changing an input that needs a gradient in place is refused by autograd, or works; never wrong."""
     plain = nn.Sequential(nn.Linear(4, 4), ScalesItsInput())
     model = copy.deepcopy(plain)
     for layer in model:
@@ -225,7 +227,8 @@ class Heads(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_unused_outputs(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 55: dropped and None outputs and idle submodules do not disturb later iterations; their grads are None."""
+    """Behaviour 55: dropped and None outputs and idle submodules do not disturb later iterations; their grads are
+    None."""
     plain = Heads()
     model = copy.deepcopy(plain)
     for head in model.heads:
@@ -255,7 +258,7 @@ class Repeats(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("chained", [True, False], ids=["chained", "side_by_side"])
 def test_several_calls_in_one_forward(rank: int, world_size: int, chained: bool) -> None:
-    """SPEC 56: k calls, k all-gathers in forward, one reduce-scatter in backward, the gradient of all calls."""
+    """Behaviour 56: k calls, k all-gathers in forward, one reduce-scatter in backward, the gradient of all calls."""
     plain = Repeats(chained)
     model = copy.deepcopy(plain)
     fully_shard(model.layer, reshard_after_forward=True)
@@ -277,7 +280,8 @@ def test_several_calls_in_one_forward(rank: int, world_size: int, chained: bool)
 @on_ranks(2)
 @pytest.mark.parametrize(("raf", "gathers"), [(None, [3, 2, 2]), (True, [3, 3, 3]), (False, [3, 0, 0])])
 def test_no_grad(rank: int, world_size: int, raf: bool | None, gathers: list[int]) -> None:
-    """SPEC 61: forwards without gradients reshard by the same rules; what stayed unsharded is not gathered again."""
+    """Behaviour 61: forwards without gradients reshard by the same rules; what stayed unsharded is not gathered
+    again."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model = copy.deepcopy(plain)
     for layer in model[:2]:
@@ -295,7 +299,7 @@ def test_no_grad(rank: int, world_size: int, raf: bool | None, gathers: list[int
 
 @on_ranks(2)
 def test_inference_mode(rank: int, world_size: int) -> None:
-    """SPEC 61: inference works; training of the same model afterwards is right, or refused by autograd."""
+    """Behaviour 61: inference works; training of the same model afterwards is right, or refused by autograd."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = copy.deepcopy(plain)
     fully_shard(model[0])
@@ -316,7 +320,7 @@ def test_inference_mode(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_no_unshard_in_backward(rank: int, world_size: int) -> None:
-    """SPEC 62: an embedding needs no weights in backward; its gradient is reduced all the same."""
+    """Behaviour 62: an embedding needs no weights in backward; its gradient is reduced all the same."""
     plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
     model = copy.deepcopy(plain)
     for layer in model:
@@ -339,7 +343,7 @@ def test_no_unshard_in_backward(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_jvp_through_the_first_forward(rank: int, world_size: int) -> None:
-    """SPEC 65: `torch.func.jvp` through a sharded bf16 model that has not run yet."""
+    """Behaviour 65: `torch.func.jvp` through a sharded bf16 model that has not run yet."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     model = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Methods beside `forward` as entry points (SPEC, section V)."""
+"""Methods beside `forward` as entry points (docs/behaviour.md, section V)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shard_encoder(model: Encoder, **options: Any) -> Encoder:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [None, True, False])
 def test_method_alone(rank: int, world_size: int, raf: bool | None) -> None:
-    """SPEC 177: called alone, and first of all, it unshards; its output drives backward."""
+    """Behaviour 177: called alone, and first of all, it unshards; its output drives backward."""
     plain = Encoder()
     model = shard_encoder(copy.deepcopy(plain), reshard_after_forward=raf)
 
@@ -66,7 +66,7 @@ def test_method_alone(rank: int, world_size: int, raf: bool | None) -> None:
 
 @on_ranks(2)
 def test_methods_and_forward_in_one_iteration(rank: int, world_size: int) -> None:
-    """SPEC 177: in any mixture, with one backward."""
+    """Behaviour 177: in any mixture, with one backward."""
     plain = Encoder()
     model = shard_encoder(copy.deepcopy(plain))
 
@@ -83,7 +83,7 @@ def test_methods_and_forward_in_one_iteration(rank: int, world_size: int) -> Non
 
 @on_ranks(2)
 def test_method_runs_the_hooks(rank: int, world_size: int) -> None:
-    """SPEC 177: pre- and post-forward, as for forward; unused units are neither gathered nor reduced."""
+    """Behaviour 177: pre- and post-forward, as for forward; unused units are neither gathered nor reduced."""
     model = shard_encoder(Encoder())
     with events.record() as log:
         model.scaled(batch(0, rank, 4)).sum().backward()
@@ -93,7 +93,7 @@ def test_method_runs_the_hooks(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_method_stays_a_bound_method(rank: int, world_size: int) -> None:
-    """SPEC 177: with its name, its docstring and its module."""
+    """Behaviour 177: with its name, its docstring and its module."""
     model = shard_encoder(Encoder())
     assert model.encode.__self__ is model
     assert model.encode.__func__ is not Encoder.encode
@@ -102,7 +102,7 @@ def test_method_stays_a_bound_method(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_method_casts_like_forward(rank: int, world_size: int) -> None:
-    """SPEC 177, 116, 117: inputs and outputs are cast by the policy."""
+    """Behaviour 177, 116, 117: inputs and outputs are cast by the policy."""
     model = Encoder()
     seen: list[torch.dtype] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
@@ -141,7 +141,7 @@ class Generator(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [None, True])
 def test_method_that_calls_forward(rank: int, world_size: int, raf: bool | None) -> None:
-    """SPEC 177: as `generate` does; without gradients, and with."""
+    """Behaviour 177: as `generate` does; without gradients, and with."""
     plain = Generator()
     model = fully_shard(Generator(), reshard_after_forward=raf)
     model.unshard()
@@ -163,7 +163,7 @@ def test_method_that_calls_forward(rank: int, world_size: int, raf: bool | None)
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["double", "bound"])
 def test_callables_that_are_not_methods(rank: int, world_size: int, name: str) -> None:
-    """SPEC 177: a static method or a callable set on the instance is an entry point as well."""
+    """Behaviour 177: a static method or a callable set on the instance is an entry point as well."""
     model = fully_shard(Generator())
     expected = model.double(batch(0, rank, 4))
     register_fsdp_forward_method(model, name)
@@ -177,7 +177,7 @@ def test_callables_that_are_not_methods(rank: int, world_size: int, name: str) -
 
 @on_ranks(2)
 def test_missing_method(rank: int, world_size: int) -> None:
-    """SPEC 177: ValueError on a sharded module."""
+    """Behaviour 177: ValueError on a sharded module."""
     model = fully_shard(Encoder())
     expect(
         rank,
@@ -191,7 +191,7 @@ register_fsdp_forward_method: <class 'tests.test_forward_methods.FSDPEncoder'> h
 
 @on_ranks(2)
 def test_plain_module_is_left_alone(rank: int, world_size: int) -> None:
-    """SPEC 177: a no-op, for a missing method as well."""
+    """Behaviour 177: a no-op, for a missing method as well."""
     model = Encoder()
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")

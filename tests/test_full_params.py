@@ -1,4 +1,4 @@
-"""`full_params`: whole parameters for a while, written back on exit (DEMAND 75, PT#137129; DEMAND table row 55)."""
+"""`full_params`: whole parameters for a while, written back on exit (PT#137129)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
 
 @on_ranks(2)
 def test_optimizer_goes_on(rank: int, world_size: int) -> None:
-    """DEMAND 75: an optimizer made before steps on what was written, with its state; as if sharded anew."""
+    """An optimizer made before steps on what was written, with its state; as if sharded anew."""
     plain = Stack()
     changed = sharded(plain, world_size)
     optim = torch.optim.SGD(changed.parameters(), lr=0.1, momentum=0.9)
@@ -109,7 +109,7 @@ def test_tied_weights(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> None:
-    """DEMAND table row 26: the embedding is a unit, the head that shares its weight belongs to the root."""
+    """The embedding is a unit, the head that shares its weight belongs to the root."""
     plain = TiedLm()
     model: Any = copy.deepcopy(plain)
     fully_shard(model.embed)
@@ -135,7 +135,7 @@ def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> N
 @pytest.mark.parametrize(("size", "rank0_only"), [(3, False), (8, True), (17, True), (17, False)])
 @pytest.mark.parametrize("kind", ["tensor_parallel", "sharded_replicas"])
 def test_two_cuts_of_one_dim(rank: int, world_size: int, size: int, rank0_only: bool, kind: str) -> None:
-    """DEMAND table rows 48 and 55: parameters that two mesh axes cut, the same dim among them, also unevenly."""
+    """Parameters that two mesh axes cut, the same dim among them, also unevenly."""
     plain = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size), nn.LayerNorm(size))
     model: Any = copy.deepcopy(plain)
     if kind == "tensor_parallel":
@@ -214,7 +214,7 @@ def test_dropped_changes_on_one_rank(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_forward_inside(rank: int, world_size: int) -> None:
-    """DEMAND 54: the model runs inside on the whole parameters (fp32, also with a bf16 policy), without communication,
+    """The model runs inside on the whole parameters (fp32, also with a bf16 policy), without communication,
     as often as one likes and on one rank alone; a backward inside leaves nothing behind."""
     plain = Stack()
     model = sharded(plain, world_size, mp_policy=BF16)
@@ -288,7 +288,7 @@ def test_gradients(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_whole_state_dict(rank: int, world_size: int) -> None:
-    """DEMAND 75: inside, state_dict is the plain model's, and a plain checkpoint loads, also by assignment."""
+    """Inside, state_dict is the plain model's, and a plain checkpoint loads, also by assignment."""
     plain, other = Stack(), Stack()
     change(other)
     model = sharded(plain, world_size)

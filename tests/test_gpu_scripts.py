@@ -101,6 +101,7 @@ def test_a_change_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_sanitizer(tmp_path: Path) -> None:
+    """Behaviour 146: what is run where there is a GPU."""
     out = tmp_path / "sanitizer.json"
     sanitize.main([*DRY, "--settings", "lists", "--steps", "1", "--out", str(out)])
     assert json.loads(out.read_text())["complaints"] == {}

@@ -33,6 +33,7 @@ def _as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("setting", delays.SETTINGS)
 def test_no_stream_may_change_the_result_by_being_late(setting: str) -> None:
+    """Behaviour 143: delays on any stream, at any point of a step."""
     options = argparse.Namespace(size="tiny", steps=2, delay_ms=2.0, settings=setting)
     with groups.simulated(8):
         report = delays.check_all(options, DEVICE)[setting]
@@ -61,6 +62,7 @@ def some_tokens() -> torch.Tensor:
 @pytest.mark.parametrize("lanes", ["direct", "flat"])
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"reshard": False}, {"lists": True}], ids=str)
 def test_a_step_never_waits_for_the_device(lanes: str, options: dict[str, object]) -> None:
+    """Behaviour 144."""
     with groups.simulated(8):
         model, optimizer = model_and_step(lanes, **options)
         tokens = some_tokens()
@@ -86,7 +88,7 @@ def test_offload_waits_for_gradients_only() -> None:
 @pytest.mark.parametrize("lanes", ["direct", "flat"])
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"keeps_storage": True}, {"offload": True}], ids=str)
 def test_memory_does_not_grow(lanes: str, options: dict[str, object]) -> None:
-    """Allocated bytes are the same after each step, and so is the peak, whatever runs ahead of what."""
+    """Behaviour 191: allocated bytes are the same after each step, and so is the peak, whatever runs ahead of what."""
     with groups.simulated(8):
         model, _ = model_and_step(lanes, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -106,8 +108,8 @@ def test_memory_does_not_grow(lanes: str, options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_two_units_are_alive(is_late: bool) -> None:
-    """A forward without gradients takes the memory of two units beside that of tiny activations, also when the compute
-    stream is far behind the host."""
+    """Behaviour 189: a forward without gradients takes the memory of two units beside that of tiny activations, also
+    when the compute stream is far behind the host."""
     dim, num_units = 1024, 8
     unit_bytes = 4 * dim * dim
     with groups.simulated(8):
@@ -135,7 +137,8 @@ def test_two_units_are_alive(is_late: bool) -> None:
 
 
 def test_a_gather_overlaps_the_compute_before_it() -> None:
-    """With compute and collectives of equal length, prefetched, a forward takes little more than one of the two."""
+    """Behaviour 145: with compute and collectives of equal length, prefetched, a forward takes little more than one of
+    the two."""
     dim, num_units, seconds = 1024, 8, 10e-3
     with groups.simulated(8, groups.Wire(bandwidth_bytes=1e15, latency_s=seconds)):
         fsdp2.comm._COMMS[groups.BACKEND] = direct(0)

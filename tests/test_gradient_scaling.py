@@ -1,4 +1,5 @@
-"""By what the sum of gradients is divided, as seen in the gradients (SPEC 124-131); `test_scaling.py` has the table."""
+"""By what the sum of gradients is divided, as seen in the gradients (Behaviour 124-131); `test_scaling.py` has the
+table."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def dot(mesh: Any = None, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_mean_over_all_ranks(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
-    """SPEC 124, 125: the mean over shards and replicas, in every reduce dtype."""
+    """Behaviour 124, 125: the mean over shards and replicas, in every reduce dtype."""
     model = dot(mesh_2d(2, world_size // 2) if hsdp else None, dtype)
     assert reduced(model, 2.0**rank) == sum(2.0**r for r in range(world_size)) / world_size
 
@@ -40,7 +41,7 @@ def test_mean_over_all_ranks(rank: int, world_size: int, dtype: torch.dtype, hsd
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("force_sum", [False, True])
 def test_fp16_neither_overflows_nor_underflows(rank: int, world_size: int, hsdp: bool, force_sum: bool) -> None:
-    """SPEC 126, 130: half the division before, half after: 4 x 30000 does not overflow, 2^-23 does not vanish."""
+    """Behaviour 126, 130: half the division before, half after: 4 x 30000 does not overflow, 2^-23 does not vanish."""
     model = dot(mesh_2d(2, 2) if hsdp else None, torch.float16)
     model.set_force_sum_reduction_for_comms(force_sum)
     assert reduced(model, 30000) == 30000
@@ -60,7 +61,7 @@ class TwoDots(nn.Module):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_custom_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
-    """SPEC 126, 128, 129: the sum over all ranks divided by the factor; 1 is the plain sum."""
+    """Behaviour 126, 128, 129: the sum over all ranks divided by the factor; 1 is the plain sum."""
     model = dot(mesh_2d(2, world_size // 2) if hsdp else None, dtype)
     for factor in (1, 2, 8, 0.5, float(world_size)):
         model.set_gradient_divide_factor(factor)
@@ -71,7 +72,7 @@ def test_custom_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: boo
 
 @on_ranks(2)
 def test_factor_is_the_modules_own(rank: int, world_size: int) -> None:
-    """SPEC 10, 129: neither children nor parents follow."""
+    """Behaviour 10, 129: neither children nor parents follow."""
     model: Any = TwoDots()
     fully_shard(model.a)
     fully_shard(model.b)
@@ -87,7 +88,7 @@ def test_factor_is_the_modules_own(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_force_sum(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -> None:
-    """SPEC 130: SUM and a division of our own give the same mean, and the same with a factor."""
+    """Behaviour 130: SUM and a division of our own give the same mean, and the same with a factor."""
     model = dot(mesh_2d(2, world_size // 2) if hsdp else None, dtype)
     model.set_force_sum_reduction_for_comms(True)
     assert reduced(model, 2.0**rank) == sum(2.0**r for r in range(world_size)) / world_size
@@ -100,7 +101,7 @@ def test_force_sum(rank: int, world_size: int, dtype: torch.dtype, hsdp: bool) -
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """SPEC 131: no communication; divided once, and only by a factor that was set. Tiny gradients survive."""
+    """Behaviour 131: no communication; divided once, and only by a factor that was set. Tiny gradients survive."""
     model = dot(mesh_2d(2, 1)["shard"], dtype)
     with events.record() as log:
         assert reduced(model, 2.0**-24) == 2.0**-24
@@ -113,7 +114,7 @@ def test_one_rank(rank: int, world_size: int, dtype: torch.dtype) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_one_rank_axis_of_hsdp(rank: int, world_size: int, replicas: int) -> None:
-    """SPEC 109, 124, 131: an axis of size one divides nothing twice."""
+    """Behaviour 109, 124, 131: an axis of size one divides nothing twice."""
     model = dot(mesh_2d(replicas, 4 // replicas))
     assert reduced(model, 2.0**rank) == 15 / 4
     model.set_gradient_divide_factor(3)

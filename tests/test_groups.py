@@ -1,4 +1,4 @@
-"""Units of several modules: they gather and reduce together, whichever of them run (SPEC, section J)."""
+"""Units of several modules: they gather and reduce together, whichever of them run (docs/behaviour.md, section J)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import on_ranks
 
 @on_ranks(2)
 def test_first_member_unshards_last_reshards(rank: int, world_size: int) -> None:
-    """SPEC 82: in forward the group is whole from its first member's start to its last member's end."""
+    """Behaviour 82: in forward the group is whole from its first member's start to its last member's end."""
     plain = linears(4)
     model = copy.deepcopy(plain)
     fully_shard([model[1], model[3]])
@@ -58,7 +58,7 @@ class SeesDtype(nn.Module):
 
 @on_ranks(2)
 def test_casts_apply_to_each_member(rank: int, world_size: int) -> None:
-    """SPEC 82, 116, 117: inputs and outputs of every member are cast, not those of the first and last only."""
+    """Behaviour 82, 116, 117: inputs and outputs of every member are cast, not those of the first and last only."""
     model = nn.Sequential(SeesDtype(), SeesDtype(), SeesDtype())
     dtypes: list[torch.dtype] = []
     fully_shard(list(model), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
@@ -94,7 +94,7 @@ def shard_halves(model: Halves, **options: Any) -> Halves:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [None, True, False, 2])
 def test_members_that_never_run(rank: int, world_size: int, raf: bool | int | None) -> None:
-    """SPEC 83: the root completes the group; unused members keep no gradient; a later full forward works."""
+    """Behaviour 83: the root completes the group; unused members keep no gradient; a later full forward works."""
     plain = Halves()
     model = shard_halves(copy.deepcopy(plain), reshard_after_forward=raf)
     for step, run_all in enumerate((False, False, True, False)):
@@ -111,7 +111,7 @@ def test_members_that_never_run(rank: int, world_size: int, raf: bool | int | No
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_two_partial_forwards_before_one_backward(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 83: does not hang, and gives the sum of both."""
+    """Behaviour 83: does not hang, and gives the sum of both."""
     plain = Halves()
     model = shard_halves(copy.deepcopy(plain), reshard_after_forward=raf)
 
@@ -127,7 +127,7 @@ def test_two_partial_forwards_before_one_backward(rank: int, world_size: int, ra
 
 @on_ranks(2)
 def test_output_of_a_partial_group_is_cast(rank: int, world_size: int) -> None:
-    """SPEC 83: also where the group's last member never runs."""
+    """Behaviour 83: also where the group's last member never runs."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
     model = shard_halves(Halves(), mp_policy=policy)
     seen: list[torch.dtype] = []
@@ -140,7 +140,7 @@ def test_output_of_a_partial_group_is_cast(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_order_with_partial_groups(rank: int, world_size: int) -> None:
-    """SPEC 84: backward unshards group 1, then group 0; group 1 finishes by autograd, the others at the end."""
+    """Behaviour 84: backward unshards group 1, then group 0; group 1 finishes by autograd, the others at the end."""
     model = shard_halves(Halves())
     loss = model(batch(0, rank, 4)).square().mean()
     with events.record() as log:
@@ -197,7 +197,7 @@ def chunked_backward(
 @pytest.mark.parametrize("raf", [None, True, False, 1])
 @pytest.mark.parametrize("kind", ["plain", "tied", "checkpoint"])
 def test_chunked_loss(rank: int, world_size: int, raf: bool | int | None, kind: str) -> None:
-    """SPEC 85: N chunks, N reductions of the group, each changes `.grad`; the sum is that of one process."""
+    """Behaviour 85: N chunks, N reductions of the group, each changes `.grad`; the sum is that of one process."""
     plain = ChunkedLm(tied=kind == "tied", use_checkpoint=kind == "checkpoint")
     model = copy.deepcopy(plain)
     if type(raf) is int:
@@ -223,7 +223,7 @@ def test_chunked_loss(rank: int, world_size: int, raf: bool | int | None, kind: 
 
 @on_ranks(2)
 def test_chunked_loss_grouped_or_not(rank: int, world_size: int) -> None:
-    """SPEC 85: a group gives the gradients of separate units."""
+    """Behaviour 85: a group gives the gradients of separate units."""
     plain = ChunkedLm()
     models = [shard_chunked(copy.deepcopy(plain), True, grouped) for grouped in (True, False)]
     for model in models:
@@ -234,7 +234,7 @@ def test_chunked_loss_grouped_or_not(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_chunked_loss_with_accumulation(rank: int, world_size: int) -> None:
-    """SPEC 85, 96: without gradient sync in the first microbatch, one reduction less for each of its chunks."""
+    """Behaviour 85, 96: without gradient sync in the first microbatch, one reduction less for each of its chunks."""
     plain = ChunkedLm()
     model = shard_chunked(copy.deepcopy(plain), True)
     with events.record() as log:
@@ -252,7 +252,7 @@ def test_chunked_loss_with_accumulation(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_keeping_the_group_between_chunks(rank: int, world_size: int) -> None:
-    """SPEC 86: with both reshards off around the loop, one gather serves all chunks; `reshard` ends it."""
+    """Behaviour 86: with both reshards off around the loop, one gather serves all chunks; `reshard` ends it."""
     plain = ChunkedLm()
     model = shard_chunked(copy.deepcopy(plain), True)
 

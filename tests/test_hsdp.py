@@ -1,4 +1,4 @@
-"""HSDP: sharding over one axis of a 2-D mesh, replication over the other (SPEC 106-111)."""
+"""HSDP: sharding over one axis of a 2-D mesh, replication over the other (Behaviour 106-111)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 
 @on_ranks(4)
 def test_axes(rank: int, world_size: int) -> None:
-    """SPEC 20, 106: dim 0 replicates, dim 1 shards; gathers go over the shards, all-reduces over the replicas."""
+    """Behaviour 20, 106: dim 0 replicates, dim 1 shards; gathers go over the shards, all-reduces over the replicas."""
     model: Any = fully_shard(nn.Linear(4, 6), mesh=mesh_2d(2, 2))
     assert model.weight.placements == (Replicate(), Shard(0))
     assert model.weight.to_local().shape == (3, 4)
@@ -51,7 +51,7 @@ def test_axes(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_all_reduce_follows_its_reduce_scatter(rank: int, world_size: int) -> None:
-    """SPEC 106, 112: one all-reduce a group, after the group's reduce-scatter, without waiting for the end."""
+    """Behaviour 106, 112: one all-reduce a group, after the group's reduce-scatter, without waiting for the end."""
     model = shard_blocks(fsdp2, Layers(2), mesh=mesh_2d(2, 2))
     with events.record() as log:
         backward(model, 0, rank)
@@ -72,7 +72,7 @@ all_reduce (root)
 
 @on_ranks(4)
 def test_without_all_reduce(rank: int, world_size: int) -> None:
-    """SPEC 107: partial shards add up unseen, `.grad` stays None; the next all-reduce takes the sum."""
+    """Behaviour 107: partial shards add up unseen, `.grad` stays None; the next all-reduce takes the sum."""
     plain = Layers(2)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_without_all_reduce(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_without_sync(rank: int, world_size: int) -> None:
-    """SPEC 108: without sync neither collective runs, whatever `set_requires_all_reduce` says; then both, once."""
+    """Behaviour 108: without sync neither collective runs, whatever `set_requires_all_reduce` says; then both, once."""
     plain = Layers(2)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
     model.set_requires_gradient_sync(False)
@@ -118,7 +118,8 @@ def test_without_sync(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_all_three_homes_of_a_gradient(rank: int, world_size: int) -> None:
-    """SPEC 95, 103, 107: unsynced, partial and sharded gradients are kept apart and add up; zero_grad takes one."""
+    """Behaviour 95, 103, 107: unsynced, partial and sharded gradients are kept apart and add up; zero_grad takes
+    one."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     add(model, 100)
     add(model, 20, all_reduce=False)
@@ -137,7 +138,7 @@ def test_all_three_homes_of_a_gradient(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_replicas_of_one_rank_shards(rank: int, world_size: int) -> None:
-    """SPEC 109: mesh (W, 1) is data parallelism by all-reduce alone."""
+    """Behaviour 109: mesh (W, 1) is data parallelism by all-reduce alone."""
     plain = Layers(2)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(world_size, 1))
     assert model.layers[0].weight.to_local().shape == (4, 4)
@@ -155,7 +156,7 @@ def test_replicas_of_one_rank_shards(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_one_replica(rank: int, world_size: int) -> None:
-    """SPEC 109: mesh (1, W) gathers and reduces as FSDP does."""
+    """Behaviour 109: mesh (1, W) gathers and reduces as FSDP does."""
     plain = Layers(2)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(1, world_size), reshard_after_forward=True)
     assert model.layers[0].weight.placements == (Replicate(), Shard(0))
@@ -169,7 +170,7 @@ def test_one_replica(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_replicas_are_not_synchronised(rank: int, world_size: int) -> None:
-    """SPEC 110: initial values are the user's affair, who broadcasts local shards over the replicate axis."""
+    """Behaviour 110: initial values are the user's affair, who broadcasts local shards over the replicate axis."""
     mesh = mesh_2d(2, 2)
     torch.manual_seed(mesh.get_local_rank("replicate"))
     model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
@@ -191,7 +192,7 @@ def test_replicas_are_not_synchronised(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_members_of_a_group_at_different_times(rank: int, world_size: int) -> None:
-    """SPEC 111: parameters first used, or last used, in different microbatches share one partial sum."""
+    """Behaviour 111: parameters first used, or last used, in different microbatches share one partial sum."""
     model: Any = fully_shard(Dot(4), mesh=mesh_2d(2, 2))
     add(model, 1, None, None, None, all_reduce=False)
     add(model, 2, 30, None, None, all_reduce=False)
@@ -206,7 +207,7 @@ def test_members_of_a_group_at_different_times(rank: int, world_size: int) -> No
 @on_ranks(4)
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
 def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dtype: torch.dtype) -> None:
-    """SPEC 107, 111: 256 and 1 are 257 in fp32 and 256 in bf16; the all-reduce has that dtype."""
+    """Behaviour 107, 111: 256 and 1 are 257 in fp32 and 256 in bf16; the all-reduce has that dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2), mp_policy=policy)
     add(model, 256, all_reduce=False)
@@ -219,7 +220,7 @@ def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dty
 
 @on_ranks(4)
 def test_divide_factor_with_partials(rank: int, world_size: int) -> None:
-    """SPEC 104, 129: the factor divides the sum over all ranks once, also of what waited for the all-reduce."""
+    """Behaviour 104, 129: the factor divides the sum over all ranks once, also of what waited for the all-reduce."""
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
     model.set_gradient_divide_factor(8)
     add(model, 6, all_reduce=False)

@@ -1,4 +1,4 @@
-"""Ignored parameters, and hooks on sharded ones (SPEC, section K)."""
+"""Ignored parameters, and hooks on sharded ones (docs/behaviour.md, section K)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 @on_ranks(2)
 def test_ignored_parameters(rank: int, world_size: int) -> None:
-    """SPEC 93: the same objects, plain in the state dict, neither gathered nor reduced, but trained locally."""
+    """Behaviour 93: the same objects, plain in the state dict, neither gathered nor reduced, but trained locally."""
     plain = linears(2)
     model = copy.deepcopy(plain)
     ignored = model[0].weight
@@ -47,7 +47,7 @@ def test_ignored_parameters(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_module_whose_parameters_are_all_ignored(rank: int, world_size: int) -> None:
-    """SPEC 93: a unit without parameters."""
+    """Behaviour 93: a unit without parameters."""
     model = linears(2)
     fully_shard(model[0], ignored_params=set(model[0].parameters()))
     with events.record() as log:
@@ -58,7 +58,7 @@ def test_module_whose_parameters_are_all_ignored(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 def test_ddp_outside_fsdp_inside(rank: int, world_size: int) -> None:
-    """SPEC 93: DDP trains what FSDP ignores, and ignores what FSDP trains."""
+    """Behaviour 93: DDP trains what FSDP ignores, and ignores what FSDP trains."""
     plain = linears(3)
     model = copy.deepcopy(plain)
     fully_shard(model[1])
@@ -77,7 +77,7 @@ def test_ddp_outside_fsdp_inside(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_post_accumulate_grad_hooks(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 94: on sharded parameters, once a backward, with the reduced gradient in place."""
+    """Behaviour 94: on sharded parameters, once a backward, with the reduced gradient in place."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
     seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_post_accumulate_grad_hooks(rank: int, world_size: int, raf: bool) -> No
 
 @on_ranks(2)
 def test_post_accumulate_grad_hooks_see_sums(rank: int, world_size: int) -> None:
-    """SPEC 94: with gradients already there, the hook sees the final value; without sync it does not fire."""
+    """Behaviour 94: with gradients already there, the hook sees the final value; without sync it does not fire."""
     plain = linears(1)
     model = sharded_copy(plain, fully_shard)
     seen: list[Tensor] = []
@@ -112,7 +112,7 @@ def test_post_accumulate_grad_hooks_see_sums(rank: int, world_size: int) -> None
 
 @on_ranks(2)
 def test_optimizer_in_backward(rank: int, world_size: int) -> None:
-    """SPEC 94: stepping from the hooks equals a normal step."""
+    """Behaviour 94: stepping from the hooks equals a normal step."""
     plain = linears(2)
     models = [sharded_copy(plain, shard_layers) for _ in range(2)]
     optims = {param: torch.optim.Adam([param], lr=0.1) for param in models[0].parameters()}

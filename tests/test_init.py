@@ -1,4 +1,4 @@
-"""What a `fully_shard` call takes under management, and what it leaves alone (SPEC, section B)."""
+"""What a `fully_shard` call takes under management, and what it leaves alone (docs/behaviour.md, section B)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.ranks import on_ranks
 
 @on_ranks(2)
 def test_groups_take_what_earlier_calls_left(rank: int, world_size: int) -> None:
-    """SPEC 11: bottom-up, each call manages the parameters below it that no earlier call does."""
+    """Behaviour 11: bottom-up, each call manages the parameters below it that no earlier call does."""
     model = nn.Sequential(linears(2), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
     fully_shard(model[0][1])
     fully_shard(model[0])
@@ -46,7 +46,7 @@ def test_groups_take_what_earlier_calls_left(rank: int, world_size: int) -> None
 
 @on_ranks(2)
 def test_replicated_submodules_are_left_alone(rank: int, world_size: int) -> None:
-    """SPEC 12: traversal stops at a submodule under `replicate`."""
+    """Behaviour 12: traversal stops at a submodule under `replicate`."""
     model = linears(2)
     replicate(model[0])
     before = list(model[0].parameters())
@@ -75,7 +75,7 @@ class Twice(nn.Module):
 
 @on_ranks(2)
 def test_duplicates_count_once(rank: int, world_size: int) -> None:
-    """SPEC 12, 13: shared modules and parameters are managed, gathered and reduced once."""
+    """Behaviour 12, 13: shared modules and parameters are managed, gathered and reduced once."""
     plain = Twice()
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=True))
     with events.record() as log:
@@ -89,7 +89,7 @@ def test_duplicates_count_once(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("tied", ["parameter", "module"])
 def test_aliases_switch_together(rank: int, world_size: int, tied: str) -> None:
-    """SPEC 13: `a.weight is b.weight` in every form, and the parameter is listed once."""
+    """Behaviour 13: `a.weight is b.weight` in every form, and the parameter is listed once."""
     model = Transformer(tied=True) if tied == "parameter" else linears(3)
     if tied == "module":
         model[2] = model[0]
@@ -105,7 +105,7 @@ def test_aliases_switch_together(rank: int, world_size: int, tied: str) -> None:
 
 @on_ranks(2, 4)
 def test_default_mesh(rank: int, world_size: int) -> None:
-    """SPEC 14: without a mesh, all ranks of the default group."""
+    """Behaviour 14: without a mesh, all ranks of the default group."""
     model = fully_shard(nn.Linear(4, 4))
     mesh = model.weight.device_mesh
     assert mesh.ndim == 1 and mesh.size() == world_size and mesh.device_type == "cpu"
@@ -113,7 +113,7 @@ def test_default_mesh(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_default_mesh_inside_meta_device(rank: int, world_size: int) -> None:
-    """SPEC 14: also while everything new is on meta."""
+    """Behaviour 14: also while everything new is on meta."""
     with torch.device("meta"):
         model = nn.Linear(4, 4)
         fully_shard(model)
@@ -125,7 +125,7 @@ def test_default_mesh_inside_meta_device(rank: int, world_size: int) -> None:
 
 
 def test_default_group_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SPEC 14: without a default group, from the environment."""
+    """Behaviour 14: without a default group, from the environment."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", store.port)):
         monkeypatch.setenv(name, str(value))
@@ -144,7 +144,7 @@ def test_default_group_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["1d", "2d"])
 def test_mesh_from_group(rank: int, world_size: int, kind: str) -> None:
-    """SPEC 15: a mesh made of existing groups trains as one that makes its own."""
+    """Behaviour 15: a mesh made of existing groups trains as one that makes its own."""
     if kind == "1d":
         mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     else:
@@ -158,7 +158,7 @@ def test_mesh_from_group(rank: int, world_size: int, kind: str) -> None:
 
 @on_ranks(2)
 def test_mesh_of_some_ranks(rank: int, world_size: int) -> None:
-    """SPEC 15: each rank's own one-rank mesh: still DTensors, gradients of its own batch only."""
+    """Behaviour 15: each rank's own one-rank mesh: still DTensors, gradients of its own batch only."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("apart", "shard"))["shard"]
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
@@ -170,7 +170,7 @@ def test_mesh_of_some_ranks(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_meta_and_ignored_parameters_stay(rank: int, world_size: int) -> None:
-    """SPEC 16, 93: meta parameters stay on meta; ignored ones are not touched at all."""
+    """Behaviour 16, 93: meta parameters stay on meta; ignored ones are not touched at all."""
     model = linears(2)
     model[1].to("meta")
     ignored = model[0].bias
@@ -199,7 +199,7 @@ class WithBuffers(nn.Module):
 
 @on_ranks(2)
 def test_buffers_are_neither_sharded_nor_cast(rank: int, world_size: int) -> None:
-    """SPEC 16, 119: buffers stay plain tensors of their dtype under a bf16 policy, in forward and after."""
+    """Behaviour 16, 119: buffers stay plain tensors of their dtype under a bf16 policy, in forward and after."""
     model = fully_shard(WithBuffers(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     scale = model.scale
     run_step(model, rank)
@@ -216,7 +216,7 @@ class Doubled(nn.Module):
 
 @on_ranks(2)
 def test_module_without_parameters(rank: int, world_size: int) -> None:
-    """SPEC 17: works as a unit of its own, and as a root above others; it communicates nothing."""
+    """Behaviour 17: works as a unit of its own, and as a root above others; it communicates nothing."""
     alone = fully_shard(Doubled())
     x = torch.ones(2, requires_grad=True)
     with events.record() as log:
@@ -249,7 +249,7 @@ class WithEmpty(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_zero_element_parameters(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
-    """SPEC 17: parameters without elements are allowed, and get gradients without elements."""
+    """Behaviour 17: parameters without elements are allowed, and get gradients without elements."""
     plain = WithEmpty(shape)
     model = sharded_copy(plain, fully_shard)
     check_step(model, plain, rank, world_size)
@@ -258,7 +258,7 @@ def test_zero_element_parameters(rank: int, world_size: int, shape: tuple[int, .
 
 @on_ranks(2)
 def test_parameter_objects_are_replaced(rank: int, world_size: int) -> None:
-    """SPEC 18: new objects; names and order are kept. Beyond it, so is what users noted on the old ones."""
+    """Behaviour 18: new objects; names and order are kept. Beyond it, so is what users noted on the old ones."""
     model = mlp(4, 5, 4)
     names = [name for name, _ in model.named_parameters()]
     old = dict(model.named_parameters())
@@ -289,7 +289,7 @@ def _train_list(rank: int, world_size: int, together: Any) -> list[events.Event]
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_list_is_one_group(rank: int, world_size: int, kind: type) -> None:
-    """SPEC 19: one all-gather a pass, one reduce-scatter, and the two names joined."""
+    """Behaviour 19: one all-gather a pass, one reduce-scatter, and the two names joined."""
     log = _train_list(rank, world_size, lambda model: kind((model[0], model[1])))
     assert numels(log, "all_gather")[:2] == [("", 20), ("0, 1", 40)]
     assert numels(log, "reduce_scatter").count(("0, 1", 20)) == 1
@@ -298,7 +298,7 @@ def test_list_is_one_group(rank: int, world_size: int, kind: type) -> None:
 
 @on_ranks(2)
 def test_list_may_hold_containers(rank: int, world_size: int) -> None:
-    """SPEC 19: a ModuleList in a list of modules is fine, other than alone."""
+    """Behaviour 19: a ModuleList in a list of modules is fine, other than alone."""
 
     class Container(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The pure geometry, exhaustively over small sizes (SPEC 21-23, 27, 28)."""
+"""The pure geometry, exhaustively over small sizes (Behaviour 21-23, 27, 28)."""
 
 import itertools
 
@@ -15,7 +15,7 @@ PARTS = range(1, 7)
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_chunks_are_those_of_torch_chunk(size: int, parts: int) -> None:
-    """SPEC 21: the shard is chunk `rank` of torch.chunk; ranks past the last chunk hold nothing."""
+    """Behaviour 21: the shard is chunk `rank` of torch.chunk; ranks past the last chunk hold nothing."""
     whole = torch.arange(size)
     expected = [chunk.tolist() for chunk in torch.chunk(whole, parts)] if size else []
     expected += [[] for _ in range(parts - len(expected))]

@@ -1,5 +1,5 @@
-"""Who keeps what alive: modules own units, and nothing points back but weakly, so that `del model` frees memory at once
-(STYLE 18). One-rank worlds: ownership does not depend on the number of ranks."""
+"""Who keeps what alive: modules own units, and nothing points back but weakly, so that `del model` frees memory at
+once. One-rank worlds: ownership does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def test_del_model_frees_it_without_the_garbage_collector(rank: int, world_size:
 
 @on_ranks(2)
 def test_original_parameters_are_freed_as_they_are_sharded(rank: int, world_size: int) -> None:
+    """Behaviour 188: the whole data is freed as soon as the shard is made."""
     layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
     originals = [layer.weight.untyped_storage()._weak_ref() for layer in layers]
     fully_shard(layers)

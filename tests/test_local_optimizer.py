@@ -167,7 +167,7 @@ def test_fused_sgd(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["adamw_fused", "sgd_momentum"])
 def test_no_dtensor_operations_in_a_step(rank: int, world_size: int, case: str) -> None:
-    """DEMAND 30: the point of it all."""
+    """The point of it all."""
     kind, options = CASES[case]
     optimizer = local_optimizer(kind, groups_of(params_of()), **options)
     train(optimizer, range(1))
@@ -258,7 +258,7 @@ def test_torch_machinery(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler(rank: int, world_size: int, fused: bool) -> None:
-    """SPEC 172: an inf on one rank makes all ranks skip the step; fused optimizers get the scale themselves."""
+    """Behaviour 172: an inf on one rank makes all ranks skip the step; fused optimizers get the scale themselves."""
     params, scaler = params_of()[:4], torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = local_optimizer(torch.optim.AdamW, params, fused=fused)
     scaler.scale(torch.ones(()))
@@ -360,7 +360,7 @@ def test_autograd_notices_a_step(rank: int, world_size: int) -> None:
     "kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Optim]
 )
 def test_only_elementwise_optimizers(kind: type[Optim]) -> None:
-    """A Muon on shards would be wrong without any error (DEMAND 67), and so might any optimizer that we do not know."""
+    """A Muon on shards would be wrong without any error, and so might any optimizer that we do not know."""
     with pytest.raises(ArgumentError, match=f"{kind.__name__} is not known.*elementwise=True"):
         local_optimizer(kind, [nn.Parameter(torch.ones(2, 2))])
 

@@ -1,4 +1,4 @@
-"""Building on the meta device, moving, converting and replacing parameters (SPEC, section D)."""
+"""Building on the meta device, moving, converting and replacing parameters (docs/behaviour.md, section D)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def padded_nbytes(param: DTensor) -> int:
 def test_meta_flow(
     rank: int, world_size: int, features: tuple[int, ...], policy: MixedPrecisionPolicy | None, hsdp: bool
 ) -> None:
-    """SPEC 31: meta -> fully_shard -> to_empty -> initialise -> train; also with 3 and 1 rows over 4 ranks."""
+    """Behaviour 31: meta -> fully_shard -> to_empty -> initialise -> train; also with 3 and 1 rows over 4 ranks."""
     plain = mlp(*features)
     with torch.device("meta"):
         model = mlp(*features)
@@ -77,7 +77,7 @@ def test_meta_flow(
 
 @on_ranks(2)
 def test_reset_parameters_after_to_empty(rank: int, world_size: int) -> None:
-    """SPEC 31: torch's own reset_parameters runs on the sharded parameters."""
+    """Behaviour 31: torch's own reset_parameters runs on the sharded parameters."""
     with torch.device("meta"):
         model = Transformer(tied=True)
     for block in model.blocks:
@@ -97,7 +97,7 @@ def test_reset_parameters_after_to_empty(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["forward", "unshard"])
 def test_meta_parameters_left(rank: int, world_size: int, how: str) -> None:
-    """SPEC 32: an error that lists exactly the parameters still on meta, and says what to do."""
+    """Behaviour 32: an error that lists exactly the parameters still on meta, and says what to do."""
     with torch.device("meta"):
         model = fully_shard(mlp(4, 4, 4))
     model[0].to_empty(device="cpu")
@@ -119,7 +119,7 @@ fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model).
 @on_ranks(4)
 @pytest.mark.parametrize("first_step", [False, True], ids=["before_first_forward", "after"])
 def test_apply_keeps_dtensors(rank: int, world_size: int, first_step: bool) -> None:
-    """SPEC 33, 35: `.cpu()`, `.to(device)` and `.to_empty` reshard, keep DTensors, and pad again."""
+    """Behaviour 33, 35: `.cpu()`, `.to(device)` and `.to_empty` reshard, keep DTensors, and pad again."""
     plain = mlp(5, 3, 5)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
     if first_step:
@@ -137,7 +137,7 @@ def test_apply_keeps_dtensors(rank: int, world_size: int, first_step: bool) -> N
 
 @on_ranks(2, 4)
 def test_dtype_change_before_the_first_forward(rank: int, world_size: int) -> None:
-    """SPEC 33, 36: to fp64 after sharding: parameters, specs, what forward sees, and gradients follow."""
+    """Behaviour 33, 36: to fp64 after sharding: parameters, specs, what forward sees, and gradients follow."""
     plain = mlp(5, 3, 5)
     model = sharded_copy(plain, fully_shard).double()
     plain = plain.double()
@@ -155,7 +155,7 @@ def test_dtype_change_before_the_first_forward(rank: int, world_size: int) -> No
 
 @on_ranks(2)
 def test_dtype_change_between_steps(rank: int, world_size: int) -> None:
-    """SPEC 35: FSDP2 cannot change dtype after the first forward; here it works, in both directions."""
+    """Behaviour 35: FSDP2 cannot change dtype after the first forward; here it works, in both directions."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     for step, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
@@ -169,7 +169,7 @@ def test_dtype_change_between_steps(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
-    """SPEC 36, 115: a bf16 model cast to fp32 still reduces in the bf16 of its policy."""
+    """Behaviour 36, 115: a bf16 model cast to fp32 still reduces in the bf16 of its policy."""
     model = linears(1).bfloat16()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
     model.float()
@@ -183,7 +183,7 @@ def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("convert", [False, True])
 def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) -> None:
-    """SPEC 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards.
+    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards.
 
     (A `grad_dtype` equal to the parameter's dtype cannot be told from none: torch shows both alike.)
     """
@@ -203,7 +203,7 @@ def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) ->
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["new", "computed"])
 def test_replacing_parameters_before_the_first_forward(rank: int, world_size: int, how: str) -> None:
-    """SPEC 34: a new DTensor parameter, or one computed from others, is the one that is trained."""
+    """Behaviour 34: a new DTensor parameter, or one computed from others, is the one that is trained."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     if how == "new":
@@ -222,7 +222,7 @@ def test_replacing_parameters_before_the_first_forward(rank: int, world_size: in
 
 @on_ranks(2)
 def test_replacing_a_parameter_by_a_plain_one(rank: int, world_size: int) -> None:
-    """SPEC 34: a parameter that is no DTensor cannot be gathered; the error names it."""
+    """Behaviour 34: a parameter that is no DTensor cannot be gathered; the error names it."""
     model = fully_shard(linears(2))
     model[1].weight = nn.Parameter(torch.zeros(4, 4))
     expect(
@@ -239,7 +239,7 @@ torch.distributed.checkpoint.state_dict.set_model_state_dict.
 
 @on_ranks(2)
 def test_round_trips_between_steps(rank: int, world_size: int) -> None:
-    """SPEC 35: a device round trip after lazy init changes nothing; training goes on."""
+    """Behaviour 35: a device round trip after lazy init changes nothing; training goes on."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     for step in range(3):
@@ -276,7 +276,7 @@ def test_round_trip_between_forward_and_backward(rank: int, world_size: int, syn
 
 @on_ranks(2)
 def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
-    """SPEC 36: unsynced gradients survive a device move between microbatches."""
+    """Behaviour 36: unsynced gradients survive a device move between microbatches."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
     model.set_requires_gradient_sync(False)
@@ -290,7 +290,7 @@ def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_meta_unit_beside_others(rank: int, world_size: int) -> None:
-    """SPEC 31, 32: only the unit on meta keeps the root from running; its numel is known all the same."""
+    """Behaviour 31, 32: only the unit on meta keeps the root from running; its numel is known all the same."""
     plain = linears(2)
     model = copy.deepcopy(plain)
     model[0].to("meta")

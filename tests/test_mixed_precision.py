@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype is gathered, computed in, reduced and kept (SPEC 113-121)."""
+"""Mixed precision: which dtype is gathered, computed in, reduced and kept (Behaviour 113-121)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_dtypes(
     compute: torch.dtype,
     reduced: torch.dtype,
 ) -> None:
-    """SPEC 113-115: gather and compute in param_dtype, reduce in reduce_dtype, keep the original dtype.
+    """Behaviour 113-115: gather and compute in param_dtype, reduce in reduce_dtype, keep the original dtype.
 
     reduce_dtype=None is the original dtype, as in torch 2.15.
     """
@@ -78,7 +78,7 @@ def test_dtypes(
 
 @on_ranks(2, 4)
 def test_values(rank: int, world_size: int) -> None:
-    """SPEC 113, 114: gradients are those of a bf16 copy, rank by rank, averaged in fp32."""
+    """Behaviour 113, 114: gradients are those of a bf16 copy, rank by rank, averaged in fp32."""
     plain = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
     model: Any = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -98,7 +98,8 @@ def test_values(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_reduce_dtype_outlives_a_cast_of_the_model(rank: int, world_size: int) -> None:
-    """SPEC 115: a bf16 model cast to fp32 before its first forward still reduces in the bf16 that was asked for."""
+    """Behaviour 115: a bf16 model cast to fp32 before its first forward still reduces in the bf16 that was asked
+    for."""
     model: Any = fully_shard(nn.Linear(4, 4).to(BF16), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     model.float()
     with events.record() as log:
@@ -130,7 +131,7 @@ class Dtypes(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("cast", [True, False])
 def test_inputs(rank: int, world_size: int, cast: bool) -> None:
-    """SPEC 116: every floating tensor in args and kwargs, nested, fp64 too; ints stay. Off: all stay."""
+    """Behaviour 116: every floating tensor in args and kwargs, nested, fp64 too; ints stay. Off: all stay."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
     model: Any = fully_shard(Dtypes(), mp_policy=policy)
     double, ints = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
@@ -151,7 +152,7 @@ def test_inputs(rank: int, world_size: int, cast: bool) -> None:
 
 @on_ranks(2)
 def test_inputs_stay_without_param_dtype(rank: int, world_size: int) -> None:
-    """SPEC 116: without param_dtype nothing is cast."""
+    """Behaviour 116: without param_dtype nothing is cast."""
     model: Any = fully_shard(Dtypes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     model(torch.ones(1, 2, dtype=torch.float64))
     assert model.seen[0] == torch.float64
@@ -172,7 +173,7 @@ class Wrapper(nn.Module):
 
 @on_ranks(2)
 def test_inputs_of_each_unit(rank: int, world_size: int) -> None:
-    """SPEC 116: each sharded module casts its inputs, the root without parameters too."""
+    """Behaviour 116: each sharded module casts its inputs, the root without parameters too."""
     policy = MixedPrecisionPolicy(param_dtype=BF16)
     model: Any = Wrapper()
     fully_shard(model.inner, mp_policy=policy)
@@ -195,7 +196,8 @@ class Outputs(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("param_dtype", [None, BF16])
 def test_outputs(rank: int, world_size: int, param_dtype: torch.dtype | None) -> None:
-    """SPEC 117: output_dtype reaches every floating tensor in the output, whatever param_dtype is; containers stay."""
+    """Behaviour 117: output_dtype reaches every floating tensor in the output, whatever param_dtype is; containers
+    stay."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=FP32, output_dtype=torch.float16)
     model: Any = fully_shard(Outputs(), mp_policy=policy)
     out = model(batch(0, rank, 4))
@@ -229,7 +231,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 @pytest.mark.parametrize("twice", [False, True], ids=["with_tanh", "twice"])
 def test_recompute_casts_again(rank: int, world_size: int, use_reentrant: bool, twice: bool) -> None:
-    """SPEC 118: the recompute of a checkpoint casts inputs and outputs as the forward did."""
+    """Behaviour 118: the recompute of a checkpoint casts inputs and outputs as the forward did."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32)
     model: Any = Recomputed(use_reentrant, twice)
     fully_shard(model.inner, mp_policy=policy)
@@ -254,7 +256,7 @@ class Norms(nn.Module):
 
 @on_ranks(2)
 def test_buffers_and_integers_are_not_cast(rank: int, world_size: int) -> None:
-    """SPEC 16, 119: integer parameters and buffers keep their dtype; norms work, BatchNorm with its own policy."""
+    """Behaviour 16, 119: integer parameters and buffers keep their dtype; norms work, BatchNorm with its own policy."""
     model: Any = Norms()
     fully_shard(model.batch_norm, mp_policy=MixedPrecisionPolicy(output_dtype=BF16))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
@@ -281,7 +283,8 @@ class TwoDtypes(nn.Module):
 
 @on_ranks(2)
 def test_trainable_parameters_of_two_dtypes(rank: int, world_size: int) -> None:
-    """SPEC 120: refused with both dtypes in the message, or trained right, each gradient in its parameter's dtype."""
+    """Behaviour 120: refused with both dtypes in the message, or trained right, each gradient in its parameter's
+    dtype."""
     plain = TwoDtypes(FP32, BF16)
     model = fully_shard(copy.deepcopy(plain))
     try:
@@ -295,7 +298,7 @@ def test_trainable_parameters_of_two_dtypes(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_frozen_parameter_of_another_dtype(rank: int, world_size: int) -> None:
-    """SPEC 120, 121: a frozen fp8 next to a trainable fp32 parameter, in one all-gather without a common dtype."""
+    """Behaviour 120, 121: a frozen fp8 next to a trainable fp32 parameter, in one all-gather without a common dtype."""
     model: Any = TwoDtypes(FP32, torch.float8_e4m3fn)
     model.second.requires_grad_(False)
     plain = copy.deepcopy(model)
@@ -318,7 +321,7 @@ def test_frozen_parameter_of_another_dtype(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("resharded", [True, False], ids=["resharded", "unsharded"])
 def test_unfreezing_a_frozen_group(rank: int, world_size: int, resharded: bool) -> None:
-    """SPEC 24, 120: all frozen at the first forward, trained later: reduced in the dtype that was asked for.
+    """Behaviour 24, 120: all frozen at the first forward, trained later: reduced in the dtype that was asked for.
 
     The root stays unsharded after that forward: unfreezing must work there as well as after `reshard()`.
     """

@@ -1,4 +1,4 @@
-"""Six things that FSDP2 of torch 2.13 refuses or breaks, and that train here (SPEC 87, 119, 120, 184-186; DEMAND P4).
+"""Six things that FSDP2 of torch 2.13 refuses or breaks, and that train here (Behaviour 87, 119, 120, 184-186).
 
 Each has tests of several Adam steps against one process, and one that pins what torch does, so that we notice when that
 changes.
@@ -77,7 +77,7 @@ class Experts(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_mixed_dtypes(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 120: each parameter is kept, computed with, and gets its gradient in its own dtype."""
+    """Behaviour 120: each parameter is kept, computed with, and gets its gradient in its own dtype."""
 
     def build() -> nn.Module:
         return nn.Sequential(*[Experts(torch.float64, torch.float32) for _ in range(2)])
@@ -92,7 +92,7 @@ def test_mixed_dtypes(rank: int, world_size: int, setting: str) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_fp32_router_beside_bf16_experts(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 120, 121: the same for the usual pair; bf16 sums are only so exact."""
+    """Behaviour 120, 121: the same for the usual pair; bf16 sums are only so exact."""
 
     def build() -> nn.Module:
         return nn.Sequential(*[Experts(torch.float32, torch.bfloat16) for _ in range(2)])
@@ -111,7 +111,7 @@ def test_fp32_router_beside_bf16_experts(rank: int, world_size: int, setting: st
 
 @on_ranks(2, 4)
 def test_mixed_dtypes_under_a_policy(rank: int, world_size: int) -> None:
-    """SPEC 113, 114, 120: param_dtype and reduce_dtype hold for all; the sharded side keeps its dtypes."""
+    """Behaviour 113, 114, 120: param_dtype and reduce_dtype hold for all; the sharded side keeps its dtypes."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = fsdp2.fully_shard(Experts(torch.float32, torch.bfloat16), mp_policy=policy)
     seen: set[torch.dtype] = set()
@@ -124,7 +124,7 @@ def test_mixed_dtypes_under_a_policy(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_torch_and_mixed_dtypes(rank: int, world_size: int) -> None:
-    """SPEC 120: torch refuses at the first forward."""
+    """Behaviour 120: torch refuses at the first forward."""
     model = torch_fsdp.fully_shard(Experts(torch.float32, torch.bfloat16))
     with pytest.raises(AssertionError, match="uniform original parameter dtype"):
         model(batch(0, rank))
@@ -164,7 +164,7 @@ def scaled() -> nn.Sequential:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_scalars(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 184: replicated on every axis of the mesh; the gradient is the mean over all ranks."""
+    """Behaviour 184: replicated on every axis of the mesh; the gradient is the mean over all ranks."""
     given = options(setting, world_size)
     model = train(rank, world_size, scaled, lambda api, m: shard_children(api, m, **given))
     one_step(model, 0, rank)
@@ -190,7 +190,7 @@ def accumulate(model: Any, step: int, rank: int, mode: str) -> Tensor:
 @pytest.mark.parametrize("setting", ["reshard", "hsdp"])
 @pytest.mark.parametrize("mode", ["no_sync", "no_all_reduce"])
 def test_scalars_accumulate(rank: int, world_size: int, setting: str, mode: str) -> None:
-    """SPEC 96, 107, 184: with gradients that wait for sync, or for the all-reduce of HSDP."""
+    """Behaviour 96, 107, 184: with gradients that wait for sync, or for the all-reduce of HSDP."""
     given = options(setting, world_size)
     train(
         rank,
@@ -204,7 +204,7 @@ def test_scalars_accumulate(rank: int, world_size: int, setting: str, mode: str)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", ["reshard", "hsdp"])
 def test_scalars_are_clipped_saved_and_loaded(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 184: `clip_grad_norm_`, `state_dict` and meta init treat them as any other parameter."""
+    """Behaviour 184: `clip_grad_norm_`, `state_dict` and meta init treat them as any other parameter."""
     plain = scaled()
     given = options(setting, world_size)
     model = shard_children(fsdp2, copy.deepcopy(plain), **given)
@@ -224,7 +224,7 @@ def test_scalars_are_clipped_saved_and_loaded(rank: int, world_size: int, settin
 
 @on_ranks(2)
 def test_torch_and_scalars(rank: int, world_size: int) -> None:
-    """SPEC 184: torch refuses."""
+    """Behaviour 184: torch refuses."""
     with pytest.raises(ValueError, match="scalar"):
         torch_fsdp.fully_shard(Scaled())
 
@@ -252,7 +252,7 @@ class Convolutions(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_channels_last(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 185: the DTensor and what forward sees have the strides that the parameter had."""
+    """Behaviour 185: the DTensor and what forward sees have the strides that the parameter had."""
     given = options(setting, world_size)
     wanted = {name: param.stride() for name, param in Convolutions().named_parameters()}
     assert wanted["first.weight"] == (18, 1, 6, 2) and wanted["out.weight"] == (1, 7)
@@ -273,7 +273,7 @@ def test_channels_last(rank: int, world_size: int, setting: str) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dim", [0, 1, 3])
 def test_channels_last_on_any_dim(rank: int, world_size: int, dim: int) -> None:
-    """SPEC 28, 185: sharded over other dims, too, of which most do not divide by the number of ranks."""
+    """Behaviour 28, 185: sharded over other dims, too, of which most do not divide by the number of ranks."""
 
     def shard(api: Any, model: nn.Module) -> None:
         shard_children(api, model, shard_placement_fn=lambda param: Shard(dim if param.ndim == 4 else 0))
@@ -285,7 +285,7 @@ def test_channels_last_on_any_dim(rank: int, world_size: int, dim: int) -> None:
 
 @on_ranks(2, 4)
 def test_channels_last_state_dict(rank: int, world_size: int) -> None:
-    """SPEC 185: values go out and in by position, whatever the strides of the other side."""
+    """Behaviour 185: values go out and in by position, whatever the strides of the other side."""
     plain = Convolutions()
     model = shard_children(fsdp2, copy.deepcopy(plain))
     for name, value in model.state_dict().items():
@@ -297,7 +297,7 @@ def test_channels_last_state_dict(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_torch_and_channels_last(rank: int, world_size: int) -> None:
-    """SPEC 185: torch refuses."""
+    """Behaviour 185: torch refuses."""
     with pytest.raises(NotImplementedError, match="non-contiguous"):
         torch_fsdp.fully_shard(Convolutions().second)
 
@@ -323,7 +323,7 @@ class Cube(nn.Module):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("dim", [1, 2, -2])
 def test_uneven_dims(rank: int, world_size: int, setting: str, dim: int) -> None:
-    """SPEC 28, 186: `torch.chunk` along any dim, ranks with fewer columns or none included."""
+    """Behaviour 28, 186: `torch.chunk` along any dim, ranks with fewer columns or none included."""
     given = options(setting, world_size)
 
     def place(param: nn.Parameter) -> Shard:
@@ -337,7 +337,7 @@ def test_uneven_dims(rank: int, world_size: int, setting: str, dim: int) -> None
 
 @on_ranks(4)
 def test_torch_and_uneven_dims(rank: int, world_size: int) -> None:
-    """SPEC 186: torch refuses."""
+    """Behaviour 186: torch refuses."""
     with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
         torch_fsdp.fully_shard(Cube(), shard_placement_fn=lambda param: Shard(param.ndim - 1 and 1))
 
@@ -402,7 +402,7 @@ class PackedLinear(nn.Module):
     ],
 )
 def test_packed(rank: int, world_size: int, setting: str, storage: torch.dtype) -> None:
-    """DEMAND 65: forward finds class, attribute and every bit of the packed weight, trains what is beside it."""
+    """Forward finds class, attribute and every bit of the packed weight, trains what is beside it."""
 
     def build() -> nn.Module:
         return nn.Sequential(PackedLinear(storage), PackedLinear(storage))
@@ -425,7 +425,8 @@ def test_packed(rank: int, world_size: int, setting: str, storage: torch.dtype) 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 def test_packed_in_mixed_precision(rank: int, world_size: int, storage: torch.dtype) -> None:
-    """SPEC 113, 119: what is packed in integers, or in param_dtype, is not touched by the cast of its neighbours."""
+    """Behaviour 113, 119: what is packed in integers, or in param_dtype, is not touched by the cast of its
+    neighbours."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = PackedLinear(storage, rows=10)
     model: Any = fsdp2.fully_shard(copy.deepcopy(plain), mp_policy=policy)
@@ -440,7 +441,7 @@ def test_packed_in_mixed_precision(rank: int, world_size: int, storage: torch.dt
 
 @on_ranks(2, 4)
 def test_every_bit_pattern_of_a_frozen_float(rank: int, world_size: int) -> None:
-    """DEMAND 65: packed bits may be NaNs of any kind; gathered beside a parameter of another dtype, all survive."""
+    """Packed bits may be NaNs of any kind; gathered beside a parameter of another dtype, all survive."""
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     model: Any = nn.Linear(8, 8)
     model.bits = nn.Parameter(bits.view(torch.bfloat16).clone(), requires_grad=False)
@@ -473,7 +474,7 @@ class Table(nn.Module):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_integers(rank: int, world_size: int, setting: str) -> None:
-    """SPEC 16, 119: of several sizes, and a 0-dim one; also where a unit has nothing else."""
+    """Behaviour 16, 119: of several sizes, and a 0-dim one; also where a unit has nothing else."""
     given = options(setting, world_size)
 
     def shard(api: Any, model: Any) -> None:
@@ -489,7 +490,7 @@ def test_integers(rank: int, world_size: int, setting: str) -> None:
 
 @on_ranks(2, 4)
 def test_rare_integers(rank: int, world_size: int) -> None:
-    """SPEC 119: dtypes of which gloo's own collectives know nothing: bytes are bytes."""
+    """Behaviour 119: dtypes of which gloo's own collectives know nothing: bytes are bytes."""
     rare = (torch.int16, torch.bool, torch.uint16, torch.uint32, torch.uint64)
     model: Any = fsdp2.fully_shard(Table(*rare))
     one_step(model, 0, rank)
@@ -508,7 +509,7 @@ def packed_refused_by_torch() -> Any:
 
 @on_ranks(2)
 def test_torch_and_packed(rank: int, world_size: int) -> None:
-    """DEMAND 65: torch makes a plain parameter of it, so that forward does not find what it needs."""
+    """torch makes a plain parameter of it, so that forward does not find what it needs."""
     with packed_refused_by_torch():
         torch_fsdp.fully_shard(PackedLinear(torch.uint8))(batch(0, rank))
 
@@ -583,7 +584,8 @@ def step_and_check_ties(model: Any, step: int, rank: int) -> Tensor:
     ("root_raf", "recompute"), [(True, False), (False, False), (None, False), (True, True), (None, True)]
 )
 def test_tied(rank: int, world_size: int, order: str, root_raf: bool | None, recompute: bool) -> None:
-    """SPEC 87, 88: any order of calls, the root holding one of the names or none, resharding after forward or not."""
+    """Behaviour 87, 88: any order of calls, the root holding one of the names or none, resharding after forward or
+    not."""
 
     def shard(api: Any, model: nn.Module) -> None:
         shard_in_order(api, model, order, root_raf)
@@ -598,7 +600,7 @@ def test_tied(rank: int, world_size: int, order: str, root_raf: bool | None, rec
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("order", ["embed", "head_embed"])
 def test_tied_settings(rank: int, world_size: int, setting: str, order: str) -> None:
-    """SPEC 72, 87, 106: under every way to reshard, and with replicas."""
+    """Behaviour 72, 87, 106: under every way to reshard, and with replicas."""
     given = options(setting, world_size)
     train(
         rank,
@@ -612,7 +614,7 @@ def test_tied_settings(rank: int, world_size: int, setting: str, order: str) -> 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("order", ["embed", "embed_head"])
 def test_tied_accumulation(rank: int, world_size: int, order: str) -> None:
-    """SPEC 87, 96: two uses a microbatch, three microbatches, one reduction."""
+    """Behaviour 87, 96: two uses a microbatch, three microbatches, one reduction."""
     train(
         rank,
         world_size,
@@ -625,7 +627,7 @@ def test_tied_accumulation(rank: int, world_size: int, order: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("order", ["embed", "head", "embed_head"])
 def test_tied_states(rank: int, world_size: int, order: str) -> None:
-    """SPEC 87: `unshard` or `reshard` of one, moves, loading, evaluation: the names never point to two tensors."""
+    """Behaviour 87: `unshard` or `reshard` of one, moves, loading, evaluation: the names never point to two tensors."""
     model: Any = Tied()
     shard_in_order(fsdp2, model, order)
     for name in ORDERS[order]:
@@ -653,7 +655,7 @@ def test_tied_states(rank: int, world_size: int, order: str) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("order", ["embed", "head", "embed_head", "neither"])
 def test_tied_on_meta(rank: int, world_size: int, order: str) -> None:
-    """SPEC 31, 87: built on meta and given memory, still one weight; then it trains."""
+    """Behaviour 31, 87: built on meta and given memory, still one weight; then it trains."""
     plain = Tied()
 
     def shard(api: Any, model: Any) -> None:
@@ -688,7 +690,7 @@ class ThreeNames(nn.Module):
 @pytest.mark.parametrize("units", [["encoder", "decoder"], ["encoder.0", "decoder.0", "encoder", "decoder", "head"]])
 @pytest.mark.parametrize("root_raf", [True, False])
 def test_three_names(rank: int, world_size: int, units: list[str], root_raf: bool) -> None:
-    """SPEC 87: nested units hold two of the names, the root or a unit beside them the third."""
+    """Behaviour 87: nested units hold two of the names, the root or a unit beside them the third."""
 
     def shard(api: Any, model: Any) -> None:
         for name in units:
@@ -703,7 +705,7 @@ def test_three_names(rank: int, world_size: int, units: list[str], root_raf: boo
 
 @on_ranks(2)
 def test_tied_in_mixed_precision(rank: int, world_size: int) -> None:
-    """SPEC 87, 113: gradients are those of a model that has one unit for everything."""
+    """Behaviour 87, 113: gradients are those of a model that has one unit for everything."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = Tied()
     models: list[Any] = [copy.deepcopy(plain), copy.deepcopy(plain)]
@@ -725,7 +727,7 @@ def tied_refused_by_torch() -> Any:
 @on_ranks(2)
 @pytest.mark.parametrize("order", ["embed", "head", "embed_head"])
 def test_torch_and_tied(rank: int, world_size: int, order: str) -> None:
-    """SPEC 87: torch tears the names apart, and refuses at the first forward."""
+    """Behaviour 87: torch tears the names apart, and refuses at the first forward."""
     model: Any = Tied()
     shard_in_order(torch_fsdp, model, order)
     assert model.embed.weight is not model.head.weight

@@ -1,4 +1,4 @@
-"""CPU offload: sharded parameters, gradients and optimizer state in host memory (SPEC, section S).
+"""CPU offload: sharded parameters, gradients and optimizer state in host memory (docs/behaviour.md, section S).
 
 With a CPU mesh nothing moves, but all rules hold. `FSDP_API=torch` runs this file on torch's own FSDP2, which shows
 that what is expected here is what users know.
@@ -53,7 +53,7 @@ MODES: dict[str, Callable[[Any, int, int], Tensor]] = {
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 @pytest.mark.parametrize("raf", [True, False])
 def test_same_bits(rank: int, world_size: int, mode: str, hsdp: bool, raf: bool) -> None:
-    """SPEC 156: parameters, gradients and optimizer state are those without offload, bit by bit, at every step."""
+    """Behaviour 156: parameters, gradients and optimizer state are those without offload, bit by bit, at every step."""
     options: dict[str, Any] = {"mesh": mesh_2d(2, world_size // 2) if hsdp else None, "reshard_after_forward": raf}
     plain = Stack(depth=2)
     models = [
@@ -75,7 +75,7 @@ def test_same_bits(rank: int, world_size: int, mode: str, hsdp: bool, raf: bool)
 @on_ranks(2, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_parity(rank: int, world_size: int, mode: str) -> None:
-    """SPEC 156: training is that of torch's FSDP2 with the same policy, and of one process."""
+    """Behaviour 156: training is that of torch's FSDP2 with the same policy, and of one process."""
 
     def shard(which: ModuleType, model: nn.Module) -> None:
         offloaded(which, model, mesh=mesh_2d(2, world_size // 2))
@@ -85,7 +85,7 @@ def test_parity(rank: int, world_size: int, mode: str) -> None:
 
 @on_ranks(2, 4)
 def test_mixed_precision(rank: int, world_size: int) -> None:
-    """SPEC 113, 155: gathered in param_dtype, reduced in reduce_dtype, as without offload; the rest stays fp32."""
+    """Behaviour 113, 155: gathered in param_dtype, reduced in reduce_dtype, as without offload; the rest stays fp32."""
     policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = Stack(depth=2)
     models = [
@@ -101,7 +101,8 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_everything_is_in_host_memory(rank: int, world_size: int) -> None:
-    """SPEC 155: parameters and gradients, and so the state that the optimizer makes of them; not pinned, as asked."""
+    """Behaviour 155: parameters and gradients, and so the state that the optimizer makes of them; not pinned, as
+    asked."""
     model = offloaded(api, Layers(2, 5))
     optim = torch.optim.Adam(model.parameters())
     run_step(model, rank, 0, 5)
@@ -115,7 +116,7 @@ def test_everything_is_in_host_memory(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_models_in_sequence(rank: int, world_size: int) -> None:
-    """SPEC 156: one offloaded model feeds another; each gets the gradients of one process."""
+    """Behaviour 156: one offloaded model feeds another; each gets the gradients of one process."""
     plain = nn.Sequential(linears(2), linears(2))
     model = nn.Sequential(*[copy.deepcopy(part) for part in plain])
     for part in model:
@@ -129,14 +130,14 @@ def test_models_in_sequence(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning works here")
 def test_pinning_without_an_accelerator(rank: int, world_size: int) -> None:
-    """SPEC 155: `pin_memory`, the default, needs an accelerator."""
+    """Behaviour 155: `pin_memory`, the default, needs an accelerator."""
     with pytest.raises(RuntimeError):
         api.fully_shard(nn.Linear(4, 4), offload_policy=api.CPUOffloadPolicy())
 
 
 @on_ranks(2)
 def test_parameters_left_on_meta(rank: int, world_size: int) -> None:
-    """SPEC 157, 32: the error of the first forward names what is not in host memory, and where it is."""
+    """Behaviour 157, 32: the error of the first forward names what is not in host memory, and where it is."""
     model = Layers(2)
     model.layers[0].to("meta")
     offloaded(api, model)
@@ -149,7 +150,8 @@ def test_parameters_left_on_meta(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_loading_in_parts(rank: int, world_size: int) -> None:
-    """SPEC 157: `load_state_dict(assign=True, strict=False)` of some while others are still on meta; then it trains."""
+    """Behaviour 157: `load_state_dict(assign=True, strict=False)` of some while others are still on meta; then it
+    trains."""
     plain = Layers(2)
     with torch.device("meta"):
         model: Any = offloaded(api, Layers(2))
@@ -171,7 +173,7 @@ def test_loading_in_parts(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.skipif(ON_TORCH, reason="about objects of torch given to fsdp2")
 def test_torchs_policy_object(rank: int, world_size: int) -> None:
-    """SPEC 1, 155: the policy of torch's FSDP2 may be passed as it is."""
+    """Behaviour 1, 155: the policy of torch's FSDP2 may be passed as it is."""
     plain = linears(1)
     policy = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
     model = fsdp2.fully_shard(copy.deepcopy(plain), offload_policy=policy)

@@ -108,7 +108,7 @@ def check(world_size: int, sets: Sequence[Names]) -> None:
 
 @on_ranks(4)
 def test_refused(rank: int, world_size: int) -> None:
-    """DEMAND: what does not go together is refused, with an error that says why, before anything runs."""
+    """What does not go together is refused, with an error that says why, before anything runs."""
     for pair, refusal in REFUSED.items():
         names = sorted(pair)
         case = Case([BY_NAME[name] for name in names], rank, world_size)
@@ -121,7 +121,7 @@ def test_refused(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4], ids=["ranks2", "ranks4"])
 def test_alone(world_size: int) -> None:
-    """DEMAND: each option trains as one process does."""
+    """Each option trains as one process does."""
     check(world_size, [(option.name,) for option in OPTIONS if world_size == 4 or not option.needs_4])
 
 
@@ -129,6 +129,6 @@ def test_alone(world_size: int) -> None:
     ("world_size", "batch"), [(size, batch) for size, number in NUM_BATCHES.items() for batch in range(number)]
 )
 def test_together(world_size: int, batch: int) -> None:
-    """DEMAND: so does each pair, here several at a time."""
+    """So does each pair, here several at a time."""
     sets = pairs(world_size) if os.environ.get("FSDP2_ALL_PAIRS") else covering(world_size)
     check(world_size, sets[batch :: NUM_BATCHES[world_size]])

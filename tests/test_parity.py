@@ -1,4 +1,5 @@
-"""Training equals one unsharded process and torch's own FSDP2, over the grid of SPEC 176 and the settings around it.
+"""Training equals one unsharded process and torch's own FSDP2, over the grid of Behaviour 176 and the settings around
+it.
 
 Against torch the comparison is bit by bit wherever at most two numbers meet in each sum: addition commutes, and
 halving is exact.
@@ -43,7 +44,7 @@ def largest_even_dim(world_size: int) -> Any:
 def test_training_parity(
     rank: int, world_size: int, shapes: str, raf: bool | int | None, many_groups: bool, largest_dim: bool
 ) -> None:
-    """SPEC 28, 176: ten Adam steps, alternating set_to_none, give what the references give."""
+    """Behaviour 28, 176: ten Adam steps, alternating set_to_none, give what the references give."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         options: dict[str, Any] = {"reshard_after_forward": raf}
@@ -68,7 +69,8 @@ def test_training_parity(
 @pytest.mark.parametrize("raf", [True, False, 2])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_hsdp_parity(rank: int, world_size: int, replicas: int, raf: bool | int) -> None:
-    """SPEC 106, 109, 124: meshes (1, W), (2, 2) and (W, 1) give the mean over all ranks, as FSDP on W ranks does."""
+    """Behaviour 106, 109, 124: meshes (1, W), (2, 2) and (W, 1) give the mean over all ranks, as FSDP on W ranks
+    does."""
     if world_size % replicas or (world_size // replicas) % (raf or 1):
         return
     mesh = mesh_2d(replicas, world_size // replicas)
@@ -96,7 +98,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_mixed_precision_parity(rank: int, world_size: int, policy: str, hsdp: bool) -> None:
-    """SPEC 113-117, 125, 126: every mixed precision policy trains as with torch (reduce_dtype given, see SPEC 114)."""
+    """Behaviour 113-117, 125, 126: every mixed precision policy trains as with torch (reduce_dtype given, see Behaviour
+    114)."""
     mesh = mesh_2d(2, world_size // 2) if hsdp else None
 
     def shard(api: ModuleType, model: nn.Module) -> None:
@@ -134,7 +137,7 @@ def accumulate(model: nn.Module, step: int, rank: int, mode: str) -> Tensor:
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("mode", ["sync_each", "no_sync", "keep", "root_no_sync"])
 def test_accumulation_parity(rank: int, world_size: int, mode: str, raf: bool) -> None:
-    """SPEC 95-99, 105: microbatches give the same sums in every mode, step after step."""
+    """Behaviour 95-99, 105: microbatches give the same sums in every mode, step after step."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_blocks(api, model, reshard_after_forward=raf)
@@ -148,7 +151,7 @@ def test_accumulation_parity(rank: int, world_size: int, mode: str, raf: bool) -
 @on_ranks(4)
 @pytest.mark.parametrize("mode", ["sync_each", "no_sync", "no_all_reduce"])
 def test_hsdp_accumulation_parity(rank: int, world_size: int, mode: str) -> None:
-    """SPEC 107, 108: all accumulation modes of HSDP equal a global mean."""
+    """Behaviour 107, 108: all accumulation modes of HSDP equal a global mean."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_blocks(api, model, mesh=mesh_2d(2, 2))
@@ -162,7 +165,7 @@ def test_hsdp_accumulation_parity(rank: int, world_size: int, mode: str) -> None
 @on_ranks(2, 4)
 @pytest.mark.parametrize("policy", ["bf16_fp32", "bf16_bf16"])
 def test_mixed_precision_accumulation_parity(rank: int, world_size: int, policy: str) -> None:
-    """SPEC 100, 101: unsynced microbatches add up in the reduce dtype, as with torch."""
+    """Behaviour 100, 101: unsynced microbatches add up in the reduce dtype, as with torch."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_blocks_with_policy(api, model, POLICIES[policy])
@@ -180,7 +183,7 @@ def test_mixed_precision_accumulation_parity(rank: int, world_size: int, policy:
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("policy", ["none", "bf16_out32"])
 def test_checkpointing_parity(rank: int, world_size: int, use_reentrant: bool, raf: bool, policy: str) -> None:
-    """SPEC 58, 118, 175: activation checkpointing changes neither losses nor gradients, reentrant or not."""
+    """Behaviour 58, 118, 175: activation checkpointing changes neither losses nor gradients, reentrant or not."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_blocks_with_policy(api, model, POLICIES.get(policy, {}), reshard_after_forward=raf)
@@ -210,7 +213,7 @@ def freeze_last_block(model: nn.Module) -> None:
 @pytest.mark.parametrize("freeze", [freeze_every_second, freeze_first_block, freeze_last_block])
 @pytest.mark.parametrize("freeze_first", [True, False], ids=["frozen_before", "frozen_after"])
 def test_frozen_parity(rank: int, world_size: int, freeze: Any, freeze_first: bool) -> None:
-    """SPEC 89, 90: frozen parameters, whole frozen units, and unfreezing, as in the references."""
+    """Behaviour 89, 90: frozen parameters, whole frozen units, and unfreezing, as in the references."""
 
     def build() -> nn.Module:
         model = Stack()
@@ -233,7 +236,7 @@ def test_frozen_parity(rank: int, world_size: int, freeze: Any, freeze_first: bo
 @on_ranks(2, 4)
 @pytest.mark.parametrize("how", ["in_root", "in_list"])
 def test_shared_weight_parity(rank: int, world_size: int, how: str) -> None:
-    """SPEC 13, 87, 88: a tied weight in one group (the root's or a list's) trains as one parameter."""
+    """Behaviour 13, 87, 88: a tied weight in one group (the root's or a list's) trains as one parameter."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         if how == "in_list":
@@ -258,7 +261,8 @@ class Unused(Stack):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_unused_parity(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 55, 91: modules used in some steps, never, and outputs that are dropped; grads stay None where unused."""
+    """Behaviour 55, 91: modules used in some steps, never, and outputs that are dropped; grads stay None where
+    unused."""
 
     def backward(model: nn.Module, step: int, rank: int) -> Tensor:
         model.turn = step % 2 == 0
@@ -275,7 +279,7 @@ def test_unused_parity(rank: int, world_size: int, raf: bool) -> None:
 
 @on_ranks(2, 4)
 def test_two_roots_parity(rank: int, world_size: int) -> None:
-    """SPEC 41: two sharded modules under a plain parent are two roots and train as the plain parent does."""
+    """Behaviour 41: two sharded modules under a plain parent are two roots and train as the plain parent does."""
 
     def shard(api: ModuleType, model: nn.Module) -> None:
         for stack in model:

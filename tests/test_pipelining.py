@@ -1,4 +1,4 @@
-"""torch's own pipeline schedules on stages that fsdp2 shards (SPEC 4, 105; DEMAND 38).
+"""torch's own pipeline schedules on stages that fsdp2 shards (Behaviour 4, 105).
 
 Four ranks are a mesh of two pipeline ranks and two data-parallel ones. Each stage is two sharded blocks in a sharded
 `nn.Sequential`. Three trainings are compared at every step: fsdp2's stages, torch's FSDP2 on the same schedule, and one
@@ -169,14 +169,14 @@ def race(name: str, *, exact: bool = True, rtol: float = 1e-4, atol: float = 1e-
 @pytest.mark.parametrize("raf", [True, False])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
 def test_schedules(rank: int, world_size: int, name: str, raf: bool) -> None:
-    """SPEC 105: losses and gradients are torch's, bit by bit, and those of one process."""
+    """Behaviour 105: losses and gradients are torch's, bit by bit, and those of one process."""
     race(name, reshard_after_forward=raf)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("name", SPLIT_BACKWARD)
 def test_schedules_that_split_backward(rank: int, world_size: int, name: str) -> None:
-    """SPEC 105: zero-bubble schedules set gradients by hand, not through backward; all are reduced."""
+    """Behaviour 105: zero-bubble schedules set gradients by hand, not through backward; all are reduced."""
     if TORCH_VERSION < (2, 13) and name != "InterleavedZeroBubble":
         pytest.skip("a rank of these schedules sends to itself, which gloo refuses, under torch's own FSDP2 too")
     race(name, reshard_after_forward=False)
@@ -203,7 +203,7 @@ def test_split_backward_of_stages_that_reshard(rank: int, world_size: int) -> No
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
 def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
-    """SPEC 100: microbatches' gradients wait in the reduce dtype."""
+    """Behaviour 100: microbatches' gradients wait in the reduce dtype."""
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     race(name, reshard_after_forward=False, policy=policy, rtol=0.1, atol=2e-2)
 
@@ -211,20 +211,20 @@ def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("raf", [True, False])
 def test_checkpointed_blocks(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 175: blocks that a microbatch's backward computes again, while other microbatches are under way."""
+    """Behaviour 175: blocks that a microbatch's backward computes again, while other microbatches are under way."""
     race("1F1B", block=CheckpointedBlock, reshard_after_forward=raf)
 
 
 @on_ranks(4)
 def test_hsdp(rank: int, world_size: int) -> None:
-    """SPEC 106: stages replicated over the data-parallel axis, with a shard axis of one rank."""
+    """Behaviour 106: stages replicated over the data-parallel axis, with a shard axis of one rank."""
     race("1F1B", mesh=pipeline_mesh()["dp", "one"])
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
 def test_communication(rank: int, world_size: int, name: str) -> None:
-    """SPEC 97, DEMAND 38: one all-gather and one reduce-scatter a block and step, however many microbatches; nothing
+    """Behaviour 97: one all-gather and one reduce-scatter a block and step, however many microbatches; nothing
     stays unsharded."""
     training = train(fsdp2, name, reshard_after_forward=False)
     for step in range(2):
@@ -270,7 +270,7 @@ def test_eval(rank: int, world_size: int, name: str) -> None:
 
 @on_ranks(4)
 def test_gradients_add_up_over_steps(rank: int, world_size: int) -> None:
-    """SPEC 96: without `zero_grad` a second step's gradients are added to the first's."""
+    """Behaviour 96: without `zero_grad` a second step's gradients are added to the first's."""
     training, alone = train(fsdp2, "1F1B"), OneProcess(2)
     training.schedule.scale_grads = False
     for step in range(2):
@@ -284,7 +284,7 @@ def test_gradients_add_up_over_steps(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_a_stage_that_trains_in_part(rank: int, world_size: int) -> None:
-    """SPEC 90: frozen parameters of a stage get no gradient, and hold up nothing."""
+    """Behaviour 90: frozen parameters of a stage get no gradient, and hold up nothing."""
     training, alone = train(fsdp2, "1F1B"), OneProcess(2)
     for model in (training.modules[pipeline_mesh().get_local_rank("pp")], *alone.model):
         model[0].up.requires_grad_(False)
@@ -309,7 +309,7 @@ def sharded_pair() -> Sequence[Any]:
 
 @on_ranks(2)
 def test_what_torch_asks_for(rank: int, world_size: int) -> None:
-    """SPEC 4: torch's own `FSDPModule` and `fully_shard.state` know our modules, and no others."""
+    """Behaviour 4: torch's own `FSDPModule` and `fully_shard.state` know our modules, and no others."""
     model, inner, plain = sharded_pair()
     assert [isinstance(each, torch_fsdp.FSDPModule) for each in (model, inner, plain)] == [True, True, False]
     states = [torch_fsdp.fully_shard.state(each) for each in (model, inner, plain)]
@@ -324,7 +324,7 @@ def test_what_torch_asks_for(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_the_state_keeps_nothing_alive(rank: int, world_size: int) -> None:
-    """STYLE 18: what torch finds on a module does not outlive it, nor does it keep the module."""
+    """What torch finds on a module does not outlive it, nor does it keep the module."""
     modules = sharded_pair()
     modules[0](torch.randn(2, 4)).sum().backward()
     states = [weakref.ref(torch_fsdp.fully_shard.state(module)) for module in modules[:2]]
@@ -353,7 +353,8 @@ def test_copied_stage(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_manual_microbatches(rank: int, world_size: int) -> None:
-    """SPEC 97, 105: what a schedule does, by hand and with public methods only: one gather and one reduction a unit."""
+    """Behaviour 97, 105: what a schedule does, by hand and with public methods only: one gather and one reduction a
+    unit."""
     model: Any = make_stages(1)[0]
     for child in model:
         fully_shard(child, reshard_after_forward=False)

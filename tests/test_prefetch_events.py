@@ -1,4 +1,4 @@
-"""Explicit prefetch: which units are gathered ahead of use, in which order (SPEC G)."""
+"""Explicit prefetch: which units are gathered ahead of use, in which order (docs/behaviour.md, section G)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sharded(num_layers: int) -> Any:
 
 @on_ranks(2)
 def test_forward_prefetch(rank: int, world_size: int) -> None:
-    """SPEC 66: two layers ahead, gathered right after the module's own, before it computes."""
+    """Behaviour 66: two layers ahead, gathered right after the module's own, before it computes."""
     model = sharded(4)
     layers = list(model.layers)
     for i, layer in enumerate(layers[:-1]):
@@ -60,7 +60,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_forward_prefetch_changes_with_the_next_forward(rank: int, world_size: int) -> None:
-    """SPEC 67: another list holds from the next forward on; what is unsharded already is not gathered twice."""
+    """Behaviour 67: another list holds from the next forward on; what is unsharded already is not gathered twice."""
     model = sharded(3)
     first, second, third = model.layers
     model.set_modules_to_forward_prefetch([first, second])
@@ -77,7 +77,7 @@ def test_forward_prefetch_changes_with_the_next_forward(rank: int, world_size: i
 
 @on_ranks(2)
 def test_backward_prefetch(rank: int, world_size: int) -> None:
-    """SPEC 68: two layers ahead in backward; the root keeps prefetching by the recorded order."""
+    """Behaviour 68: two layers ahead in backward; the root keeps prefetching by the recorded order."""
     model = sharded(4)
     layers = list(model.layers)
     for i, layer in enumerate(layers):
@@ -107,7 +107,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_backward_prefetch_overrides_one_module_only(rank: int, world_size: int) -> None:
-    """SPEC 68: layer 3 names layer 1; layer 2 and the others keep the implicit prefetch."""
+    """Behaviour 68: layer 3 names layer 1; layer 2 and the others keep the implicit prefetch."""
     model = sharded(4)
     model.layers[3].set_modules_to_backward_prefetch([model.layers[1]])
     _, backward = run_logged(model, rank, "unshard")
@@ -116,7 +116,7 @@ def test_backward_prefetch_overrides_one_module_only(rank: int, world_size: int)
 
 @on_ranks(2)
 def test_prefetch_setters_check_their_lists(rank: int, world_size: int) -> None:
-    """SPEC 70: anything but a sharded module is a ValueError that names the type."""
+    """Behaviour 70: anything but a sharded module is a ValueError that names the type."""
     model = sharded(2)
     for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
         with pytest.raises(ValueError, match="Linear"):
@@ -127,7 +127,8 @@ def test_prefetch_setters_check_their_lists(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpointed_child_outside_the_list(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """SPEC 69: a child that the explicit list forgot is gathered when the recompute reaches it; nothing is lost."""
+    """Behaviour 69: a child that the explicit list forgot is gathered when the recompute reaches it; nothing is
+    lost."""
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -156,7 +157,7 @@ def test_checkpointed_child_outside_the_list(rank: int, world_size: int, use_ree
 
 @on_ranks(4)
 def test_prefetch_of_a_unit_with_two_groups(rank: int, world_size: int) -> None:
-    """SPEC 29, 71: a unit on two meshes gathers group by group, in backward in reverse order."""
+    """Behaviour 29, 71: a unit on two meshes gathers group by group, in backward in reverse order."""
     halves = mesh_2d(2, 2)["shard"]
 
     class Pair(nn.Module):

@@ -1,5 +1,5 @@
 """int8 blocks for the quantised all-gather: the error is what the format promises, and nothing depends on where a block
-lies (DEMAND: ZeRO++'s qwZ)."""
+lies. It is the format of ZeRO++'s qwZ."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which unit is the root, when that is decided, and what it decides (SPEC, section E)."""
+"""Which unit is the root, when that is decided, and what it decides (docs/behaviour.md, section E)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 @on_ranks(2)
 def test_first_to_run_is_root_of_all_below(rank: int, world_size: int) -> None:
-    """SPEC 37: one root_pre_forward and one root_post_backward, both of the module that ran first."""
+    """Behaviour 37: one root_pre_forward and one root_post_backward, both of the module that ran first."""
     model = nn.Sequential(shard_layers(linears(2)), nn.Linear(4, 4))
     fully_shard(model)
     with events.record() as log:
@@ -49,7 +49,7 @@ def test_first_to_run_is_root_of_all_below(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_nothing_happens_before_the_first_forward(rank: int, world_size: int) -> None:
-    """SPEC 37: sharding and settings communicate nothing and touch no parameter."""
+    """Behaviour 37: sharding and settings communicate nothing and touch no parameter."""
     with events.record() as log:
         model = shard_layers(linears(2))
         model.set_requires_gradient_sync(True)
@@ -62,7 +62,7 @@ def test_nothing_happens_before_the_first_forward(rank: int, world_size: int) ->
 
 @on_ranks(2)
 def test_names_and_order(rank: int, world_size: int) -> None:
-    """SPEC 38: FQNs relative to the root, which is ``""``; units in the order of the module tree."""
+    """Behaviour 38: FQNs relative to the root, which is ``""``; units in the order of the module tree."""
     outer = nn.Sequential(OrderedDict(encoder=nn.Sequential(OrderedDict(layers=linears(2))), decoder=linears(1)))
     root = outer.encoder
     fully_shard(root.layers[1])
@@ -77,7 +77,8 @@ def test_names_and_order(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_units_finish_in_tree_order(rank: int, world_size: int) -> None:
-    """SPEC 38, 51: what no autograd node finishes is finished at the end of backward, root first, in tree order."""
+    """Behaviour 38, 51: what no autograd node finishes is finished at the end of backward, root first, in tree
+    order."""
     model = nn.ModuleDict({"b": nn.Linear(4, 4), "a": nn.Linear(4, 4)})
 
     class Parallel(nn.Module):
@@ -100,7 +101,7 @@ def test_units_finish_in_tree_order(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_child_before_root(rank: int, world_size: int) -> None:
-    """SPEC 39: a child that ran alone first is a root; running its parent then is an error naming it."""
+    """Behaviour 39: a child that ran alone first is a root; running its parent then is an error naming it."""
     model = shard_layers(linears(2))
     model[1](batch(0, rank, 4))
     text = error_of(RuntimeError, lambda: model(batch(0, rank, 4)))
@@ -120,7 +121,7 @@ register_fsdp_forward_method.
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
 def test_unshard_of_a_child_before_the_root_ran(rank: int, world_size: int, reshard: bool) -> None:
-    """SPEC 39, 79: allowed, and what is gathered is not gathered again."""
+    """Behaviour 39, 79: allowed, and what is gathered is not gathered again."""
     plain = linears(2)
     model = sharded_copy(plain, shard_layers)
     model[1].unshard()
@@ -142,7 +143,7 @@ def _index(log: list[events.Event], kind: str) -> int:
 
 @on_ranks(2)
 def test_list_cannot_be_root(rank: int, world_size: int) -> None:
-    """SPEC 40: a unit of several modules has no single forward; the error says what to do."""
+    """Behaviour 40: a unit of several modules has no single forward; the error says what to do."""
     model = linears(2)
     fully_shard([model[0], model[1]])
     expect(
@@ -170,7 +171,7 @@ def two_roots(**options: Any) -> tuple[nn.Sequential, nn.Sequential]:
 
 @on_ranks(2)
 def test_two_roots_under_a_plain_parent(rank: int, world_size: int) -> None:
-    """SPEC 41: each is a root, keeps its own parameters after forward, and finishes in the one backward."""
+    """Behaviour 41: each is a root, keeps its own parameters after forward, and finishes in the one backward."""
     model, plain = two_roots()
     for step in range(2):
         with events.record() as log:
@@ -186,7 +187,7 @@ def test_two_roots_under_a_plain_parent(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_prefetch_does_not_cross_roots(rank: int, world_size: int) -> None:
-    """SPEC 41: the first stack's layers are gathered only when backward reaches the first stack."""
+    """Behaviour 41: the first stack's layers are gathered only when backward reaches the first stack."""
     model, plain = two_roots(reshard_after_forward=True)
     loss = model(batch(0, rank, 4)).square().mean()
     with events.record() as log:
@@ -200,7 +201,7 @@ def test_prefetch_does_not_cross_roots(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_child_alone_after_the_root_ran(rank: int, world_size: int) -> None:
-    """SPEC 42: a child's own forward and backward gather and reduce only its own parameters."""
+    """Behaviour 42: a child's own forward and backward gather and reduce only its own parameters."""
     plain = linears(3)
     model = sharded_copy(plain, shard_layers)
     check_step(model, plain, rank, world_size)
@@ -218,7 +219,7 @@ def test_child_alone_after_the_root_ran(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("value", [None, True, False])
 def test_reshard_after_forward_of_the_root(rank: int, world_size: int, value: bool | None) -> None:
-    """SPEC 43: None means False for the root and True for the others."""
+    """Behaviour 43: None means False for the root and True for the others."""
     model = linears(2)
     fully_shard(model[0], reshard_after_forward=value)
     fully_shard(model, reshard_after_forward=value)
@@ -232,7 +233,7 @@ def test_reshard_after_forward_of_the_root(rank: int, world_size: int, value: bo
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_set_reshard_after_forward_overrides_none(rank: int, world_size: int, when: str) -> None:
-    """SPEC 43: also what the root chose by itself, whether it ran already or not."""
+    """Behaviour 43: also what the root chose by itself, whether it ran already or not."""
     model = shard_layers(Layers(1))
     if when == "after":
         model(batch(0, rank, 4))
@@ -248,7 +249,7 @@ def test_set_reshard_after_forward_overrides_none(rank: int, world_size: int, wh
 @on_ranks(2)
 @pytest.mark.parametrize("value", [None, 2, 1.0, "yes"])
 def test_set_reshard_after_forward_values(rank: int, world_size: int, value: object) -> None:
-    """SPEC 43: a bool, nothing else."""
+    """Behaviour 43: a bool, nothing else."""
     model = fully_shard(nn.Linear(4, 4))
     text = error_of(ValueError, lambda: model.set_reshard_after_forward(value))
     assert repr(value) in text and "bool" in text
@@ -267,7 +268,7 @@ class NoInputs(nn.Module):
 
 @on_ranks(2)
 def test_forward_without_inputs(rank: int, world_size: int) -> None:
-    """SPEC 44: the root's forward needs no arguments."""
+    """Behaviour 44: the root's forward needs no arguments."""
     model = fully_shard(NoInputs())
     model().backward()
     assert torch.equal(model.weight.grad.full_tensor(), 2 * torch.arange(4.0))
@@ -286,7 +287,7 @@ class AnyInputs(nn.Module):
 
 @on_ranks(2)
 def test_inputs_reach_the_root_as_they_are(rank: int, world_size: int) -> None:
-    """SPEC 44: on the CPU nothing is moved: containers and other objects are the caller's own."""
+    """Behaviour 44: on the CPU nothing is moved: containers and other objects are the caller's own."""
     model = fully_shard(AnyInputs())
     first, second, third = [torch.ones(4)], {"x": torch.ones(4), "y": 3}, object()
     output, same, other = model(first, second=second, third=third)
@@ -296,7 +297,7 @@ def test_inputs_reach_the_root_as_they_are(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 def test_inputs_move_to_the_accelerator() -> None:
-    """SPEC 16, 44: parameters, buffers and nested inputs go to the mesh's device, ignored parameters do not."""
+    """Behaviour 16, 44: parameters, buffers and nested inputs go to the mesh's device, ignored parameters do not."""
     import torch.distributed as dist
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -318,7 +319,7 @@ def test_inputs_move_to_the_accelerator() -> None:
 
 @on_ranks(2)
 def test_log_of_one_iteration(rank: int, world_size: int) -> None:
-    """SPEC 37, 38, 43: the whole life of a small model, read as a log."""
+    """Behaviour 37, 38, 43: the whole life of a small model, read as a log."""
     model = shard_layers(Layers(2))
     with events.record() as log:
         run_step(model, rank)

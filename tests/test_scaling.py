@@ -1,4 +1,5 @@
-"""Where the sum of gradients is divided: the table of SPEC 125-131, and that every row of it gives the right mean."""
+"""Where the sum of gradients is divided: the table of Behaviour 125-131, and that every row of it gives the right
+mean."""
 
 import itertools
 
@@ -13,35 +14,35 @@ from fsdp2.comm.scaling import Scaling, fp16_factors, scaling_for
     [(1, (1, 1)), (2, (2, 1)), (3, (2, 1.5)), (4, (2, 2)), (6, (4, 1.5)), (8, (4, 2)), (16, (4, 4)), (64, (8, 8))],
 )
 def test_fp16_factors(factor: int, expected: tuple[float, float]) -> None:
-    """SPEC 126, 127."""
+    """Behaviour 126, 127: about half the factor before the sum, the rest after it."""
     assert fp16_factors(factor) == expected
 
 
 def test_default_is_the_collectives_average() -> None:
-    """SPEC 125: no division of our own."""
+    """Behaviour 125: no division of our own."""
     assert scaling_for(torch.float32, 4, 2, None, False) == Scaling(scatter_averages=True, all_reduce_averages=True)
 
 
 def test_custom_factor() -> None:
-    """SPEC 128: equal to the shard group's size it is an average; the all-reduce sums."""
+    """Behaviour 128: equal to the shard group's size it is an average; the all-reduce sums."""
     assert scaling_for(torch.bfloat16, 4, 2, 4, False) == Scaling(scatter_averages=True)
     assert scaling_for(torch.bfloat16, 4, 2, 3, False) == Scaling(post=3)
 
 
 def test_force_sum() -> None:
-    """SPEC 130."""
+    """Behaviour 130: no collective divides."""
     assert scaling_for(torch.float32, 4, 2, None, True) == Scaling(post=8)
     assert scaling_for(torch.float16, 4, 2, None, True) == Scaling(pre=4, post=2)
 
 
 def test_one_rank() -> None:
-    """SPEC 131: divides only by a factor that was given."""
+    """Behaviour 131: divides only by a factor that was given."""
     assert scaling_for(torch.float32, 1, 1, None, False) == Scaling()
     assert scaling_for(torch.float16, 1, 1, 3, False) == Scaling(post=3)
 
 
 def test_every_combination_divides_by_the_factor() -> None:
-    """SPEC 124, 129: the sum of equal gradients 1 over all ranks, scaled, is ranks / factor."""
+    """Behaviour 124, 129: the sum of equal gradients 1 over all ranks, scaled, is ranks / factor."""
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for dtype, shards, replicas, factor, force in itertools.product(
         dtypes, (1, 2, 3, 8), (1, 2, 5), (None, 1, 2, 3, 8), (False, True)

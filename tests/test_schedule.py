@@ -1,5 +1,5 @@
 """The schedule, without tensors, streams or groups: for every sequence of calls of three units, backward prefetches
-the unit that ran before, and only within its own forward (SPEC 49, 56, 57, 60, 66-68)."""
+the unit that ran before, and only within its own forward (Behaviour 49, 56, 57, 60, 66-68)."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def test_backward_prefetches_the_reverse_of_what_ran(length: int) -> None:
 
 
 def test_two_forwards_then_their_backwards_in_any_order() -> None:
-    """SPEC 57: each backward follows its own forward."""
+    """Behaviour 57: each backward follows its own forward."""
     schedule: Schedule[str] = Schedule()
     passes = []
     for order in ("abc", "bca"):
@@ -35,7 +35,7 @@ def test_two_forwards_then_their_backwards_in_any_order() -> None:
 
 
 def test_a_forward_outside_of_the_roots_prefetches_nothing() -> None:
-    """SPEC 42: neither a unit called alone nor the recomputation of a checkpoint belongs to the order."""
+    """Behaviour 42: neither a unit called alone nor the recomputation of a checkpoint belongs to the order."""
     schedule: Schedule[str] = Schedule()
     schedule.begin_forward()
     schedule.finished("a")
@@ -46,7 +46,7 @@ def test_a_forward_outside_of_the_roots_prefetches_nothing() -> None:
 
 
 def test_an_explicit_list_replaces_the_implicit_target() -> None:
-    """SPEC 68."""
+    """Behaviour 68: and an empty list restores it."""
     schedule: Schedule[str] = Schedule()
     schedule.begin_forward()
     schedule.finished("a")

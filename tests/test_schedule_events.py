@@ -1,8 +1,9 @@
-"""The order of unshard, reshard and reduction over a forward and a backward, as logs to read (SPEC F).
+"""The order of unshard, reshard and reduction over a forward and a backward, as logs to read (docs/behaviour.md,
+section F).
 
 Each log lists what really happened on every rank, one event a line; "(root)" is the root unit. `Layers` multiplies by
 a parameter of the root first, so every layer's input needs a gradient, unless `root_weight=False`.
-Explicit prefetch (SPEC G) is in `test_prefetch_events.py`.
+Explicit prefetch (docs/behaviour.md, section G) is in `test_prefetch_events.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def sharded(num_layers: int = 3, raf: bool | int | None = None, root_weight: boo
 
 @on_ranks(2)
 def test_default(rank: int, world_size: int) -> None:
-    """SPEC 47-49, raf=None: the root stays unsharded; backward fetches one layer ahead and reshards what it leaves."""
+    """Behaviour 47-49, raf=None: the root stays unsharded; backward fetches one layer ahead and reshards what it
+    leaves."""
     for _ in range(2):
         forward, backward = run_logged(sharded(), rank, *FORMS)
         expect(
@@ -60,7 +62,8 @@ reshard (root)
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, 2])
 def test_reshard_all(rank: int, world_size: int, raf: bool | int) -> None:
-    """SPEC 47, 48, 50: the root is resharded last; its pre-backward gathers it again and prefetches the last layer."""
+    """Behaviour 47, 48, 50: the root is resharded last; its pre-backward gathers it again and prefetches the last
+    layer."""
     forward, backward = run_logged(sharded(raf=raf), rank, *FORMS)
     assert forward.endswith("reshard layers.2\nreshard (root)\n")
     expect(
@@ -81,7 +84,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_keep_all(rank: int, world_size: int) -> None:
-    """SPEC 47, 48, raf=False: nothing is resharded in forward, nothing unsharded in backward."""
+    """Behaviour 47, 48, raf=False: nothing is resharded in forward, nothing unsharded in backward."""
     forward, backward = run_logged(sharded(raf=False), rank, *FORMS)
     expect(
         rank,
@@ -107,7 +110,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_reductions(rank: int, world_size: int) -> None:
-    """SPEC 48 and DESIGN 4: a reduction starts as soon as the unit's last gradient is there, before it is resharded."""
+    """Behaviour 48: a reduction starts as soon as the unit's last gradient is there, before it is resharded."""
     forward, backward = run_logged(sharded(), rank, "reduce_scatter", *FORMS)
     assert "reduce_scatter" not in forward
     expect(
@@ -131,7 +134,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_hooks(rank: int, world_size: int) -> None:
-    """SPEC 51: which hooks run when; the layers' inputs need gradients, the root's do not: it comes last."""
+    """Behaviour 51: which hooks run when; the layers' inputs need gradients, the root's do not: it comes last."""
     forward, backward = run_logged(
         sharded(2),
         rank,
@@ -172,7 +175,7 @@ root_post_backward (root)
 
 @on_ranks(2)
 def test_inputs_without_gradient(rank: int, world_size: int) -> None:
-    """SPEC 51: a first layer whose input needs no gradient is finished at the end of backward."""
+    """Behaviour 51: a first layer whose input needs no gradient is finished at the end of backward."""
     model = sharded(root_weight=False)
     _, backward = run_logged(model, rank, *FORMS)
     expect(
@@ -200,7 +203,7 @@ class Late(Layers):
 
 @on_ranks(2)
 def test_end_of_backward_in_pre_order(rank: int, world_size: int) -> None:
-    """SPEC 51: in the callback at the end of backward, the root comes before its first layer."""
+    """Behaviour 51: in the callback at the end of backward, the root comes before its first layer."""
     model = shard_blocks(fsdp2, Late(2), reshard_after_forward=True)
     _, backward = run_logged(model, rank, "post_backward", "root_post_backward", *FORMS)
     expect(
@@ -235,7 +238,7 @@ root_post_backward (root)
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
 def test_checkpointing_keeps_the_order(rank: int, world_size: int, use_reentrant: bool) -> None:
-    """SPEC 49, 58, 175: recomputing adds no all-gathers, reshards nothing early and leaves the order alone.
+    """Behaviour 49, 58, 175: recomputing adds no all-gathers, reshards nothing early and leaves the order alone.
 
     A reentrant checkpoint runs its forward without gradients, so nothing knows then in which order backward will come:
     each layer is still gathered once, but when its turn comes, without prefetch.
@@ -272,7 +275,7 @@ reshard (root)
 
 @on_ranks(2)
 def test_prefetch_does_not_cross_roots(rank: int, world_size: int) -> None:
-    """SPEC 41: two roots in one backward finish one after the other; neither prefetches for the other."""
+    """Behaviour 41: two roots in one backward finish one after the other; neither prefetches for the other."""
     first, second = sharded(2), sharded(2)
     with events.record() as log:
         loss = second(first(batch(0, rank, 4))).sum()

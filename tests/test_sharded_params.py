@@ -1,4 +1,5 @@
-"""The forms of a parameter: DTensor on this rank's rows, plain tensor, and their gradients (SPEC, section C)."""
+"""The forms of a parameter: DTensor on this rank's rows, plain tensor, and their gradients
+(docs/behaviour.md, section C)."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def rows(whole: Tensor, rank: int, world_size: int, dim: int = 0) -> Tensor:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_sharded_parameter(rank: int, world_size: int, requires_grad: bool) -> None:
-    """SPEC 20: a leaf DTensor that is an nn.Parameter, with the global size and stride, on the mesh."""
+    """Behaviour 20: a leaf DTensor that is an nn.Parameter, with the global size and stride, on the mesh."""
     plain = Bag(*SHAPES, requires_grad=requires_grad)
     mesh = init_device_mesh("cpu", (world_size,))
     model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
@@ -65,7 +66,7 @@ def test_sharded_parameter(rank: int, world_size: int, requires_grad: bool) -> N
 
 @on_ranks(4)
 def test_sharded_parameter_of_hsdp(rank: int, world_size: int) -> None:
-    """SPEC 20, 106: replicated over the first axis, sharded over the second."""
+    """Behaviour 20, 106: replicated over the first axis, sharded over the second."""
     mesh = mesh_2d(2, 2)
     plain = Bag(*SHAPES)
     model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
@@ -77,7 +78,7 @@ def test_sharded_parameter_of_hsdp(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 3, 4)
 def test_local_shards_are_chunks(rank: int, world_size: int) -> None:
-    """SPEC 21: this rank's chunk, no rows past the last one, all contiguous; put together, the original."""
+    """Behaviour 21: this rank's chunk, no rows past the last one, all contiguous; put together, the original."""
     plain = Bag(*SHAPES)
     model = sharded_copy(plain, fully_shard)
     for param, old in zip(model.parameters(), plain.parameters(), strict=True):
@@ -91,7 +92,7 @@ def test_local_shards_are_chunks(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_local_storage_is_padded(rank: int, world_size: int) -> None:
-    """SPEC 22: to ceil(dim0 / S) rows on every rank."""
+    """Behaviour 22: to ceil(dim0 / S) rows on every rank."""
     model = fully_shard(Bag(*SHAPES))
     for param in model.parameters():
         padded_rows = -(-param.shape[0] // world_size)
@@ -103,7 +104,7 @@ def test_local_storage_is_padded(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_numel_on_the_wire(rank: int, world_size: int) -> None:
-    """SPEC 23: (3, 3) and (3,) over 4 ranks: one row each, gathered 4 x 4, reduced to 4."""
+    """Behaviour 23: (3, 3) and (3,) over 4 ranks: one row each, gathered 4 x 4, reduced to 4."""
     model = fully_shard(Bag((3, 3), (3,)), reshard_after_forward=True)
     with events.record() as log:
         run_step(model, rank)
@@ -127,7 +128,7 @@ class Spy(nn.Module):
 
 @on_ranks(2)
 def test_unsharded_parameter(rank: int, world_size: int) -> None:
-    """SPEC 24: in forward, plain leaf nn.Parameters with the original shape and values."""
+    """Behaviour 24: in forward, plain leaf nn.Parameters with the original shape and values."""
     plain = Spy()
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
     model(batch(0, rank, 4))
@@ -139,7 +140,7 @@ def test_unsharded_parameter(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_requires_grad_is_synced_at_unshard(rank: int, world_size: int) -> None:
-    """SPEC 24: freezing and unfreezing after sharding, between iterations, works."""
+    """Behaviour 24: freezing and unfreezing after sharding, between iterations, works."""
     model = fully_shard(Spy())
     for frozen in (False, True, False):
         model.linear.weight.requires_grad_(not frozen)
@@ -152,7 +153,7 @@ def test_requires_grad_is_synced_at_unshard(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_identity_and_storage(rank: int, world_size: int) -> None:
-    """SPEC 25: one sharded and one unsharded object for life; the storage goes and comes."""
+    """Behaviour 25: one sharded and one unsharded object for life; the storage goes and comes."""
     model = fully_shard(Spy(), reshard_after_forward=True)
     sharded = list(model.parameters())
     unsharded: list[list[nn.Parameter]] = []
@@ -172,7 +173,7 @@ def test_identity_and_storage(rank: int, world_size: int) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True])
 def test_gradients(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 26: DTensors laid out like their parameters, also where this rank has no rows."""
+    """Behaviour 26: DTensors laid out like their parameters, also where this rank has no rows."""
     model = fully_shard(Bag(*SHAPES), mesh=mesh_2d(world_size // 2, 2) if hsdp else None)
     run_step(model, rank)
     for param in model.parameters():
@@ -185,7 +186,7 @@ def test_gradients(rank: int, world_size: int, hsdp: bool) -> None:
 
 @on_ranks(2, 4)
 def test_gradients_of_a_group_share_a_buffer(rank: int, world_size: int) -> None:
-    """SPEC 26: the shards of one group's gradients view the output of one reduce-scatter."""
+    """Behaviour 26: the shards of one group's gradients view the output of one reduce-scatter."""
     model = fully_shard(Bag(*SHAPES))
     run_step(model, rank)
     storages = {param.grad.to_local().untyped_storage().data_ptr() for param in model.parameters()}
@@ -200,7 +201,7 @@ def largest_dim(param: nn.Parameter) -> Shard:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True])
 def test_placement_fn(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 27: None is Shard(0), and negative dims count from the end."""
+    """Behaviour 27: None is Shard(0), and negative dims count from the end."""
     results = {(4, 8): Shard(1), (8, 4): Shard(-2), (8, 2, 3): Shard(-3), (4,): None, (2, 4, 4): Shard(-1)}
     plain = Bag(*results)
     mesh = mesh_2d(world_size // 2, 2) if hsdp else init_device_mesh("cpu", (world_size,))
@@ -222,7 +223,7 @@ def test_placement_fn(rank: int, world_size: int, hsdp: bool) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("shape", MLP_SHAPES)
 def test_sharding_on_other_dims(rank: int, world_size: int, shape: tuple[int, int, int]) -> None:
-    """SPEC 28: parameters of all forms, gradients and their locals are contiguous; values are right."""
+    """Behaviour 28: parameters of all forms, gradients and their locals are contiguous; values are right."""
     plain = mlp(*shape)
     model = sharded_copy(plain, lambda m: fully_shard(m, shard_placement_fn=largest_dim, reshard_after_forward=False))
     x = batch(0, rank, shape[0])
@@ -257,7 +258,7 @@ def split_groups(model: nn.Module) -> nn.Module:
 
 @on_ranks(4)
 def test_groups_per_mesh(rank: int, world_size: int) -> None:
-    """SPEC 29: one group per mesh, gathered in order, reduced in reverse; each averages over its own ranks."""
+    """Behaviour 29: one group per mesh, gathered in order, reduced in reverse; each averages over its own ranks."""
     plain = linears(3)
     model = copy.deepcopy(plain)
     split_groups(model)
@@ -286,7 +287,7 @@ def _pair_grads(plain: nn.Module, rank: int) -> dict[str, Any]:
 
 @on_ranks(4)
 def test_groups_per_mesh_reduce_in_reverse(rank: int, world_size: int) -> None:
-    """SPEC 29: where both groups wait for the end of backward, the later group is reduced first."""
+    """Behaviour 29: where both groups wait for the end of backward, the later group is reduced first."""
     model = linears(3)
     split_groups(model)
     model.set_reduce_scatter_unused_params(True)
@@ -297,7 +298,7 @@ def test_groups_per_mesh_reduce_in_reverse(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_groups_per_mesh_train_on(rank: int, world_size: int) -> None:
-    """SPEC 29, 30: reductions of several groups in flight at a time do not mix up their results."""
+    """Behaviour 29, 30: reductions of several groups in flight at a time do not mix up their results."""
     plain = nn.ModuleList([linears(3), linears(3)])
     models = [split_groups(copy.deepcopy(part)) for part in plain]
     for step in range(3):
@@ -318,7 +319,7 @@ def _step_pair(plain: nn.Module, rank: int, step: int) -> dict[str, Any]:
 
 @on_ranks(2)
 def test_units_of_groups_keep_their_names(rank: int, world_size: int) -> None:
-    """SPEC 29: the groups of one unit share its FQN."""
+    """Behaviour 29: the groups of one unit share its FQN."""
     model = nn.Sequential(linears(2))
     meshes = [init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]]
     fully_shard(model[0], shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), meshes[param.ndim - 1]))

@@ -1,4 +1,4 @@
-"""Shared, frozen and unused parameters (SPEC, section K)."""
+"""Shared, frozen and unused parameters (docs/behaviour.md, section K)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 @on_ranks(2)
 def test_weight_tied_after_sharding(rank: int, world_size: int) -> None:
-    """SPEC 87, 34: one unit's weight set into the other's slot by hand trains as a tied weight."""
+    """Behaviour 87, 34: one unit's weight set into the other's slot by hand trains as a tied weight."""
     plain = linears(2)
     model = sharded_copy(plain, shard_layers)
     model[1].weight = model[0].weight
@@ -52,7 +52,7 @@ def test_weight_tied_after_sharding(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_weight_tied_in_one_unit(rank: int, world_size: int) -> None:
-    """SPEC 87: the list form that the error advises works."""
+    """Behaviour 87: the list form that the error advises works."""
     plain = Transformer(tied=True)
     model = copy.deepcopy(plain)
     fully_shard([model.embed, model.head])
@@ -67,7 +67,7 @@ def test_weight_tied_in_one_unit(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_no_false_ties_when_built_layer_by_layer(rank: int, world_size: int) -> None:
-    """SPEC 87: freed parameters' ids are used again; that does not tie the layers."""
+    """Behaviour 87: freed parameters' ids are used again; that does not tie the layers."""
     model = nn.Sequential()
     for _ in range(20):
         model.append(fully_shard(nn.Linear(4, 4)))
@@ -80,7 +80,7 @@ def test_no_false_ties_when_built_layer_by_layer(rank: int, world_size: int) -> 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("vocab", [5, 11])
 def test_every_row_of_a_tied_uneven_weight_is_updated(rank: int, world_size: int, vocab: int) -> None:
-    """SPEC 88: also those of the rank whose shard is padded, or smaller than the others'."""
+    """Behaviour 88: also those of the rank whose shard is padded, or smaller than the others'."""
     plain = Transformer(vocab=vocab, tied=True)
     model = copy.deepcopy(plain)
     for block in model.blocks:
@@ -108,7 +108,7 @@ def test_every_row_of_a_tied_uneven_weight_is_updated(rank: int, world_size: int
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_bias_only_training(rank: int, world_size: int, when: str) -> None:
-    """SPEC 89: all parameters are gathered, biases reduced - as soon as their unit is through."""
+    """Behaviour 89: all parameters are gathered, biases reduced - as soon as their unit is through."""
     plain = linears(3)
 
     def freeze(model: nn.Module) -> None:
@@ -133,7 +133,7 @@ def test_bias_only_training(rank: int, world_size: int, when: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_frozen_unit(rank: int, world_size: int, when: str) -> None:
-    """SPEC 90: gathered as usual, never reduced; unfreezing later brings its gradients."""
+    """Behaviour 90: gathered as usual, never reduced; unfreezing later brings its gradients."""
     plain = linears(3)
     model = copy.deepcopy(plain)
     if when == "before":
@@ -153,7 +153,7 @@ def test_frozen_unit(rank: int, world_size: int, when: str) -> None:
 
 @on_ranks(2)
 def test_everything_frozen_with_inputs_that_require_grad(rank: int, world_size: int) -> None:
-    """SPEC 90: backward gathers all units, in reverse, and reduces nothing."""
+    """Behaviour 90: backward gathers all units, in reverse, and reduces nothing."""
     plain = linears(3).requires_grad_(False)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=True))
     x = batch(0, rank, 4).requires_grad_()
@@ -191,7 +191,7 @@ class Branches(nn.Module):
 
 @on_ranks(2)
 def test_unused_parameters(rank: int, world_size: int) -> None:
-    """SPEC 91: no gradient, and no part in the reduction; with time the used ones change."""
+    """Behaviour 91: no gradient, and no part in the reduction; with time the used ones change."""
     plain = Branches()
     model = sharded_copy(plain, fully_shard)
     for step, run in enumerate((["left"], ["right"], [], ["left", "frozen", "right"])):
@@ -216,7 +216,7 @@ class Detached(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_unit_without_gradients_reduces_nothing(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 91: not even an empty reduction; where it was kept unsharded, the end of backward reshards it."""
+    """Behaviour 91: not even an empty reduction; where it was kept unsharded, the end of backward reshards it."""
     plain = nn.Sequential(Detached(), nn.Linear(4, 4), Detached(), nn.Linear(4, 4))
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
     with events.record() as log:
@@ -238,7 +238,8 @@ class Twice(nn.Module):
 
 @on_ranks(2)
 def test_unused_parameters_of_a_module_called_twice(rank: int, world_size: int) -> None:
-    """SPEC 91, 56: backward leaves the module once before its gradients are there; they are reduced all the same."""
+    """Behaviour 91, 56: backward leaves the module once before its gradients are there; they are reduced all the
+    same."""
     plain = Twice()
     model = sharded_copy(plain, shard_layers)
     for step in range(2):
@@ -263,7 +264,8 @@ class SideOutput(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("whole", [False, True])
 def test_gradients_that_do_not_come_by_the_output(rank: int, world_size: int, whole: bool) -> None:
-    """SPEC 91: no hook announces this backward; the gradients are reduced and the unit is resharded all the same."""
+    """Behaviour 91: no hook announces this backward; the gradients are reduced and the unit is resharded all the
+    same."""
     plain = nn.Sequential(SideOutput(), nn.Linear(4, 4))
     if whole:
         del plain[0].branches.right, plain[0].branches.frozen
@@ -282,7 +284,7 @@ def test_gradients_that_do_not_come_by_the_output(rank: int, world_size: int, wh
 
 @on_ranks(2, 4)
 def test_ranks_with_different_control_flow(rank: int, world_size: int) -> None:
-    """SPEC 92: parameters that a rank does not use count as zeros there; those that nobody used are zero."""
+    """Behaviour 92: parameters that a rank does not use count as zeros there; those that nobody used are zero."""
     plain = Branches()
     model = sharded_copy(plain, fully_shard)
     model.set_reduce_scatter_unused_params(True)
@@ -303,7 +305,7 @@ def test_ranks_with_different_control_flow(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_units_that_one_rank_skips(rank: int, world_size: int) -> None:
-    """SPEC 92: within a unit of all branches, ranks may take different ones, step after step."""
+    """Behaviour 92: within a unit of all branches, ranks may take different ones, step after step."""
     plain = nn.Sequential(Branches(), Branches())
     model = sharded_copy(plain, shard_layers)
     model.set_reduce_scatter_unused_params(True)
@@ -338,7 +340,8 @@ class OptionalScale(nn.Module):
 
 @on_ranks(2)
 def test_order_of_reductions_does_not_depend_on_the_rank(rank: int, world_size: int) -> None:
-    """SPEC 92: where one rank has all gradients of the root early and the other never, both reduce in one order."""
+    """Behaviour 92: where one rank has all gradients of the root early and the other never, both reduce in one
+    order."""
     plain = OptionalScale()
     model = sharded_copy(plain, shard_layers)
     model.set_reduce_scatter_unused_params(True)

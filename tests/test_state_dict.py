@@ -1,4 +1,4 @@
-"""State dicts: silent, live, loaded in place or by assignment, from full tensors too (SPEC 167-170)."""
+"""State dicts: silent, live, loaded in place or by assignment, from full tensors too (Behaviour 167-170)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_training(model: nn.Module, plain: nn.Module, rank: int, world_size: in
 @pytest.mark.parametrize("raf", [True, False, None])
 @pytest.mark.parametrize("when", ["before", "after_forward", "after_backward", "unsharded"])
 def test_state_dict_is_sharded_and_silent(rank: int, world_size: int, raf: bool | None, when: str) -> None:
-    """SPEC 167: DTensors under the plain names, whatever the parameters' form was; silent; resharded after."""
+    """Behaviour 167: DTensors under the plain names, whatever the parameters' form was; silent; resharded after."""
     plain, model = sharded(reshard_after_forward=raf)
     if when == "after_forward":
         model(batch(0, rank))
@@ -76,7 +76,7 @@ def test_state_dict_is_sharded_and_silent(rank: int, world_size: int, raf: bool 
 
 @on_ranks(2)
 def test_state_dict_between_forward_and_backward(rank: int, world_size: int) -> None:
-    """SPEC 76, 167: what was resharded for the state dict is gathered again for backward."""
+    """Behaviour 76, 167: what was resharded for the state dict is gathered again for backward."""
     plain, model = sharded(reshard_after_forward=False)
     loss = model(batch(0, rank)).square().sum()
     model.state_dict()
@@ -88,7 +88,7 @@ def test_state_dict_between_forward_and_backward(rank: int, world_size: int) -> 
 
 @on_ranks(2, 4)
 def test_cached_state_dict_stays_live(rank: int, world_size: int) -> None:
-    """SPEC 168: its values share storage with the parameters, through steps."""
+    """Behaviour 168: its values share storage with the parameters, through steps."""
     _, model = sharded()
     state = model.state_dict()
     pointers = [local(value).data_ptr() for value in state.values()]
@@ -116,7 +116,8 @@ def other_values(plain: nn.Module, model: Any) -> tuple[dict[str, Tensor], dict[
 @on_ranks(2, 4)
 @pytest.mark.parametrize("when", ["sharded", "unsharded"])
 def test_load_in_place(rank: int, world_size: int, when: str) -> None:
-    """SPEC 169: values are copied into the shards, also while unsharded, and the next forward computes with them."""
+    """Behaviour 169: values are copied into the shards, also while unsharded, and the next forward computes with
+    them."""
     plain, model = sharded(reshard_after_forward=False)
     pointers = [local(param.detach()).data_ptr() for param in model.parameters()]
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,7 +134,8 @@ def test_load_in_place(rank: int, world_size: int, when: str) -> None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_load_by_assignment(rank: int, world_size: int, when: str) -> None:
-    """SPEC 169: `assign=True` swaps tensors in, before and after the first forward; requires_grad, padding stay."""
+    """Behaviour 169: `assign=True` swaps tensors in, before and after the first forward; requires_grad, padding
+    stay."""
     plain, model = sharded()
     model.inp.bias.requires_grad_(False)
     plain.inp.bias.requires_grad_(False)
@@ -156,7 +158,7 @@ def test_load_by_assignment(rank: int, world_size: int, when: str) -> None:
 
 @on_ranks(2)
 def test_plain_tensors_are_refused_or_distributed(rank: int, world_size: int) -> None:
-    """SPEC 169: full plain tensors fail as a mix with DTensors, or load right."""
+    """Behaviour 169: full plain tensors fail as a mix with DTensors, or load right."""
     plain, model = sharded()
     whole, _ = other_values(plain, model)
     try:
@@ -176,7 +178,7 @@ def dim1(param: nn.Parameter) -> Shard | None:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "dim1"])
 def test_full_state_dict_into_a_meta_model(rank: int, world_size: int, layout: str) -> None:
-    """SPEC 31, 170: full tensors on rank 0, broadcast, distributed and assigned, make a meta model exact."""
+    """Behaviour 31, 170: full tensors on rank 0, broadcast, distributed and assigned, make a meta model exact."""
     options: dict[str, Any] = {}
     if layout == "hsdp":
         options["mesh"] = mesh_2d(2, world_size // 2)
@@ -204,7 +206,7 @@ def test_full_state_dict_into_a_meta_model(rank: int, world_size: int, layout: s
 
 @on_ranks(2)
 def test_buffers_and_frozen_parameters(rank: int, world_size: int) -> None:
-    """SPEC 16, 167: buffers stay plain tensors in the state dict; frozen parameters are in it."""
+    """Behaviour 16, 167: buffers stay plain tensors in the state dict; frozen parameters are in it."""
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[0].weight.requires_grad_(False)
     names = list(model.state_dict())
@@ -217,7 +219,7 @@ def test_buffers_and_frozen_parameters(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_state_dict_of_a_child(rank: int, world_size: int) -> None:
-    """SPEC 167: a child's own state dict is sharded too, with the child's names."""
+    """Behaviour 167: a child's own state dict is sharded too, with the child's names."""
     plain, model = sharded(reshard_after_forward=False)
     model(batch(0, rank))
     state = model.blocks[0].state_dict()

@@ -1,6 +1,7 @@
-"""Memory on streams (DESIGN invariants 4 and 5, SPEC 143-144), proved with simulated streams on the CPU: unsharded
-storage is taken and freed on the all-gather stream only, freed only after that stream has waited for compute's last
-use, and never more than two units are alive; and the order of an accelerator gives the results of the CPU's order."""
+"""Memory on streams (docs/design.md, invariants 4 and 5; Behaviour 143, 144), proved with simulated streams on the CPU:
+unsharded storage is taken and freed on the all-gather stream only, freed only after that stream has waited for
+compute's last use, and never more than two units are alive; and the order of an accelerator gives the results of the
+CPU's order."""
 
 from __future__ import annotations
 
@@ -89,6 +90,7 @@ class Watch:
 def test_accelerator_order_is_safe_and_gives_the_same(
     rank: int, world_size: int, hsdp: bool, reshard: bool | None, reduce_dtype: torch.dtype | None
 ) -> None:
+    """Behaviour 143, 144, 189, 190: no memory is freed before its last use; at most two units, and nothing is left."""
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")) if hsdp else None
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
 
@@ -135,7 +137,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 @on_ranks(4)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_are_safe_and_give_the_same(rank: int, world_size: int, name: str) -> None:
-    """What has memory or gathers of its own follows the same rules, in the order of an accelerator."""
+    """Behaviour 144, 146: what has memory or gathers of its own follows the same rules, in the order of an
+    accelerator."""
 
     def sharded() -> nn.Module:
         model = make_model()
@@ -161,7 +164,7 @@ def test_features_are_safe_and_give_the_same(rank: int, world_size: int, name: s
 
 @on_ranks(2)
 def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> None:
-    """SPEC 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
+    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
     streams = SimulatedStreams()
     seen: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -1,5 +1,5 @@
 """Code of torch that takes a sharded model for any module with DTensor parameters: checkpoint helpers, averaging,
-norms, counters, parametrizations (SPEC 4, 167-171)."""
+norms, counters, parametrizations (Behaviour 4, 167-171)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ LAYOUTS: dict[str, Callable[[int], dict[str, Any]]] = {
 @on_ranks(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sharded_state_dicts(rank: int, world_size: int, layout: str) -> None:
-    """SPEC 167: sharded model and optimizer states, by the helpers, into a model that has neither."""
+    """Behaviour 167: sharded model and optimizer states, by the helpers, into a model that has neither."""
     options = LAYOUTS[layout](world_size)
     model, optim = trained(rank, **options)
     states = copy.deepcopy(get_state_dict(model, optim))  # optimizers keep the tensors they load
@@ -131,7 +131,7 @@ def test_sharded_state_dicts(rank: int, world_size: int, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("how", ["full", "full_cpu", "broadcast"])
 def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> None:
-    """SPEC 170: whole states, on every rank or on rank 0 alone, into another model."""
+    """Behaviour 170: whole states, on every rank or on rank 0 alone, into another model."""
     options = LAYOUTS[layout](world_size)
     model, optim = trained(rank, **options)
     wanted = {"full": FULL, "full_cpu": FULL_CPU, "broadcast": FULL_CPU}[how]
@@ -155,7 +155,7 @@ def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> 
 
 @on_ranks(2)
 def test_full_state_dict_of_one_process(rank: int, world_size: int) -> None:
-    """SPEC 170: whole states are those of an unsharded model, both ways."""
+    """Behaviour 170: whole states are those of an unsharded model, both ways."""
     plain = SMALL()
     plain_optim = adam(plain)
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
@@ -182,7 +182,7 @@ def test_full_state_dict_of_one_process(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_state_dict_options(rank: int, world_size: int) -> None:
-    """SPEC 167: frozen parameters left out, and a part of a model loaded with `strict=False`."""
+    """Behaviour 167: frozen parameters left out, and a part of a model loaded with `strict=False`."""
     model: Any = shard_blocks(fsdp2, Stack())
     model.inp.weight.requires_grad_(False)
     state = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
@@ -197,7 +197,7 @@ def test_state_dict_options(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_tied_weights_in_full_state_dicts(rank: int, world_size: int) -> None:
-    """SPEC 170: a tied weight stands under both names, and stays tied."""
+    """Behaviour 170: a tied weight stands under both names, and stays tied."""
     model, optim = trained(rank, build=TiedLm)
     state = get_model_state_dict(model, options=FULL)
     assert torch.equal(state["embed.weight"], state["head.weight"])
@@ -227,7 +227,7 @@ def load(path: Path, model: Any, optim: Any) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "hsdp"), ("hsdp", "kept"), ("kept", "fsdp")])
 def test_checkpoint_into_another_layout(rank: int, world_size: int, tmp_path: Path, first: str, second: str) -> None:
-    """SPEC 167: `dcp.save` of one layout and `dcp.load` into another: training goes on."""
+    """Behaviour 167: `dcp.save` of one layout and `dcp.load` into another: training goes on."""
     model, optim = trained(rank, **LAYOUTS[first](world_size))
     save(tmp_path / "checkpoint", model, optim)
     other, other_optim = fresh(**LAYOUTS[second](world_size))
@@ -254,7 +254,7 @@ def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
 def test_total_norm_and_clip(rank: int, world_size: int, hsdp: bool) -> None:
-    """SPEC 171: `get_total_norm` of the gradients, then `clip_grads_with_norm_`: the two halves of clipping."""
+    """Behaviour 171: `get_total_norm` of the gradients, then `clip_grads_with_norm_`: the two halves of clipping."""
     plain = Stack()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, world_size // 2) if hsdp else None)
     one_batch(model, 0, rank)
@@ -271,7 +271,7 @@ def test_total_norm_and_clip(rank: int, world_size: int, hsdp: bool) -> None:
 
 @on_ranks(2)
 def test_comm_debug_mode(rank: int, world_size: int) -> None:
-    """SPEC 171: training and clipping run under `CommDebugMode`; the norm takes one all-reduce a mesh axis."""
+    """Behaviour 171: training and clipping run under `CommDebugMode`; the norm takes one all-reduce a mesh axis."""
     plain = Stack()
     model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
     with warnings.catch_warnings(), CommDebugMode():
@@ -313,7 +313,8 @@ def test_anomaly_mode(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["swa", "ema"])
 def test_averaged_model(rank: int, world_size: int, kind: str, when: str) -> None:
-    """SPEC 7: an `AveragedModel` made before its model is sharded (and then sharded too) or after averages shards."""
+    """Behaviour 7: an `AveragedModel` made before its model is sharded (and then sharded too) or after averages
+    shards."""
     multi = get_ema_multi_avg_fn(0.5) if kind == "ema" else None
     plain = Stack()
     model: Any = copy.deepcopy(plain)
@@ -341,7 +342,8 @@ def test_averaged_model(rank: int, world_size: int, kind: str, when: str) -> Non
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [weight_norm, spectral_norm])
 def test_parametrizations(rank: int, world_size: int, kind: Callable[[nn.Module], nn.Module]) -> None:
-    """SPEC 4: a parametrized layer is a unit: what it computes its weight from is sharded, and gathered for that."""
+    """Behaviour 4: a parametrized layer is a unit: what it computes its weight from is sharded, and gathered for
+    that."""
     torch.manual_seed(0)
     plain = nn.Sequential(kind(nn.Linear(8, 6)), nn.Tanh(), kind(nn.Linear(6, 3)))
     model: Any = copy.deepcopy(plain)

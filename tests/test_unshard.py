@@ -1,4 +1,4 @@
-"""`reshard_after_forward` in all values, and unsharding by hand (SPEC, sections H and I)."""
+"""`reshard_after_forward` in all values, and unsharding by hand (docs/behaviour.md, sections H and I)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 @on_ranks(2)
 @pytest.mark.parametrize("raf", [True, False])
 def test_form_after_forward(rank: int, world_size: int, raf: bool) -> None:
-    """SPEC 72: True leaves sharded DTensors, False plain tensors; `reshard` restores the former."""
+    """Behaviour 72: True leaves sharded DTensors, False plain tensors; `reshard` restores the former."""
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=raf))
     sharded = list(model.parameters())
@@ -56,7 +56,8 @@ def test_form_after_forward(rank: int, world_size: int, raf: bool) -> None:
 
 @on_ranks(4)
 def test_int_reshards_to_a_smaller_mesh(rank: int, world_size: int) -> None:
-    """SPEC 72: (4, 4) over 4 ranks with 2: DTensors on a (2, 2) mesh, two rows each; `reshard` restores one row."""
+    """Behaviour 72: (4, 4) over 4 ranks with 2: DTensors on a (2, 2) mesh, two rows each; `reshard` restores one
+    row."""
     plain = nn.Linear(4, 4)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=2))
     sharded = model.weight
@@ -74,7 +75,7 @@ def test_int_reshards_to_a_smaller_mesh(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("features", [(4, 4, 4), (5, 3, 5)])
 def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: tuple[int, ...]) -> None:
-    """SPEC 74: forward gathers over 4 ranks, backward over 2, to the same number of elements when even."""
+    """Behaviour 74: forward gathers over 4 ranks, backward over 2, to the same number of elements when even."""
     plain = mlp(*features)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
     with events.record() as log:
@@ -88,7 +89,7 @@ def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: 
 
 @on_ranks(4)
 def test_int_over_several_steps(rank: int, world_size: int) -> None:
-    """SPEC 74: an optimizer's changes are in the next forward; nothing stays from the last backward."""
+    """Behaviour 74: an optimizer's changes are in the next forward; nothing stays from the last backward."""
     plain = linears(2)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
     optim, plain_optim = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
@@ -116,13 +117,13 @@ def _hsdp_step(rank: int, world_size: int) -> None:
 
 
 def test_int_with_hsdp() -> None:
-    """SPEC 74: on a 2 x 4 mesh with 2: gathered in pairs in backward, reduced over 4 and then over 2."""
+    """Behaviour 74: on a 2 x 4 mesh with 2: gathered in pairs in backward, reduced over 4 and then over 2."""
     run_threads(8, _hsdp_step)
 
 
 @on_ranks(4)
 def test_int_of_the_whole_axis_is_true(rank: int, world_size: int) -> None:
-    """SPEC 73: k = S."""
+    """Behaviour 73: k = S."""
     model = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
     sharded = model.weight
     with events.record() as log:
@@ -134,7 +135,7 @@ def test_int_of_the_whole_axis_is_true(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_int_of_one_is_false(rank: int, world_size: int) -> None:
-    """SPEC 73: k = 1 warns and keeps the parameters."""
+    """Behaviour 73: k = 1 warns and keeps the parameters."""
     with pytest.warns(UserWarning, match="reshard_after_forward=1"):
         model = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
     model(batch(0, rank, 4))
@@ -143,7 +144,7 @@ def test_int_of_one_is_false(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> None:
-    """SPEC 76: everything is gathered again, and reduced once."""
+    """Behaviour 76: everything is gathered again, and reduced once."""
     plain = linears(3)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=False))
     loss = model(batch(0, rank, 4)).square().mean()
@@ -161,7 +162,7 @@ def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> Non
 
 @on_ranks(2)
 def test_updates_of_sharded_parameters_are_seen(rank: int, world_size: int) -> None:
-    """SPEC 77: an in-place change of the sharded parameter is in the next unshard."""
+    """Behaviour 77: an in-place change of the sharded parameter is in the next unshard."""
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
     model(batch(0, rank, 4))
@@ -179,7 +180,7 @@ def test_updates_of_sharded_parameters_are_seen(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_unshard(rank: int, world_size: int) -> None:
-    """SPEC 78, 79: before any forward; returns None with the parameters usable."""
+    """Behaviour 78, 79: before any forward; returns None with the parameters usable."""
     plain = linears(1)
     model = sharded_copy(plain, fully_shard)
     assert model.unshard() is None
@@ -194,7 +195,7 @@ def test_unshard(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("first", ["wait", "forward"])
 def test_async_unshard(rank: int, world_size: int, first: str) -> None:
-    """SPEC 78: parameters stay sharded until `wait`, or the next forward, which does not gather again."""
+    """Behaviour 78: parameters stay sharded until `wait`, or the next forward, which does not gather again."""
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
     with events.record() as log:
@@ -216,7 +217,7 @@ def test_async_unshard(rank: int, world_size: int, first: str) -> None:
 
 @on_ranks(2)
 def test_async_unshard_then_reshard(rank: int, world_size: int) -> None:
-    """SPEC 78: a gather that nobody wants any more is dropped, and later steps are right."""
+    """Behaviour 78: a gather that nobody wants any more is dropped, and later steps are right."""
     plain = linears(2)
     model = sharded_copy(plain, shard_layers)
     handle = model[1].unshard(async_op=True)
@@ -229,7 +230,7 @@ def test_async_unshard_then_reshard(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_unshard_never_gathers_twice(rank: int, world_size: int) -> None:
-    """SPEC 79: neither again by hand, nor under way, nor in the forward that follows."""
+    """Behaviour 79: neither again by hand, nor under way, nor in the forward that follows."""
     model = linears(1)
     fully_shard(model, reshard_after_forward=False)
     with events.record() as log:
@@ -249,7 +250,7 @@ class Nothing(nn.Module):
 
 @on_ranks(2)
 def test_unshard_without_parameters(rank: int, world_size: int) -> None:
-    """SPEC 79: does nothing, and gives a handle where one is asked for."""
+    """Behaviour 79: does nothing, and gives a handle where one is asked for."""
     model = fully_shard(Nothing())
     with events.record() as log:
         assert model.unshard() is None
@@ -262,7 +263,7 @@ def test_unshard_without_parameters(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_unshard_follows_param_dtype(rank: int, world_size: int) -> None:
-    """SPEC 79, 113: gathered and shown in the compute dtype."""
+    """Behaviour 79, 113: gathered and shown in the compute dtype."""
     plain = linears(1)
     model = sharded_copy(plain, lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     with events.record() as log:
@@ -275,7 +276,7 @@ def test_unshard_follows_param_dtype(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_any_member_acts_for_a_list(rank: int, world_size: int) -> None:
-    """SPEC 80: unshard by one member, reshard by another."""
+    """Behaviour 80: unshard by one member, reshard by another."""
     model = linears(3)
     fully_shard([model[0], model[1]])
     fully_shard(model)
@@ -289,7 +290,7 @@ def test_any_member_acts_for_a_list(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("ahead", [1, 2, 9])
 @pytest.mark.parametrize("raf", [True, False])
 def test_unsharding_ahead(rank: int, world_size: int, ahead: int, raf: bool) -> None:
-    """SPEC 81: asynchronously unsharding some or all of the next modules keeps the gradients of one process."""
+    """Behaviour 81: asynchronously unsharding some or all of the next modules keeps the gradients of one process."""
     plain = linears(4)
     model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
     layers = list(model)
@@ -310,7 +311,7 @@ def test_unsharding_ahead(rank: int, world_size: int, ahead: int, raf: bool) -> 
 
 @on_ranks(2)
 def test_unsharding_everything_up_front(rank: int, world_size: int) -> None:
-    """SPEC 81: as a 1F1B schedule does, over several microbatches with one backward each."""
+    """Behaviour 81: as a 1F1B schedule does, over several microbatches with one backward each."""
     plain = Transformer()
     model = sharded_copy(plain, lambda m: ([fully_shard(block) for block in m.blocks], fully_shard(m)))
     modules = [model, *model.blocks]

@@ -54,7 +54,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("how", ["reshaped", "sliced", "nested"])
 @pytest.mark.parametrize("change_base", [False, True])
 def test_in_place_change_of_a_view(rank: int, world_size: int, how: str, change_base: bool) -> None:
-    """SPEC 54: in-place changes of outputs are fine, of views as well: same gradients, all units gathered."""
+    """Behaviour 54: in-place changes of outputs are fine, of views as well: same gradients, all units gathered."""
     torch.manual_seed(0)
     plain = InPlace(how, change_base)
     model = copy.deepcopy(plain)

@@ -1,6 +1,6 @@
 """What travels in fewer bits than it is kept in: the int8 all-gather (ZeRO++'s qwZ) and the 16-bit reduce-scatter that
-is summed in fp32 (DEMAND 62, and the low-bit gather of its table). The oracle is one process that does the rounding by
-itself: `rounded` for the parameters, `.to(bfloat16)` for each rank's gradients."""
+is summed in fp32. The oracle is one process that does the rounding by itself: `rounded` for the parameters,
+`.to(bfloat16)` for each rank's gradients."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @on_ranks(2, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_int8_error_is_half_a_step(rank: int, world_size: int, case: str) -> None:
-    """DEMAND (low-bit gather): for every shape, layout and dtype; before training, and after an optimizer step."""
+    """For every shape, layout and dtype; before training, and after an optimizer step."""
     build, options = CASES[case]
     torch.manual_seed(0)
     plain = build()
@@ -163,7 +163,7 @@ def test_int8_error_is_half_a_step(rank: int, world_size: int, case: str) -> Non
 
 @on_ranks(2)
 def test_int8_with_one_row_on_the_last_rank(rank: int, world_size: int) -> None:
-    """DEMAND (low-bit gather): three rows over two ranks. On the second, the scales have one row, as has its shard."""
+    """Three rows over two ranks. On the second, the scales have one row, as has its shard."""
     torch.manual_seed(0)
     plain = nn.Linear(8, 3)
     check_rounding(fully_shard(copy.deepcopy(plain), mp_policy=INT8), dict(plain.named_parameters()), world_size)
@@ -171,7 +171,7 @@ def test_int8_with_one_row_on_the_last_rank(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_int8_with_hsdp_is_the_same_on_all_replicas(rank: int, world_size: int) -> None:
-    """DEMAND (low-bit gather): the blocks are those of the shard axis, so replicas compute with the same numbers."""
+    """The blocks are those of the shard axis, so replicas compute with the same numbers."""
     torch.manual_seed(0)
     plain = stack()
     model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8, mesh=mesh_2d(2, 2))
@@ -180,7 +180,7 @@ def test_int8_with_hsdp_is_the_same_on_all_replicas(rank: int, world_size: int) 
 
 @on_ranks(2)
 def test_int8_from_the_meta_device(rank: int, world_size: int) -> None:
-    """SPEC D: sharded on meta, materialised, initialised; then as ever."""
+    """Behaviour 31: sharded on meta, materialised, initialised; then as ever."""
     with torch.device("meta"):
         model = stack()
     shard_blocks(fsdp2, model, mp_policy=INT8)
@@ -200,7 +200,7 @@ def test_int8_from_the_meta_device(rank: int, world_size: int) -> None:
     ],
 )
 def test_int8_after_conversion_to_float64(rank: int, world_size: int, used_before: bool) -> None:
-    """SPEC 33: the parameters are fp64 afterwards, sharded and unsharded, and near each other as before."""
+    """Behaviour 33: the parameters are fp64 afterwards, sharded and unsharded, and near each other as before."""
     torch.manual_seed(0)
     plain = stack()
     model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8)
@@ -233,8 +233,8 @@ def test_int8_deepcopy_is_independent(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_int8_backward_gather_from_the_smaller_mesh(rank: int, world_size: int) -> None:
-    """SPEC 74: what a smaller group gathers before backward is bit by bit what forward computed with: the copies are of
-    the unsharded parameters, not quantised again."""
+    """Behaviour 74: what a smaller group gathers before backward is bit by bit what forward computed with: the copies
+    are of the unsharded parameters, not quantised again."""
     torch.manual_seed(0)
     model = shard_blocks(fsdp2, stack(hidden=64), mp_policy=INT8, reshard_after_forward=2)
     seen: dict[str, list[dict[str, Tensor]]] = {}
@@ -313,7 +313,7 @@ def one_process(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["int8", "wire", "both"])
 def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: str, accumulate: int) -> None:
-    """DEMAND 62, low-bit gather: in each of five steps losses and gradients are those of one process that rounds
+    """In each of five steps losses and gradients are those of one process that rounds
     parameters and gradients in the same places. Between the two are fp32's own roundings: 1e-5 of the largest value;
     with bf16 gradients a rounding may fall on the other side, which moves the mean by one step of bf16 / world_size."""
     policy = {"int8": INT8, "wire": WIRE, "both": BOTH}[kind]
@@ -373,7 +373,7 @@ def test_int8_loss_is_near_the_exact_one(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_wire_with_hsdp(rank: int, world_size: int) -> None:
-    """DEMAND 62: bf16 over the shard axis only; the all-reduce over the replicas stays in fp32, and so does the sum."""
+    """bf16 over the shard axis only; the all-reduce over the replicas stays in fp32, and so does the sum."""
     torch.manual_seed(0)
     plain = stack()
     model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=BOTH, mesh=mesh_2d(2, 2))
@@ -401,7 +401,7 @@ def nbytes(log: Iterable[events.Event], kind: str) -> dict[str, int]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("param_dtype", [None, BF16])
 def test_bytes_on_the_wire(rank: int, world_size: int, param_dtype: torch.dtype | None) -> None:
-    """DEMAND 62, low-bit gather: int8 sends 1 + 4/256 bytes an element and padding; the bf16 wire 2 in place of 4."""
+    """The int8 gather sends 1 + 4/256 bytes an element and padding; the bf16 wire 2 in place of 4."""
     logs = {}
     for name, more in {"plain": {}, "int8": {"all_gather_dtype": torch.int8, "reduce_scatter_dtype": BF16}}.items():
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, **more)
@@ -461,13 +461,13 @@ def check_order(errors: dict[str, float], world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_error_of_the_sum(rank: int, world_size: int) -> None:
-    """DEMAND 62: fp32 << bf16 wire << bf16 sum."""
+    """fp32 << bf16 wire << bf16 sum."""
     check_order(sums(rank, world_size), world_size)
 
 
 @pytest.mark.parametrize("world_size", [8, 16])
 def test_error_of_the_sum_on_many_ranks(world_size: int) -> None:
-    """DEMAND 62: the more ranks, the better the wire's error and the worse the bf16 sum's."""
+    """The more ranks, the better the wire's error and the worse the bf16 sum's."""
     for errors in run_threads(world_size, sums):
         check_order(errors, world_size)
 
@@ -477,7 +477,7 @@ def test_error_of_the_sum_on_many_ranks(world_size: int) -> None:
 
 @on_ranks(2)
 def test_fp16_on_the_wire_overflows_visibly(rank: int, world_size: int) -> None:
-    """DEMAND 62: a sum beyond fp16's range is fine, since it is formed in fp32; a single gradient beyond it is inf, for
+    """A sum beyond fp16's range is fine, since it is formed in fp32; a single gradient beyond it is inf, for
     the gradient scaler to see, and never a wrong number."""
     model = nn.Linear(1, 4, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.float16))

@@ -1,5 +1,5 @@
-"""`auto_shard` and its policies: which modules become units, and what the report says (the issue's "auto-wrapping
-policies which tell what they did and why"; DEMAND table row 25). Plans are made without processes, from meta models."""
+"""`auto_shard` and its policies: which modules become units, and what the report says. Plans are made without
+processes, from meta models."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_dry_run_changes_nothing() -> None:
 
 
 def test_by_class() -> None:
-    """DEMAND table row 25: FSDP1's transformer_auto_wrap_policy: classes, derived ones, and names of either."""
+    """FSDP1's transformer_auto_wrap_policy: classes, derived ones, and names of either."""
 
     class Special(Block):
         pass
@@ -206,7 +206,7 @@ def test_by_class() -> None:
 
 
 def test_by_size() -> None:
-    """DEMAND table row 25: FSDP1's size_based_auto_wrap_policy: what no unit below holds yet must reach the size."""
+    """FSDP1's size_based_auto_wrap_policy: what no unit below holds yet must reach the size."""
 
     def build() -> nn.Module:
         blocks = nn.ModuleList(Many(a=nn.Linear(4, 4, bias=False), b=nn.Linear(9, 9)) for _ in range(2))
@@ -226,7 +226,7 @@ def test_by_size() -> None:
 
 
 def test_by_predicate() -> None:
-    """DEMAND table row 25: FSDP1's lambda_auto_wrap_policy, and the options that CustomPolicy takes from a dict."""
+    """FSDP1's lambda_auto_wrap_policy, and the options that CustomPolicy takes from a dict."""
     report = plan(Stack, by_predicate(lambda fqn, module: fqn.endswith("1") or isinstance(module, nn.LayerNorm)))
     chosen = ["blocks.0.norm", "blocks.1.norm", "blocks.1", "blocks.2.norm"]
     assert [unit.fqn for unit in report.units[:-1]] == chosen
@@ -279,7 +279,7 @@ def test_small_stacks_are_left() -> None:
 
 
 def test_transformer_blocks_of_hugging_face() -> None:
-    """DEMAND table row 25: models of Hugging Face name their blocks; nested models (a vision tower) too."""
+    """Models of Hugging Face name their blocks; nested models (a vision tower) too."""
 
     class Tower(nn.Module):
         _no_split_modules = ("Attention",)

@@ -151,7 +151,7 @@ def parallelize(model: nn.Module, tp_mesh: DeviceMesh, plan: str = "plain_norms"
 
 
 def placements_after(name: str, plan: str = "plain_norms") -> tuple[Placement, ...]:
-    """SPEC 158: the placements over ("dp", "tp") of a parameter of `TpLm` with tp=2."""
+    """Behaviour 158: the placements over ("dp", "tp") of a parameter of `TpLm` with tp=2."""
     strided = (_StridedShard(0, split_factor=2), Shard(0))
     if ".up." in name:
         return strided
@@ -187,7 +187,7 @@ def token_batch(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def assert_tp_gradients(model: nn.Module, expected: Gradients, *, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    """Every gradient lies as its parameter does, and is this rank's part of the expected one (SPEC 26)."""
+    """Every gradient lies as its parameter does, and is this rank's part of the expected one (Behaviour 26)."""
     for name, param in model.named_parameters():
         grad: Any = param.grad
         if grad is not None and isinstance(param, DTensor):
