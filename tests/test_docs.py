@@ -36,6 +36,13 @@ LINKED = [
 ]
 TIMEOUT_S = 150
 
+CITATION = re.compile(r"Behaviour (\d+(?:-\d+)?(?:,\s+\d+(?:-\d+)?)*)")
+# Items of docs/behaviour.md that no test shows: why.
+NOT_SHOWN = {
+    147: "the page promises nothing: capture in a CUDA graph needs a GPU, on which nobody has tried it",
+    166: "about what fsdp2 does not read; the error for its plain parameters is item 165",
+}
+
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)$")
 LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?(?P<target>[^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 HEADING = re.compile(r"^#{1,6}\s+(?P<text>.+?)\s*#*$")
@@ -217,6 +224,43 @@ def test_links_resolve(path: Path) -> None:
             elif anchor and file.suffix == ".md" and anchor not in anchors(file):
                 broken.append(f"{name_of(path)}:{number}: {match['target']}: no such heading")
     assert not broken, "\n" + "\n".join(broken)
+
+
+def cited(text: str) -> set[int]:
+    """The items of docs/behaviour.md that `text` cites: `Behaviour 47-49, 51`."""
+    ranges = [re.findall(r"(\d+)(?:-(\d+))?", citation) for citation in CITATION.findall(text)]
+    return {item for each in ranges for first, last in each for item in range(int(first), int(last or first) + 1)}
+
+
+def test_every_item_of_the_behaviour_is_shown_by_a_test() -> None:
+    """By a test's own docstring; that of a module claims a whole topic. And no test cites what is not on the page."""
+    page = (ROOT / "docs/behaviour.md").read_text(encoding="utf-8")
+    items = [int(item) for item in re.findall(r"^\*\*(\d+)\.\*\* ", page, re.MULTILINE)]
+    assert items == sorted(set(items)), "an item stands twice, or not in order"
+    unknown, shown = {}, set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if more := cited(text) - set(items):
+            unknown[name_of(path)] = sorted(more)
+        for docstring in re.findall(r'^    """(Behaviour .*?)(?:"""|: )', text, re.MULTILINE | re.DOTALL):
+            shown |= cited(docstring)
+    assert not unknown, "cited in tests, but not in docs/behaviour.md"
+    assert sorted(set(items) - shown) == sorted(NOT_SHOWN), (
+        "cite an item where it is shown, or say in NOT_SHOWN why not"
+    )
+
+
+def test_nothing_cites_documents_from_elsewhere() -> None:
+    """What the library does and why is in docs/; a reader has no other documents."""
+    patterns = [r"SPE[C]\b", r"DEMAN[D] \w", r"HOUS[E]\b", *(rf"{name} (?:\d|inv)" for name in ("DESIGN", "STYLE"))]
+    folders = ("benchmarks", "docs", "examples", "fsdp2", "tests")
+    paths = [*ROOT.glob("*.md"), *(path for each in folders for path in (ROOT / each).rglob("*.[mps]*"))]
+    found = []
+    for path in paths:
+        if path.suffix in (".md", ".py", ".sh"):
+            text = path.read_text(encoding="utf-8")
+            found += [f"{name_of(path)}: {word}" for pattern in patterns for word in re.findall(pattern, text)]
+    assert not found
 
 
 @pytest.mark.exhaustive
