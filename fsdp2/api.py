@@ -69,40 +69,41 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
 
-    The unit manages all parameters below `module` but those that an earlier call on a submodule manages; so call it
-    bottom-up, on each block and then on the whole model. Every rank of the mesh calls it on the same modules in the
-    same order. No communication of parameters: each rank keeps its rows of what it has. Parameters are replaced by
-    DTensors; make optimizers afterwards, or see `fsdp2.optim`.
+    The unit manages all parameters below `module` except those that an earlier call on a submodule manages, so call it
+    bottom-up: on each block and then on the whole model. Every rank of the mesh must call it on the same modules in the
+    same order. No parameters are communicated: each rank keeps its rows of its own values. Parameters are replaced by
+    DTensors; create optimizers afterwards, or see `fsdp2.optim`.
 
-    A weight that is tied to one of an earlier unit stays one parameter, which that unit manages, with its policies.
+    A weight that is tied to a weight of an earlier unit stays one parameter, which the earlier unit manages with its
+    policies.
 
     Args:
-        module: a module with a `forward`, or a list of modules that form one unit (say, those that share a weight).
-            Its class is swapped: it is an `FSDPModule` afterwards.
+        module: a module with a `forward`, or a list of modules that form one unit (for example, modules that share a
+            weight). Its class is swapped, so that it is an `FSDPModule` afterwards.
         mesh: 1-D: parameters are sharded over it (FSDP). 2-D with names: replicated over the first axis and sharded
-            over the second (HSDP). None: all ranks. Parameters and buffers move to its device, but for meta tensors.
+            over the second (HSDP). None: all ranks. Parameters and buffers move to its device, except meta tensors.
             Parameters may be DTensors on another axis (tensor parallelism) of the mesh that `mesh` is part of.
-        reshard_after_forward: True gives unsharded parameters back after forward and gathers them again for backward.
-            False keeps them. An int reshards to groups of that many ranks, which must divide the shard axis. None:
-            False for the root, True for others.
-        shard_placement_fn: called with each parameter; returns ``Shard(dim)``, a `ShardPlacementResult` with a mesh
-            of the parameter's own, or None for ``Shard(0)``. Uneven sizes are allowed on every dim. Scalars are
+        reshard_after_forward: True frees unsharded parameters after forward and gathers them again for backward. False
+            keeps them. An int reshards to groups of that many ranks, which must divide the shard axis. None: False for
+            the root, True for others.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)``, a `ShardPlacementResult` with a separate
+            mesh for the parameter, or None for ``Shard(0)``. Uneven sizes are allowed on every dim. Scalars are
             replicated.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory.
-        ignored_params: left alone: not sharded, moved or reduced.
-        dp_mesh_dims: `mesh` is the full SPMD mesh, on which all parameters are DTensors; these of its axes are data
-            parallel. Replicate axes alone shard nothing.
+        ignored_params: parameters that are not sharded, moved or reduced.
+        dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
+            DTensors. Replicate axes alone shard nothing.
         zero: what is sharded and when, as a stage of ZeRO.
 
     Returns:
         `module`, the same object.
 
     Raises:
-        ArgumentError: the mesh, an argument or a parameter is unfit; the message names it.
-        MisuseError: a module is sharded already, or twice in the list.
-        OrderError: a module that holds this one was sharded before it, with its parameters.
-        UnsupportedError: options that do not go together.
+        ArgumentError: the mesh, an argument or a parameter is unsuitable; the message names it.
+        MisuseError: a module is already sharded, or is twice in the list.
+        OrderError: a module that contains this one was sharded earlier, together with its parameters.
+        UnsupportedError: the options cannot be combined.
 
     Example::
 
@@ -193,7 +194,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def _plans(
     places: Mapping[nn.Parameter, tuple[str, list[Slot]]], placing: Placing
 ) -> tuple["deque[tuple[nn.Parameter, Plan]]", "list[_Tied]"]:
-    """The plans of the parameters that this unit will manage, and those that are weights of other units."""
+    """The plans of the parameters that this unit will manage, and the weights that other units manage."""
     planned: deque[tuple[nn.Parameter, Plan]] = deque()
     tied: list[_Tied] = []
     for param, (fqn, slots) in places.items():
@@ -207,7 +208,7 @@ def _plans(
 
 
 def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
-    """Parameters of a module below a sharded one may belong to its unit already."""
+    """Raise if a parameter already belongs to the unit of a module above this one."""
     for param, (fqn, slots) in places.items():
         owners = [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]
         for unit in owners:
@@ -221,7 +222,7 @@ def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> N
 
 
 def _reshard_to(value: bool | int | None, zero: ZeroPolicy | None, roles: MeshRoles) -> bool | int | None:
-    """The `reshard_after_forward` that both arguments say together."""
+    """The `reshard_after_forward` that results from both arguments."""
     if zero is not None and (zero.stage < 3 or zero.secondary_shard_size is not None):
         if value is not None:
             raise ArgumentError(
@@ -279,7 +280,7 @@ def _check_tie(tied: _Tied, plan: Plan) -> None:
 
 
 def _share(tied: _Tied, unit: Unit) -> None:
-    """Let the managed parameter have this unit's names too, and this unit gather it."""
+    """Give the managed parameter this unit's names as well, and let this unit gather it."""
     owner, group = owner_of(tied.param)
     form = tied.param.slots[0].get()
     assert isinstance(form, nn.Parameter)

@@ -5,16 +5,16 @@ may already catch::
 
     FSDPError
     ├── ArgumentError     (ValueError)           an argument has a value that cannot work
-    ├── OrderError        (RuntimeError)         a call came at a time when it cannot work
-    ├── MisuseError       (AssertionError)       the same thing was done twice, or a copy was asked for
-    ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
-    ├── CollectiveError   (RuntimeError)         communication with the other ranks failed
-    └── CheckpointError   (RuntimeError)         a checkpoint could not be written or read
-        ├── ReplacedError                        another save took its place, or it was deleted, while it was read
-        ├── CorruptError                         its files are damaged, or not those that its manifest lists
-        └── MismatchError                        it does not fit what it was to be loaded into
+    ├── OrderError        (RuntimeError) a call was made at a time when it cannot work ├── MisuseError
+    (AssertionError)       the same thing was done twice, or a copy was asked for ├── UnsupportedError
+    (NotImplementedError)  a request that this version does not support ├── CollectiveError   (RuntimeError)
+    communication with the other ranks failed └── CheckpointError   (RuntimeError)         a checkpoint could not be
+    written or read
+        ├── ReplacedError it was replaced by another save, or deleted, while it was read ├── CorruptError
+        its files are damaged, or not those that its manifest lists └── MismatchError                        it does not
+        fit what it was to be loaded into
 
-A message names what (FQN), what was got, what was expected, and what to do.
+A message names the FQN, what was passed or found, what was expected, and what to do.
 """
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class FSDPError(Exception):
-    """Root of all errors that fsdp2 raises on purpose."""
+    """Base class of all errors that fsdp2 raises deliberately."""
 
 
 class ArgumentError(FSDPError, ValueError):
@@ -40,11 +40,11 @@ class ArgumentError(FSDPError, ValueError):
 
 
 class OrderError(FSDPError, RuntimeError):
-    """A call came at a time when it cannot work."""
+    """A call was made at a time when it cannot work."""
 
 
 class MisuseError(FSDPError, AssertionError):
-    """The same module was sharded twice, a sharded module was copied, and the like."""
+    """A module was used in a way that is not allowed, such as sharding it twice or pickling a sharded module."""
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
@@ -60,11 +60,12 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced or deleted while it was read. Nothing is damaged; what was filled may be incomplete."""
+    """A checkpoint was replaced or deleted while it was read. It was not damaged, but tensors may be only partly
+    filled."""
 
 
 class CorruptError(CheckpointError):
-    """Files of a checkpoint are damaged, or are not those that its manifest lists; nothing of them can be trusted."""
+    """Files of a checkpoint are damaged, or are not those that its manifest lists; their contents cannot be trusted."""
 
 
 class MismatchError(CheckpointError):

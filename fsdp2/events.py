@@ -1,10 +1,10 @@
-"""What the runtime did, in order: for tests, for `logging`, and for the tools above the runtime. Ground layer.
+"""An ordered record of what the runtime did, for tests, `logging` and tools. Ground layer.
 
-The runtime calls `emit` at each step of a unit's life. Nobody listening costs one function call. `record` collects the
-events of a stretch of code; with the logger ``fsdp2`` at DEBUG level every event is also a log line.
+The runtime calls `emit` at each step of a unit's life, which costs one function call if nothing listens. `record`
+collects the events of a block of code; with the logger ``fsdp2`` at DEBUG level every event is also logged.
 
-In a trace of `torch.profiler` the phases are ranges, under the names that torch's FSDP2 gives them
-(``FSDP::all_gather (layers.0)``): `profiled` and `profiler_range`, which only look at a flag where no profiler runs.
+In a trace of `torch.profiler` the phases are ranges with the same names as in torch's FSDP2 (``FSDP::all_gather
+(layers.0)``). `profiled` and `profiler_range` create them; without a profiler they only check a flag.
 """
 
 import logging
@@ -33,14 +33,14 @@ class Event:
     """One step of the runtime.
 
     Attributes:
-        kind: ``unshard``, ``reshard`` (the parameters really change form); ``all_gather``, ``reduce_scatter``,
-            ``all_reduce`` (communication is issued); ``pre_forward``, ``post_forward``, ``pre_backward``,
-            ``post_backward`` (a unit's hooks ran); ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
+        kind: ``unshard``, ``reshard`` (the parameters change form); ``all_gather``, ``reduce_scatter``, ``all_reduce``
+            (communication is issued); ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward`` (a unit's
+            hooks ran); ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
         unit: FQN of the unit, ``""`` for the root, several modules joined by ``", "``.
         numel: elements of a collective: the gathered output over all ranks, the reduce-scatter's output on this rank,
             or the all-reduced tensor; padding included.
         nbytes: the same in bytes, in the dtype on the wire.
-        dtype: dtype on the wire (None when several travel together).
+        dtype: dtype on the wire (None if a collective carries several).
         group_size: ranks that take part.
     """
 
@@ -61,7 +61,7 @@ class Event:
 def emit(
     kind: str, unit: str, numel: int = 0, nbytes: int = 0, dtype: torch.dtype | None = None, group_size: int = 0
 ) -> None:
-    """Tell everyone who listens that this step happens now."""
+    """Report this step to all listeners."""
     if _listeners or _log.isEnabledFor(logging.DEBUG):
         event = Event(kind, unit, numel, nbytes, dtype, group_size)
         for listener in _listeners:
@@ -110,7 +110,7 @@ def profiler_range(name: str, fqn: str = "") -> AbstractContextManager[object]:
 def profiled(
     name: str,
 ) -> Callable[[Callable[Concatenate[Owner, Arguments], Result]], Callable[Concatenate[Owner, Arguments], Result]]:
-    """Let a method be a range of the profiler, with the `fqn` of its object."""
+    """Make a method a range of the profiler, with the `fqn` of its object."""
 
     def decorate(
         method: Callable[Concatenate[Owner, Arguments], Result],

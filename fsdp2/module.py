@@ -1,8 +1,8 @@
 """`FSDPModule`: the methods that `fully_shard` gives to a module, by swapping its class. Layer: module.
 
-The class of a sharded module is made on the fly, with `FSDPModule` before the original class, so that both
-``isinstance`` checks hold. It derives from torch's public `FSDPModule` as well, for third-party code that asks for that
-one; every method of it is overridden.
+The class of a sharded module is created on demand, with `FSDPModule` before the original class, so that both
+``isinstance`` checks hold. It also derives from torch's public `FSDPModule`, for third-party code that checks for that
+class; every method of it is overridden.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,23 +42,23 @@ _swapped_classes: dict[type, type] = {}
 
 
 def swapped_class(original: type) -> type:
-    """The class that has the FSDP methods beside those of `original`; one for each original class."""
+    """The class with the FSDP methods in addition to those of `original`; there is one for each original class."""
     if original not in _swapped_classes:
-        # The original's module: code that asks where a class comes from gets the answer that it had before.
-        # (transformers asks, to tell its own modules from those of users, and initialises these otherwise.)
+        # Keep the original's `__module__` for code that looks at it. (transformers distinguishes its own modules from
+        # those of users by it, and initialises them differently.)
         names = {"__module__": original.__module__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
 
 
 def check_names(module: nn.Module) -> None:
-    """`fully_shard` gives names to `module`; none may be one of its own, which would never be called again.
+    """Check that no name that `fully_shard` adds to `module` hides one of the module's own.
 
-    `_apply`, `zero_grad` and Python's special methods are no such names: ours call the model's.
+    `_apply`, `zero_grad` and Python's special methods are exempt, because ours call the model's.
 
     Raises:
-        ArgumentError: the class of `module`, or one that it derives from, has a method or an attribute of such a name;
-            or the module itself has an attribute, a parameter, a buffer or a submodule.
+        ArgumentError: the class of `module`, or a base class, has a method or an attribute of such a name, or the
+            module has an attribute, a parameter, a buffer or a submodule of such a name.
     """
     bases = [base for base in type(module).__mro__ if base not in (object, nn.Module, _TorchFSDPModule)]
     submodules, buffers = module.named_children(), module.named_buffers(recurse=False)
@@ -72,27 +72,27 @@ def check_names(module: nn.Module) -> None:
 
 
 class UnshardHandle:
-    """An all-gather under way, from ``module.unshard(async_op=True)``."""
+    """An all-gather in flight, from ``module.unshard(async_op=True)``."""
 
     def __init__(self, unit: Unit):
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Make the unsharded parameters usable. Waiting again does nothing."""
+        """Make the unsharded parameters usable. A second call does nothing."""
         if self._unit is not None:
             self._unit.wait_for_unshard()
             self._unit = None
 
 
 class GradientReductionHandle:
-    """Reductions under way, from ``module.finalize_backward(async_op=True)``."""
+    """Reductions in flight, from ``module.finalize_backward(async_op=True)``."""
 
     def __init__(self, context: Context | None, ticket: Ticket | None):
         self._context = context
         self._ticket = ticket  # None: there was nothing to reduce
 
     def wait(self) -> None:
-        """Make the sharded gradients complete. Waiting again does nothing.
+        """Complete the sharded gradients. A second call does nothing.
 
         Raises:
             OrderError: `reset_iter_state` was called since.
@@ -102,20 +102,21 @@ class GradientReductionHandle:
 
 
 class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every method is overridden, with our own types
-    """What a sharded module can do beside what its original class can.
+    """The methods that a sharded module has in addition to those of its original class.
 
-    What it can be told to do differently is in its base class, `Settings`.
+    Its base class `Settings` has the methods that change settings.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the original class: containers build others of their kind when they are sliced."""
+        """A plain module of the original class: containers create new containers of their class when they are
+        sliced."""
         original = cls.__mro__[cls.__mro__.index(_TorchFSDPModule) + 1]
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A sharded module of its own on the same mesh, say for the average of an EMA. Reshards this one first. No
+        """An independent sharded module on the same mesh, for example for an EMA. Reshards this module first. No
         communication."""
         original = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
         return copy_module(self, original, memo)  # type: ignore[return-value]
@@ -138,14 +139,13 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
     # --- forms of the parameters -------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the parameters of this module's unit (not those of sharded modules below).
+        """All-gather the parameters of this module's unit (not those of the sharded modules below it).
 
         Collective over the shard group. They stay unsharded until `reshard`, or until a forward or backward of this
         module ends and reshards them.
 
         Args:
-            async_op: return at once; the parameters are usable after the handle's `wait`, and the next forward waits
-                by itself.
+            async_op: return at once; the parameters are usable after the handle's `wait`. The next forward also waits.
 
         Raises:
             OrderError: parameters are still on the meta device.
@@ -167,7 +167,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return None
 
     def reshard(self) -> None:
-        """Give back the unsharded parameters of this module's unit. No communication."""
+        """Free the unsharded parameters of this module's unit. No communication."""
         unit_for(self).reshard_all()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -184,17 +184,16 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return module  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The model's own `zero_grad`; warns where gradients wait to be reduced, which it does not clear."""
+        """The model's own `zero_grad`. It does not clear gradients that wait to be reduced, and warns about them."""
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
         check_reduced("zero_grad", self.parameters(), is_read=False)
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: make the next iteration start clean. Call it on the root, on
-        every rank.
+        """Recover from an exception in forward or backward. Call it on the root, on every rank.
 
-        Waits for communication under way, reshards all units, and drops gradients that were not reduced (those on
+        Waits for communication in flight, reshards all units, and drops gradients that were not reduced (those on
         sharded parameters stay). Does nothing before the first forward.
 
         Raises:
@@ -227,12 +226,12 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         change_settings(self, False, manual_finalization=boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
-        """After the last backward in manual mode: reduce all gradients and reshard. Collective; every rank calls it.
-        Does nothing if no backward has reached the sharded modules.
+        """Reduce all gradients and reshard, after the last backward in manual mode. Collective: every rank must call
+        it. Does nothing if no backward has reached the sharded modules.
 
         Args:
-            async_op: return a handle while reductions are under way. Sharded gradients are complete after its `wait`,
-                and no forward may run before.
+            async_op: return a handle while reductions are in flight. Sharded gradients are complete after its `wait`,
+                and no forward may run before that.
 
         Raises:
             OrderError: manual mode is off; a backward runs; a forward has not had its backward; the last handle was not
@@ -272,9 +271,9 @@ _given_names = frozenset(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method beside `forward` be an entry point: it unshards, and its output drives backward.
+    """Make a method other than `forward` an entry point: calling it unshards, and backward may start from its output.
 
-    Does nothing on a module that is not sharded, so that model code may call it in any case.
+    Does nothing on a module that is not sharded, so model code may call it unconditionally.
 
     Raises:
         ArgumentError: the module has no such method.
@@ -304,8 +303,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Let several roots share their reductions: the last backward of one of them finishes those of all, and
-    `set_reduce_scatter_max_input_buffers` counts them together. For models that are run in parts, such as the stages of
-    a pipeline. Communication streams belong to the device, and are shared in any case.
+    `set_reduce_scatter_max_input_buffers` counts them together. For models that run in parts, such as pipeline stages.
+    Communication streams belong to the device and are always shared.
 
     Raises:
         ArgumentError: something in the list is not a sharded module.

@@ -167,20 +167,20 @@ class ZeroPolicy:
     3      and parameters                 while their unit computes               in each backward
     =====  =============================  ==========================================================================
 
-    A step may have several backwards; ``model.set_is_last_backward(False)`` before all but the last says so. With a
-    replicate axis the all-reduce over it waits for the last backward too.
+    If a step has several backwards, call ``model.set_is_last_backward(False)`` before all but the last. With a
+    replicate axis, the all-reduce over it also waits for the last backward.
 
     Attributes:
         stage: 0 to 3.
-        shard_size: ranks that together hold the parameters once, replicated over the others (HSDP, MiCS). Makes the
-            mesh, so `fully_shard` must get none. None: what the mesh says, all ranks by default.
-        secondary_shard_size: with stage 3, ranks that hold a second copy between forward and backward, so that
-            backward gathers among them alone (ZeRO++'s hpZ).
-        shard_replicas: with stage 3 and a replicate axis, the sharded parameters, their gradients and the optimizer
-            state are cut over the replicas too. A step gathers them once over the replicas; all other gathers stay
-            within one.
-        keep_frozen: parameters that do not require gradients stay gathered after their first use (LoRA on a base that
-            fits). Their sharded form may then be changed only through `load_state_dict`, or before `reshard`.
+        shard_size: the number of ranks over which parameters are sharded; they are replicated over the others (HSDP,
+            MiCS). The policy creates the mesh, so pass none to `fully_shard`. None: as the mesh says, all ranks by
+            default.
+        secondary_shard_size: with stage 3, the number of ranks that together hold a second copy between forward and
+            backward, so that backward gathers only among them (ZeRO++'s hpZ).
+        shard_replicas: with stage 3 and a replicate axis, also shard the parameters, their gradients and the optimizer
+            state over the replicas. A step gathers them once over the replicas; all other gathers stay within one.
+        keep_frozen: parameters that do not require gradients stay gathered after their first use (LoRA on a base model
+            that fits). Their sharded form may then be changed only through `load_state_dict`, or before `reshard`.
 
     Raises:
         ArgumentError: a stage that does not exist, or fields that contradict each other.
@@ -226,17 +226,18 @@ class UnitSettings:
     Attributes:
         reshard_after_forward: True, False, the size of the smaller group to reshard to, or None until the first
             forward decides (False for the root, True for others).
-        reshard_after_backward: give the unsharded parameters back after backward.
+        reshard_after_backward: free the unsharded parameters after backward.
         unshard_in_backward: all-gather before backward where needed (False for parameters that backward never reads).
         requires_gradient_sync: reduce gradients in backward.
         requires_all_reduce: with HSDP, also reduce over the replicate axis.
-        reduce_unused: trainable parameters without a gradient take part with zeros.
+        reduce_unused: trainable parameters without a gradient are reduced as zeros.
         is_last_backward: finish all reductions before backward returns; read on the root only.
-        gradient_divide_factor: divide the sum of gradients by this rather than by the number of ranks.
-        force_sum: use SUM and divide by hand, never the backend's AVG.
+        gradient_divide_factor: divide the sum of gradients by this instead of the number of ranks.
+        force_sum: use SUM and divide afterwards, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
-        all_reduce_hook: called with the flat reduced gradients before they are handed out, on the stream beside it.
-        predicts_forward: prefetch in forward what ran next in the last iterations; read on the root only.
+        all_reduce_hook: called with the flat reduced gradients before the parameters get them, and the stream to call
+        it on.
+        predicts_forward: prefetch in forward the unit that ran next in the last iterations; read on the root only.
         manual_finalization: backward leaves gradients for `finalize_backward`; root only.
         zero: what waits for the last backward of a step; None: nothing does.
     """
@@ -262,7 +263,7 @@ class UnitSettings:
         return self.requires_gradient_sync and self.requires_all_reduce
 
     def in_backward(self, is_last: bool) -> "UnitSettings":
-        """What holds in a backward that is, or is not, the last of a step."""
+        """The settings for a backward that is, or is not, the last of a step."""
         if self.zero is None or is_last:
             return self
         return replace(

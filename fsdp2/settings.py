@@ -1,9 +1,9 @@
 """`Settings`: the setters of `FSDPModule`: when and how a unit gathers and reduces. Layer: module.
 
-What they set are the units' `UnitSettings`, read at the moment when they matter, and the param groups' channels.
+They change the units' `UnitSettings`, which are read when they are needed, and the param groups' channels.
 
-The class stands before the model's own in the class of a sharded module, so it has no names but the documented ones:
-any other would hide a method of the model. What the methods share are functions below.
+The class precedes the model's own in the class of a sharded module, so it has only documented names: any other could
+hide a method of the model. Helpers are functions below.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class Settings:
         """Whether the next backward passes finish their reductions before they return (default True).
 
         Applies to the whole tree of the root. Set False for all microbatches but the last: reductions are still issued,
-        but waited for only in the last; parameters that were prefetched and not used stay for the next backward.
+        but waited for only in the last. Parameters that were prefetched but not used stay for the next backward.
         """
         unit = unit_for(self)
         root = unit if unit.context is None else unit.context.root
@@ -50,7 +50,7 @@ class Settings:
 
         While False, gradients add up on the unsharded parameters, in the reduce dtype, without communication; the next
         backward with True reduces their sum. With HSDP that means reduce-scatter and all-reduce: each call also sets
-        what `set_requires_all_reduce` sets, and the later of the two calls counts.
+        what `set_requires_all_reduce` sets, and the later of the two calls wins.
 
         Example::
 
@@ -64,22 +64,22 @@ class Settings:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With HSDP, whether backward also reduces over the replicate axis (default True). Recursive.
 
-        While False, reduce-scattered gradients add up apart from `.grad`; the next backward with True reduces them.
-        `set_requires_gradient_sync` sets this as well, so call that one first.
+        While False, reduce-scattered gradients accumulate in a buffer separate from `.grad`; the next backward with
+        True reduces them. `set_requires_gradient_sync` sets this as well, so call that method first.
         """
         change_settings(self, recurse, requires_all_reduce=boolean("requires_all_reduce", requires_all_reduce))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether trainable parameters without a gradient take part in reductions, with zeros (default False).
-        Recursive. For models in which ranks use different parameters: all ranks then reduce the same ones, in the same
-        order, at the end of backward (so the gradients of the whole unit stay until then)."""
+        """Whether trainable parameters without a gradient are reduced as zeros (default False). Recursive. For models
+        in which ranks use different parameters: all ranks then reduce the same parameters in the same order, at the end
+        of backward (so the gradients of the whole unit stay until then)."""
         change_settings(
             self, recurse, reduce_unused=boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
         )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be in flight before compute waits for the oldest (default 1); the largest number in
-        the root's tree counts. Recursive. More overlap for more memory."""
+        the root's tree applies. Recursive. A larger number overlaps more and takes more memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
@@ -89,7 +89,7 @@ class Settings:
     # --- how to reduce -----------------------------------------------------------------------------------------------
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over all ranks by `factor`, in place of the number of ranks."""
+        """Divide the sum of this unit's gradients over all ranks by `factor` instead of the number of ranks."""
         change_settings(self, False, gradient_divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -97,16 +97,16 @@ class Settings:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let this unit's collectives sum, and divide afterwards, never use a backend's AVG."""
+        """Whether this unit's collectives always sum and divide afterwards, instead of using the backend's AVG."""
         change_settings(self, False, force_sum=boolean("enable", enable))
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
-        before they are handed to the sharded parameters; what it changes in place counts.
+        before the sharded parameters get them. The hook may change them in place.
 
         Args:
-            stream: run the hook on this stream of the accelerator. Not with a replicate axis, whose all-reduce has a
-                stream already.
+            stream: run the hook on this stream of the accelerator. Not allowed with a replicate axis, where the hook
+                runs on the all-reduce stream.
 
         Raises:
             ArgumentError: the unit's parameters are on several meshes; or `stream` with a replicate axis.
@@ -122,7 +122,7 @@ class Settings:
     # --- how to communicate ------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Use the user's own all-gather for this unit; see `fsdp2.comm.custom.AllGather`. Every rank must.
+        """Use a custom all-gather for this unit; see `fsdp2.comm.custom.AllGather`. Every rank must set the same.
 
         Raises:
             ArgumentError: the unit's parameters are on several meshes.
@@ -132,7 +132,8 @@ class Settings:
             group.channel_changed()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Use the user's own reduce-scatter for this unit; see `fsdp2.comm.custom.ReduceScatter`. Every rank must.
+        """Use a custom reduce-scatter for this unit; see `fsdp2.comm.custom.ReduceScatter`. Every rank must set the
+        same.
 
         Raises:
             ArgumentError: the unit's parameters are on several meshes, or its policy has a `reduce_scatter_dtype`.
@@ -147,10 +148,10 @@ class Settings:
             group.channel_changed()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let this unit's communication buffers come from the process group (NCCL: registered memory). Copies them in
-        and out, so it pays only where the backend is faster with memory of its own.
+        """Whether this unit's communication buffers come from the process group (NCCL: registered memory). Data is
+        copied in and out, so this helps only where the backend is faster with its own memory.
 
-        Warns where the backend has no such memory (gloo): nothing changes then.
+        On a backend without such memory (gloo) it warns and changes nothing.
 
         Raises:
             MisuseError: a custom collective was set before.
@@ -162,22 +163,23 @@ class Settings:
             warn(f"set_allocate_memory_from_process_group_for_comm: no effect: {error}", stacklevel=2)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Let this unit's communication buffers be symmetric memory. Collective.
+        """Allocate this unit's communication buffers in symmetric memory. Collective.
 
         Raises:
             UnsupportedError: the parameters are not on a CUDA device with NCCL, or torch has no symmetric memory.
             MisuseError: a custom collective was set before.
-            ArgumentError: several reductions may be in flight, but there is one buffer; or an unknown `backend`.
+            ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend` is
+            unknown.
         """
         if unit_for(self).settings.max_input_buffers > 1:
             raise ArgumentError("set_symm_mem_for_comm: set_reduce_scatter_max_input_buffers must be 1 with it")
         _use_memory(self, "set_symm_mem_for_comm", lambda group, device: SymmetricMemory(group, device, backend))
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters have a process group of their own (default False). Recursive. On NCCL one group runs
-        one collective at a time, so that all-gathers and reduce-scatters of backward wait for each other.
+        """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
+        collective at a time, so that all-gathers and reduce-scatters in backward wait for each other.
 
-        Collective at the first call for a mesh: it makes the group. Calling it again changes nothing.
+        The first call for a mesh creates the group and is collective. Later calls reuse it.
         """
         for unit in _units(self, recurse):
             for group in unit.groups:
@@ -186,38 +188,39 @@ class Settings:
     # --- when to reshard and unshard ---------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change the `reshard_after_forward` of `fully_shard`, also what the root chose by itself. Recursive."""
+        """Change the `reshard_after_forward` of `fully_shard`, including the root's default. Recursive."""
         change_settings(self, recurse, reshard_after_forward=boolean("reshard_after_forward", reshard_after_forward))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether backward gives the unsharded parameters back (default True). Recursive. False saves the next
-        microbatch's all-gathers for the memory of the whole model."""
+        """Whether backward frees the unsharded parameters (default True). Recursive. False saves the next microbatch's
+        all-gathers, but keeps the whole model in memory."""
         change_settings(self, recurse, reshard_after_backward=boolean("reshard_after_backward", reshard_after_backward))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward all-gathers this unit's parameters (default True). False for parameters that backward
-        does not read, such as those of an embedding; their gradients are reduced all the same."""
+        """Whether backward all-gathers this unit's parameters (default True). Set False for parameters that backward
+        does not read, such as those of an embedding; their gradients are still reduced."""
         change_settings(self, False, unshard_in_backward=boolean("unshard_in_backward", unshard_in_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
-        """Unshard `modules`, in this order, as soon as this module's own parameters are there in forward. Issued before
-        this module computes, so that they overlap with it. An empty list undoes it."""
+        """Unshard `modules`, in this order, as soon as this module's own parameters are available in forward. The
+        gathers are issued before this module computes, so that they overlap with it. An empty list removes the
+        setting."""
         unit_for(self).forward_prefetch = [ref(unit_in("set_modules_to_forward_prefetch", m)) for m in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
-        """The same for backward, in place of the unit that ran just before this one in forward. An empty list restores
-        that."""
+        """The same for backward, instead of prefetching the unit that ran just before this one in forward. An empty
+        list restores the default."""
         unit_for(self).backward_prefetch = [ref(unit_in("set_modules_to_backward_prefetch", m)) for m in modules]
 
     def set_auto_forward_prefetch(self, enable: bool = True) -> None:
-        """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if they ran in
-        one order (default False). Set it on the root. Where the order changes it stops at the first difference, and
-        takes two equal iterations to begin again; every rank must run the same order, as ever."""
+        """Whether forward prefetches, without lists, the unit that ran next in the last two iterations, if their order
+        was the same (default False). Set it on the root. If the order changes, prefetching stops at the first
+        difference and resumes after two equal iterations. As always, every rank must run units in the same order."""
         change_settings(self, False, predicts_forward=boolean("enable", enable))
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
-        """Whether resharded parameters keep the memory of the unsharded ones, at its address (default False).
-        Recursive. They are gathered again all the same. For CUDA graphs, and to spare the allocator."""
+        """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).
+        Recursive. They are still gathered again. For CUDA graphs, and to avoid allocations."""
         for unit in _units(self, recurse):
             frozen = unit.settings.zero is not None and unit.settings.zero.keep_frozen
             for group in unit.groups:
@@ -226,16 +229,16 @@ class Settings:
                 group.keep = Keep.STORAGE if boolean("enable", enable) else otherwise
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next root forward's all-gathers wait for `event` rather than for all work given to the current stream so
+        """Let the next root forward's all-gathers wait for `event` instead of all work issued to the current stream so
         far. Record it right after the optimizer step."""
         unit_for(self).ready_context().post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """For call compatibility: all-gathers are always asynchronous here."""
+        """Exists for compatibility; all-gathers are always asynchronous here."""
 
 
 def unit_for(module: object) -> Unit:
-    """The unit of a sharded module, in whose class `Settings` is."""
+    """The unit of a sharded module, whose class derives from `Settings`."""
     assert isinstance(module, nn.Module)
     unit = unit_of(module)
     assert unit is not None
@@ -271,7 +274,7 @@ def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -
 
 
 def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
-    """The unit's groups that have something to gather; it must be clear which mesh is meant."""
+    """The unit's groups that have something to gather, which must be on one mesh."""
     groups = unit_for(module).groups
     meshes = {group.roles.mesh for group in groups}
     if len(meshes) > 1:
@@ -287,7 +290,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def unit_in(call: str, module: Any) -> Unit:
-    """The unit of `module`, which `call` got and which must be sharded."""
+    """The unit of `module`, an argument of `call` that must be sharded."""
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
         raise ArgumentError(f"{call}: expected modules on which fully_shard was called, got {type(module)}: {module}")
