@@ -10,6 +10,7 @@ import pytest
 
 from tests.differential.generate import generate
 from tests.differential.known import table
+from tests.differential.mutants import MENDS, MISSED, Mutant, find
 from tests.differential.program import Program
 from tests.differential.runner import run
 from tests.differential.script import script_of
@@ -47,6 +48,13 @@ def test_found_programs(path: Path) -> None:
     """Programs in which the fuzzer has found a fault of fsdp2."""
     result = run(Program.from_json(path.read_text()))
     assert result.kind == "same", result.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mutant", [*MISSED, *MENDS], ids=lambda mutant: mutant.name)
+def test_mutants_are_found(mutant: Mutant) -> None:
+    """Faults put into the runtime on purpose, each with a program that differs on it and is the same without."""
+    assert find(mutant)
 
 
 @pytest.mark.exhaustive

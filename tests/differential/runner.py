@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.differential.interpret import Result, run_program
 from tests.differential.program import Program
@@ -14,13 +16,14 @@ __all__ = ["run"]
 TIMEOUT_S = 30.0
 
 
-def run(program: Program, timeout_s: float = TIMEOUT_S) -> Result:
-    """What the program comes to; of several ranks that saw a difference the first one's."""
+def run(
+    program: Program, timeout_s: float = TIMEOUT_S, body: Callable[..., Any] = run_program, **options: Any
+) -> Result:
+    """What the program comes to; of several ranks that saw a difference the first one's. `options` are the body's."""
     with tempfile.TemporaryDirectory(prefix="differential") as folder:
         try:
-            results: list[Result] = run_on_ranks(
-                run_program, program.world_size, timeout_s=timeout_s, text=program.to_json(), progress=f"{folder}/rank"
-            )
+            options.update(text=program.to_json(), progress=f"{folder}/rank")
+            results: list[Result] = run_on_ranks(body, program.world_size, timeout_s=timeout_s, **options)
         except RanksFailed as error:
             where = "; ".join(f"rank {path.name[4:]}: {path.read_text()}" for path in sorted(Path(folder).iterdir()))
             text = str(error)
