@@ -1,4 +1,4 @@
-"""`full_params`: whole, plain parameters for a while, and back. Layer: above the api.
+"""`full_params`: temporarily replace sharded parameters by whole, plain ones. Layer: above the api.
 
 ::
 
@@ -6,8 +6,8 @@
     body     the model is a plain one: read, change, initialise, load, save, run it
     leave    each rank's rows of the whole ones into the sharded ones, in place; the slots hold those again
 
-A unit that manages nothing does nothing in its hooks, so a forward in the body needs no communication and computes with
-the whole parameters.
+The hooks of a unit that manages nothing do nothing, so a forward in the body computes with the whole parameters and
+does not communicate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,32 +46,32 @@ def full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """Within this context the modules hold whole, plain `nn.Parameter`s in their original dtype, under their own names;
-    tied names hold one object. On exit the modules hold the sharded parameters again: the same objects as before, with
-    what was changed written into them.
+    tied names hold one object. On exit the modules hold the same sharded parameters as before, with the changes written
+    into them.
 
-    Collective: every rank of the mesh enters it, for the same module, at the same place between two iterations. Needs
-    memory for all those parameters at once. A forward in the body runs on the whole parameters in their original dtype,
-    with no communication (not in a tensor-parallel model, whose layers expect DTensors); the gradients of a backward in
-    the body are this rank's own, and are dropped on exit.
+    Collective: every rank of the mesh must enter it, for the same module, at the same point between two iterations. It
+    needs memory for all these parameters at once. A forward in the body runs on the whole parameters in their original
+    dtype, without communication (not possible in a tensor-parallel model, whose layers expect DTensors). Gradients of a
+    backward in the body are local to this rank, and are dropped on exit.
 
     Args:
-        module: the units at and below it open; parameters of a unit above it stay sharded.
-        write_back: on exit each rank takes its rows of what it has now, also of a parameter that was replaced by
-            another of the same shape; so all ranks must make the same changes. False: changes are dropped. They are
-            also dropped when the body raises (half of them may be made, and not on every rank).
-        recurse: False opens the unit of `module` alone.
-        rank0_only: only the first rank of the mesh holds whole ones; the other ranks hold the sharded ones, and cannot
-            run forward. What the first rank wrote is sent to all.
-        offload_to_cpu: the whole parameters are in host memory; only one at a time is on the device.
-        with_grads: the whole reduced gradients are in `.grad`, and are written back as parameters are; without it
-            `.grad` is None.
+        module: the units at and below it are gathered; parameters of a unit above it stay sharded.
+        write_back: on exit each rank takes its rows of the current values, also if a parameter was replaced by another
+            of the same shape; so all ranks must make the same changes. False: changes are dropped. They are also
+            dropped if the body raises, because they may be incomplete or differ between ranks.
+        recurse: False gathers only the unit of `module`.
+        rank0_only: only the first rank of the mesh holds whole parameters; the others hold sharded ones and cannot run
+            forward. The first rank's changes are sent to all.
+        offload_to_cpu: keep the whole parameters in host memory; only one at a time is on the device.
+        with_grads: gather the reduced gradients into `.grad` and write them back like the parameters; otherwise `.grad`
+            is None.
 
     Raises:
         ArgumentError: no unit is at or below `module`; `rank0_only` and `write_back` with `with_grads`, or with
             parameters on several meshes; on exit, a parameter that was replaced by something of another shape (nothing
             is written then).
-        OrderError: in forward or backward, or after one that raised; within another `full_params` of the same unit;
-            parameters are on the meta device.
+        OrderError: called in forward or backward, after one that raised, or within another `full_params` of the same
+            unit; or parameters are on the meta device.
 
     Example::
 
@@ -156,7 +156,8 @@ def _sharded_params(units: Sequence[Unit]) -> list[ManagedParameter]:
 
 
 def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
-    """Until `undo`, let these units manage nothing and cast no inputs, and let no unit gather what they manage."""
+    """Until `undo`, let these units manage nothing and cast no inputs, and let no other unit gather their
+    parameters."""
 
     def change(unit: Unit, **values: Any) -> None:
         for name, value in values.items():
@@ -176,7 +177,8 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
 
 
 def _complete_new_roots(contexts: Sequence[tuple[Unit, Context | None]]) -> None:
-    """A root that ran its first forward in the body saw units without parameters: name and check them now."""
+    """A root that ran its first forward in the body saw units without parameters: name and check their parameters
+    now."""
     new = {unit.context for unit, before in contexts if unit.context is not before}
     for context in new:
         if context is None or context.is_provisional:

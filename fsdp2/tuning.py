@@ -1,7 +1,8 @@
-"""`tune_lanes`: measure, on the process groups at hand, from which size on a parameter should travel by itself.
+"""`tune_lanes`: measure, on the actual process groups, from which size on a parameter should be sent by itself.
 
-What is compared is what a unit does: all-gather and reduce-scatter of a few parameters on the direct lane, and the same
-on the packed lane with its copies. Ranks disagree about times, but must not about lanes, so the slowest counts.
+It compares what a unit does: all-gather and reduce-scatter of a few parameters on the direct lane, and the same on the
+packed lane with its copies. Ranks measure different times but must choose the same lanes, so the slowest rank's times
+are used.
 """
 
 import json
@@ -36,24 +37,24 @@ _ROUNDS = 5
 
 
 def tune_lanes(model: nn.Module, *, file: str | os.PathLike[str] | None = None) -> dict[str, int | None]:
-    """Choose, by measuring, which parameters travel by themselves and which share a buffer.
+    """Measure which parameters should be sent by themselves and which should share a buffer, and apply the result.
 
-    A parameter whose shard has at least so many bytes takes the *direct* lane: it is gathered in place, and its
-    gradient is an operand itself. Smaller ones are copied into one buffer, since each message has a cost of its own.
-    Without tuning the limit is a safe one for the backend. Results do not depend on it; only time and memory do.
+    A parameter whose shard reaches the limit in bytes takes the *direct* lane: it is gathered in place, and its
+    gradient is reduced in place. Smaller ones are copied into one buffer, since each message has a fixed cost. Without
+    tuning a conservative limit for the backend applies. Results do not depend on it; only time and memory do.
 
     Every rank of the model's meshes must call it, between steps, after `fully_shard`. It takes a second or two and at
     most 0.5 GiB on each rank. All ranks get the same answer.
 
     Args:
         model: all units in it are tuned.
-        file: where answers are kept, in JSON: found there, by hardware, backend, ranks and version of torch, on every
-            rank, nothing is measured. Otherwise the first rank of each mesh adds what was measured. What cannot
-            be read or written is a warning, and the ranks measure.
+        file: a JSON file that stores the results. If every rank finds a result for its hardware, backend, number of
+            ranks and torch version there, nothing is measured. Otherwise the first rank of each mesh adds the new
+            result. If the file cannot be read or written, the ranks warn and measure.
 
     Returns:
-        For each mesh, by a description that is also its key in `file`: the limit in bytes of a shard; None where the
-        packed lane was better at all sizes. Without meshes whose backend has two lanes, nothing.
+        For each mesh, under a description that is also its key in `file`: the limit in bytes of a shard, or None if the
+        packed lane was better at all sizes. Meshes whose backend has only one lane are left out.
 
     Raises:
         ArgumentError: nothing in `model` is sharded.
@@ -86,8 +87,8 @@ def tune_lanes(model: nn.Module, *, file: str | os.PathLike[str] | None = None) 
 
 
 def best_limit(direct: Mapping[int, float], packed: Mapping[int, float]) -> int | None:
-    """From which size on the direct lane is to be taken, so that the product of all ratios of time is smallest: one
-    size whose time was disturbed does not decide. None where that is nowhere.
+    """The size from which on to use the direct lane, chosen so that the product of all time ratios is smallest, so that
+    one disturbed measurement does not decide. None if the packed lane is always better.
 
     >>> best_limit({1: 5.0, 2: 3.0, 4: 2.0}, {1: 1.0, 2: 3.5, 4: 6.0})
     2
@@ -109,7 +110,7 @@ def _description(roles: MeshRoles) -> str:
 
 
 def _agreed(key: str, roles: MeshRoles, comm: Comm, file: Path | None) -> int | None:
-    """From `file`, where all ranks have the same; otherwise measured."""
+    """The result in `file` if all ranks have the same one; otherwise a new measurement."""
     known = _read(file).get(key, -1) if file is not None else -1
     mine = -2 if known is None else known
     most, least = _over_ranks([mine, -mine], roles)

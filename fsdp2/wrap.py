@@ -1,12 +1,12 @@
-"""`auto_shard`: find the modules that should be units, shard them and the root, and say why. Layer: above the api.
+"""`auto_shard`: choose the modules that become units, shard them and the root, and report why. Layer: above the api.
 
 A *policy* looks at the model once and returns a *rule*; the rule answers, for one module at a time, whether that module
-becomes a unit, and why. Everything is decided before anything is sharded, from the module tree alone (no data, no
-communication), so all ranks decide the same, and meta models work.
+becomes a unit, and why. Everything is decided before anything is sharded, from the module tree alone, without data or
+communication. So all ranks decide the same, and meta models work.
 
-What holds for every policy: modules are visited children first; the root is always a unit; never one are a module
-without `forward`, one that is sharded already, one whose parameters are all held by others, and one that its parent
-reads without calling it.
+With every policy, modules are visited children first, and the root is always a unit. A module never becomes a unit if
+it has no `forward`, is already sharded, has no parameters that no other unit holds, or is read by its parent without
+being called.
 """
 
 import logging
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("fsdp2")
-# These use the parameters of a module below them without calling it (out_proj), so nothing would gather a unit there.
+# These use the parameters of a module below them (out_proj) without calling it, so nothing would gather a unit there.
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention,)
 
 
@@ -59,9 +59,9 @@ class Wrapped:
     Attributes:
         fqn: its module's name, ``""`` for the root.
         class_name: its module's class.
-        numel: elements (of the whole, unsharded parameters) that this unit manages.
+        numel: elements of the unsharded parameters that this unit manages.
         reason: why it is one.
-        options: its own options, if the policy gave some.
+        options: options that the policy gave for this unit.
     """
 
     fqn: str
@@ -90,13 +90,13 @@ class Left:
 
 @dataclass(frozen=True)
 class WrapReport:
-    """What `auto_shard` did, or would do. ``str()`` of it is a table for people.
+    """What `auto_shard` did, or would do. ``str(report)`` is a readable table.
 
     Attributes:
         policy: the policy's name.
         units: in the order in which they are sharded: children first, the root last.
-        left: modules that one might have expected among them: those whose parameters the root holds, and those that
-            the policy wanted but that cannot be units.
+        left: modules that did not become units: those whose parameters the root holds, and those that the policy chose
+            but that cannot be units.
     """
 
     policy: str
@@ -126,11 +126,11 @@ class WrapReport:
 def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **options: Any) -> WrapReport:
     """Call `fully_shard` on the modules that `policy` chooses, children first, and then on `model`.
 
-    Every rank of the mesh calls it on the same model with the same policy, before optimizers are made. The report is
-    also logged, at level INFO, by the logger "fsdp2".
+    Every rank of the mesh must call it on the same model with the same policy, before optimizers are created. The
+    report is also logged at level INFO by the logger "fsdp2".
 
     Args:
-        model: becomes the root unit, which holds what no other unit does.
+        model: becomes the root unit, which holds the parameters that no other unit holds.
         policy: `transformer_blocks`, `by_class`, `by_size`, `by_predicate`.
         dry_run: only report; nothing is sharded, no process group is needed, and `model` may be on the meta device.
         options: of `fully_shard`, for every unit (`mesh`, `mp_policy`, `reshard_after_forward`, ...).
@@ -140,8 +140,8 @@ def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **opt
 
     Raises:
         ArgumentError: the policy chooses no module, or names a class that the model does not have; nothing is sharded
-            then. Or what `fully_shard` raises for an option; then units before the one at fault are sharded.
-        MisuseError: `model` itself is sharded already. (Modules below it may be; they are left as they are.)
+            then. Or `fully_shard` refuses an option; earlier units are sharded by then.
+        MisuseError: `model` itself is already sharded. (Modules below it may be; they stay as they are.)
 
     Example::
 

@@ -1,8 +1,8 @@
 """Which modules become units: the policies of `auto_shard`. Layer: above the api, below `wrap`.
 
 A *policy* looks at the model once and returns a *rule*; the rule answers, for one module at a time, whether that module
-becomes a unit, and why. Policies read the module tree alone (no data, no communication), so all ranks decide alike, and
-models on the meta device work.
+becomes a unit, and why. Policies look only at the module tree, without data or communication, so all ranks decide the
+same, and models on the meta device work.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +36,7 @@ class Place:
     Attributes:
         fqn: the module's first name; ``""`` for the root.
         module: the module.
-        numel: elements of the parameters at and below it that no unit holds which was chosen so far.
+        numel: elements of the parameters at and below it that no unit chosen so far holds.
     """
 
     fqn: str
@@ -51,7 +51,7 @@ class Verdict:
     Attributes:
         shard: whether the module becomes a unit.
         reason: why, or why not, in words.
-        options: options of `fully_shard` for this module, over those given to `auto_shard`.
+        options: options of `fully_shard` for this module, which override those given to `auto_shard`.
     """
 
     shard: bool
@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which modules become units: from `by_class`, `by_size`, `by_predicate`, `transformer_blocks`, or one's own.
+    """Which modules become units: from `by_class`, `by_size`, `by_predicate` or `transformer_blocks`, or your own.
 
     Attributes:
         name: for the report.
@@ -76,11 +76,12 @@ class Policy:
 def by_class(*classes: type[nn.Module] | str) -> Policy:
     """Every module of one of these classes, or of a class derived from one, becomes a unit.
 
-    A string is the name of a class, for classes that are awkward to import. This is FSDP1's `ModuleWrapPolicy` and
+    A string is the name of a class, for classes that are inconvenient to import. This is FSDP1's `ModuleWrapPolicy` and
     `transformer_auto_wrap_policy`, and Accelerate's `TRANSFORMER_BASED_WRAP`.
 
     Raises:
-        ArgumentError: no class is given, or something else; from `auto_shard`: the model has no module of that class.
+        ArgumentError: no class is given, or something that is not a class; from `auto_shard`: the model has no module
+        of that class.
 
     Example::
 
@@ -115,7 +116,7 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
 def by_size(min_numel: float = 1e8) -> Policy:
     """A module becomes a unit when the parameters below it that no unit holds yet have at least `min_numel` elements.
 
-    Children are asked before their parents, so units are as small as that allows. This is FSDP1's
+    Children are decided before their parents, so units are as small as the limit allows. This is FSDP1's
     `size_based_auto_wrap_policy` (with `min_num_params`), and Accelerate's `SIZE_BASED_WRAP`.
 
     Raises:
@@ -159,17 +160,17 @@ def by_predicate(predicate: Callable[[str, nn.Module], bool | Mapping[str, Any]]
 def transformer_blocks(min_share: float = 0.01) -> Policy:
     """The repeated blocks of the model become units.
 
-    A model that names its blocks (Hugging Face's `_no_split_modules`) is taken at its word. In others a *stack* is
-    searched: two or more modules of one class in a ModuleList, ModuleDict or Sequential, which have modules with
-    parameters below them. There may be several (an encoder's and a decoder's). Outermost stacks count, so the experts
-    of a block stay with it; but where the elements of a stack hold little else than a stack of such blocks, as the
+    If a model names its blocks (Hugging Face's `_no_split_modules`), these become units. Otherwise the policy looks for
+    *stacks*: two or more modules of one class in a ModuleList, ModuleDict or Sequential, which have modules with
+    parameters below them. There may be several stacks (an encoder's and a decoder's). Only outermost stacks count, so
+    the experts of a block stay with it. But if the elements of a stack consist mostly of a stack of such blocks, as the
     stages of a hierarchical vision model do, the inner blocks become units.
 
     Args:
-        min_share: stacks with less than this part of the model's parameters are left to the unit above them.
+        min_share: stacks with less than this fraction of the model's parameters belong to the unit above them.
 
     Raises:
-        ArgumentError: `min_share` is not within 0 and 1; from `auto_shard`: the model has no such blocks.
+        ArgumentError: `min_share` is not between 0 and 1; from `auto_shard`: the model has no such blocks.
     """
     if not 0 <= min_share <= 1:
         raise ArgumentError(f"transformer_blocks: expected a min_share within 0 and 1, got {min_share!r}")
@@ -183,7 +184,7 @@ def transformer_blocks(min_share: float = 0.01) -> Policy:
 
 
 def _named_blocks(model: nn.Module) -> dict[nn.Module, Verdict]:
-    """The blocks by the class names that models of Hugging Face carry."""
+    """The blocks by the class names in `_no_split_modules` of Hugging Face models."""
     owner_of: dict[str, str] = {}
     for module in model.modules():
         for name in getattr(module, "_no_split_modules", None) or ():
@@ -219,7 +220,7 @@ def _stacks(fqn: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple
 
 
 def _alike(module: nn.Module) -> list[list[nn.Module]]:
-    """The elements of a container that could be blocks, by class, where there are two or more of one."""
+    """The elements of a container that could be blocks, grouped by class, for classes with two or more elements."""
     if not isinstance(module, _Container):
         return []
     by_type: dict[type, list[nn.Module]] = {}
@@ -230,8 +231,8 @@ def _alike(module: nn.Module) -> list[list[nn.Module]]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether most of it is a stack, at its own top, of modules that are themselves made of modules with parts. (The
-    experts of a mixture are made of leaves.)"""
+    """Whether the module consists mostly of a stack, directly below it, of modules whose children have children with
+    parameters. (Experts consist of leaf modules.)"""
     for container in (module, *module.children()):
         for elements in _alike(container):
             have_parts = any(_numel(part) for child in elements[0].children() for part in child.children())

@@ -1,4 +1,4 @@
-"""`deferred`: build any model without memory, shard it, fill it with the values that it would have had. Layer: init.
+"""`deferred`: build any model without memory, shard it, and fill it with the values of the eager model. Layer: init.
 
 ::
 
@@ -31,8 +31,8 @@ _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 
 
 class Recording:
-    """What was recorded within `deferred`, which makes it. Holds no data of the model, but keeps alive the real tensors
-    from outside that were read.
+    """The operations that were recorded within `deferred`, which creates it. It holds no data of the model, but keeps
+    alive real tensors from outside that were read.
 
     Args:
         tape: to which a recorder writes until the context ends.
@@ -52,12 +52,12 @@ class Recording:
         return self._ledger
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor that was made within the context and is on the meta device still, whether a module
-        holds it or not: a new tensor, on the device where it would have been. No communication.
+        """The values of a tensor that was created within the context and is still on the meta device, whether a module
+        holds it or not. Returns a new tensor, on the device that the tensor would have been on. No communication.
 
         Raises:
-            ArgumentError: the recording does not know it.
-            OrderError: still within the context; it was changed in place since.
+            ArgumentError: the tensor is not in the recording.
+            OrderError: still within the context, or the tensor was changed in place after it.
 
         Example::
 
@@ -78,28 +78,28 @@ class Recording:
         return restore(self._tape, [window], self._tape.now)[0]
 
     def replay(self, module: nn.Module, *, device: torch.device | str | None = None) -> None:
-        """Give all parameters and buffers of `module` and below that are on the meta device the values that they would
-        have if the model had been built without `deferred`: bit for bit, whatever the mesh. What is not on the meta
-        device is left alone.
+        """Give all parameters and buffers at and below `module` that are on the meta device the values that they would
+        have without `deferred`, bit for bit on every mesh. Other tensors are not changed.
 
-        Call it after `fully_shard`, on the root or on one unit after another, on every rank; no communication. Each
-        rank runs the operations of one parameter at a time, on whole tensors, keeps its rows and frees the rest. Beside
-        the shards, memory holds what those operations need: one whole parameter for most, several for some
-        (`orthogonal_`, a copy of another layer's weight). A model that is not sharded gets whole parameters.
-        Parameters stay the objects that they are, so that an optimizer may hold them already. Tensors that modules hold
-        as plain attributes, also within lists, tuples and dicts, are filled too.
+        Call it after `fully_shard`, on the root or on one unit after another, on every rank; it does not communicate.
+        Each rank runs the operations of one parameter at a time on whole tensors, keeps its rows and frees the rest. In
+        addition to the shards it needs memory for these operations: one whole parameter for most, several for some
+        (`orthogonal_`, a copy of another layer's weight). A model that is not sharded gets whole parameters. Parameters
+        keep their identity, so an optimizer may already hold them. Tensors that modules hold as plain attributes, also
+        within lists, tuples and dicts, are filled too.
 
-        Memory that nobody initialised holds zeros, where an eager model holds anything.
+        Memory that the model never initialised is filled with zeros; in an eager model its values are arbitrary.
 
         Args:
-            device: of buffers, and of parameters that are not sharded. None: the mesh's device for buffers where there
-                are units, otherwise where the model would have put them.
+            device: the device of buffers, and of parameters that are not sharded. None: the mesh's device for buffers
+                if there are units, otherwise the device that the model asked for.
 
         Raises:
-            ArgumentError: something is on the meta device, but was not made within this recording, or was converted
-                or replaced since (all are named, and nothing is changed); different parameters were tied since.
-            OrderError: still within the context; a parameter was changed in place after it, or a real tensor that it
-                had read; all parameters were materialised otherwise (by `to_empty`).
+            ArgumentError: a tensor on the meta device was not created within this recording, or was converted or
+                replaced afterwards (all are named, and nothing is changed); or different parameters were tied
+                afterwards.
+            OrderError: still within the context; or a parameter, or a real tensor that was read, was changed in place
+                after it; or all parameters were already given memory (by `to_empty`).
             UnsupportedError: a tensor-parallel parameter has a placement that is neither `Shard` nor `Replicate`.
 
         Example::
@@ -117,29 +117,31 @@ class Recording:
 
 @contextmanager
 def deferred(*, seed: int | None = None) -> Iterator[Recording]:
-    """Within this context models are built without memory: the tensors that are made are on the meta device, whatever
-    device was asked for, and the operations on them are recorded. `Recording.replay` runs them later. For modules that
-    anyone wrote, as they are.
+    """Within this context models are built without memory: new tensors are on the meta device, whatever device was
+    requested, and the operations on them are recorded. `Recording.replay` runs them later. It works with unmodified
+    third-party modules.
 
-    The model's own code sees tensors of the device that it asked for. Where it wants a value (`item()`, `tolist()`, `if
-    tensor:`), the operations that lead to it run at once. Tensors that were made before stay as they are, and what is
-    done to them alone is done. Everything that makes, ties, copies, converts or initialises parameters belongs in the
-    context; parallelize_module and fully_shard come after it. All ranks must build the same model, with the same seed.
+    The model's own code sees tensors on the device that it requested. When it reads a value (`item()`, `tolist()`, `if
+    tensor:`), the operations that produce it run at once. Tensors that were created before are ordinary tensors, and
+    operations that involve only these run normally. Everything that creates, ties, copies, converts or initialises
+    parameters belongs in the context; parallelize_module and fully_shard come after it. All ranks must build the same
+    model with the same seed.
 
-    Random numbers: the values are those that the eager model draws from the same state of the generators, and after
-    the context these are where the eager model leaves them. For that, each random operation is run while it is
-    recorded, on scratch memory (of the largest such tensor's size), and a copy of the generator's state is kept (5 KB
-    on the CPU): recording costs the time of the eager model's random numbers, and replay the time of those that were
-    not overwritten later. With a `seed`, recording draws nothing and replay draws what it needs.
+    Random numbers: the values are those that the eager model draws from the same generator states, and after the
+    context the generators are in the state in which the eager model leaves them. For that, each random operation also
+    runs while it is recorded, on scratch memory (of the size of the largest such tensor), and a copy of the generator's
+    state is kept (5 KB on the CPU). So recording takes the time of the eager model's random numbers, and replay the
+    time of those that were not overwritten later. With a `seed`, recording draws nothing and replay draws what it
+    needs.
 
     Args:
-        seed: None: see above. An int: each random operation has a stream of its own, made of `seed` and its position
+        seed: None: see above. An int: each random operation has its own stream, derived from `seed` and its position
             among the random operations. Values are the same on every mesh, but are not those of an eager model.
 
     Raises:
         OrderError: within another `deferred`.
-        UnsupportedError: an operation makes or reads something else than plain strided tensors, or reads a tensor that
-            was put on the meta device on purpose; a parameter was distributed or sharded within the context.
+        UnsupportedError: an operation creates or reads anything but plain strided tensors, or reads a tensor that was
+            deliberately put on the meta device; or a parameter was distributed or sharded within the context.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""`materialize`: from a sharded model on the meta device to one that can train, in one call. Layer: init.
+"""`materialize`: give memory and values to a sharded model on the meta device, in one call. Layer: init.
 
 ::
 
@@ -30,10 +30,10 @@ from fsdp2.runtime.unit import Unit
 
 __all__ = ["materialize"]
 
-# Methods that (re)make a module's own values. torch's attention and Transformer have the second name only.
+# Methods that (re)initialise a module's own values. torch's attention and Transformer have only the second name.
 RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
 
-# What to do where the methods of modules are not enough.
+# What to do if the methods of modules are not enough.
 DEFER = (
     "Build the model within fsdp2.init.deferred() and pass the recording, which runs what its constructor does; or "
     "pass a function that makes the values (init=)."
@@ -48,28 +48,28 @@ def materialize(
     mode: Mode = "sequential",
     device: torch.device | str | None = None,
 ) -> None:
-    """Give a model that was sharded on the meta device memory and values. Every rank calls it, after the last
-    `fully_shard`. Parameters stay the objects that they are, so an optimizer may have been made before (but not one
-    that makes its state with itself, as Adagrad does).
+    """Give memory and values to a model that was sharded on the meta device. Every rank must call it, after the last
+    `fully_shard`. Parameters keep their identity, so the optimizer may be created before (except one that creates its
+    state in its constructor, such as Adagrad).
 
-    Values do not depend on the number of ranks (see `seeded`). Where there are replicas, those of the first one go to
-    the others by broadcasts over the replicate axis, one for each parameter, and all are compared by checksum; buffers
-    are broadcast to all ranks. What is not on the meta device keeps its values.
+    Values do not depend on the number of ranks (see `seeded`). With replicas, the first replica's values are broadcast
+    over the replicate axis, one broadcast per parameter, and then compared by checksum; buffers are broadcast to all
+    ranks. Tensors that are not on the meta device keep their values.
 
     Args:
         model: the root module.
-        init: how to make the values: a recording (see `deferred`), whose values are those of the model built without
-            any of this; or a function that is called with `model` (``lambda model: model.apply(init_fn)``). None: the
-            model's own ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each
-            module, children first. A module's `reset_buffers()` is called too, if it has one.
-        seed: see `seeded`; None goes on from the default generators, which must be in the same state on all ranks.
+        init: how to create the values: a recording (see `deferred`), which gives the values of the eagerly built model;
+            or a function that is called with `model` (``lambda model: model.apply(init_fn)``). None: the model's own
+            ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each module,
+            children first. A module's `reset_buffers()` is also called, if it has one.
+        seed: see `seeded`; None continues with the default generators, which must be in the same state on all ranks.
         mode: see `seeded`.
-        device: of buffers, and of parameters that are not sharded. None: that of the units.
+        device: the device of buffers, and of parameters that are not sharded. None: that of the units.
 
     Raises:
-        ArgumentError: parameters or buffers got memory but no values; all are named. Buffers that are not persistent
-            are the usual ones: give their module a method ``reset_buffers()``, or use `deferred`. Or a module is
-            parametrised, or its reset fails on sharded parameters; the message says which, and why.
+        ArgumentError: parameters or buffers got memory but no values; all are named. Usually these are non-persistent
+            buffers: give their module a method ``reset_buffers()``, or use `deferred`. Or a module is parametrised, or
+            its reset fails on sharded parameters; the message says which, and why.
         FSDPError: replicas differ after the broadcast.
 
     Example::
@@ -126,7 +126,7 @@ def _initialise(model: nn.Module, init: Callable[[nn.Module], object] | None, fr
 
 
 def _touched(model: nn.Module, fresh: list[Fresh]) -> set[nn.Module]:
-    """The modules that hold something which has got memory, themselves or below. Others keep their values."""
+    """The modules that hold, directly or below them, a tensor that was given memory. Others keep their values."""
     got = {each.tensor for each in fresh}
     prefixes: set[str] = set()
     for name, tensor in tensors_of(model, every_name=True):
@@ -137,8 +137,8 @@ def _touched(model: nn.Module, fresh: list[Fresh]) -> set[nn.Module]:
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
-    """Raise for a parametrised module: its reset writes to what is computed from its parameters, and is lost; and what
-    computes it need not run on shards at all (torch's weight norm divides by zero where one is empty)."""
+    """Raise for a parametrised module: its reset writes to a tensor computed from its parameters, and is lost. The
+    computation may not even run on shards (torch's weight norm divides by zero if one is empty)."""
     if is_parametrized(module):
         parametrizations: Any = module.parametrizations
         kinds = ", ".join(
@@ -151,10 +151,10 @@ def _check_plain(name: str, module: nn.Module) -> None:
 
 
 def _run(function: Callable[[], object], what: str) -> None:
-    """Call a method of the model's own that makes values.
+    """Call a method of the model that initialises values.
 
     Raises:
-        ArgumentError: it cannot, on sharded parameters.
+        ArgumentError: it fails on sharded parameters.
     """
     try:
         function()
@@ -166,7 +166,8 @@ def _run(function: Callable[[], object], what: str) -> None:
 
 
 def _children_first(module: nn.Module) -> Iterable[nn.Module]:
-    """All modules in the order in which constructors end, so that what a module does to its children comes last."""
+    """All modules in the order in which their constructors end, so that a module's changes to its children come
+    last."""
     seen: dict[nn.Module, None] = {}
 
     def visit(each: nn.Module) -> None:
@@ -195,9 +196,9 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh]) -> None:
 
 
 def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
-    """Name modules that the model initialised once more after their constructors: `reset_parameters` does not know of
-    that. Writes on the meta device leave no values, but are counted. Where the model's author wrote the reset, it may
-    well do all, or have been called twice."""
+    """Name modules that the model initialised again after their constructors, which `reset_parameters` does not repeat.
+    Writes on the meta device leave no values but are counted. Resets that the model's author wrote are not reported:
+    they may do everything, or may have been called twice."""
     modules: dict[str, None] = {}
     for each in fresh:
         owner = model.get_submodule(each.name.rpartition(".")[0])
@@ -214,7 +215,7 @@ def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
 
 
 def _synchronise(model: nn.Module, units: list[Unit]) -> None:
-    """One broadcast a parameter over its replicate axis, then one comparison a unit."""
+    """One broadcast per parameter over its replicate axis, then one comparison per unit."""
     for unit in units:
         groups: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for param in unit.params:
@@ -235,7 +236,7 @@ def _synchronise(model: nn.Module, units: list[Unit]) -> None:
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """By way of `device`, the mesh's: what is offloaded is in host memory, which NCCL does not reach."""
+    """Broadcast through `device`, the mesh's: offloaded tensors are in host memory, which NCCL cannot access."""
     dense = tensor.to(device).contiguous()
     dist.broadcast(dense, group=group, group_src=0)
     if dense is not tensor:
@@ -254,7 +255,7 @@ def _compare(params: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup, d
 
 
 def _checksum(local: torch.Tensor) -> torch.Tensor:
-    """A sum of the bytes, each weighted by its place, modulo 2**64."""
+    """A sum of the bytes, each weighted by its position, modulo 2**64."""
     data = local.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for start in range(0, data.numel(), CHUNK):

@@ -1,4 +1,4 @@
-"""Random initialisation that does not depend on the number of ranks: the context, and which operations it takes over.
+"""Random initialisation that does not depend on the number of ranks: the context, and the operations that it replaces.
 
 Layer: init. See `sequential` and `counter` for how each of the two modes makes values. Below this context a sharded
 tensor is filled by one of them instead of by DTensor, whose ranks would each fill their part from their own generator:
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[None]:
-    """Within, random initialisation of sharded parameters gives the model that one process would get: on any number of
-    ranks, however the parameters are sharded, bit for bit::
+    """Within this context, random initialisation of sharded parameters gives, bit for bit, the model that one process
+    would get, on any number of ranks and with any sharding::
 
         with torch.device("meta"):
             model = Model()
@@ -41,11 +41,11 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
         with fsdp2.init.seeded(0):
             model.apply(init_weights)  # as for one process: reset_parameters, nn.init, param.normal_(), ...
 
-    Every rank enters it and does the same within, as the one process would, which may use the same context. Every
-    in-place random operation on a DTensor is taken over: `normal_`, `uniform_`, `bernoulli_`, `random_`,
-    `exponential_`, `cauchy_`, `log_normal_`, `geometric_`, and so all of `torch.nn.init`; and of the others
-    `randn_like`, `rand_like`, `randint_like` and `bernoulli`. Placements are Shard of any dim (even or not, empty parts
-    too), `_StridedShard` and Replicate, in any combination: FSDP, HSDP, TP under FSDP.
+    Every rank must enter it and do the same in it as the single process would, which may use the same context. Every
+    in-place random operation on a DTensor is replaced: `normal_`, `uniform_`, `bernoulli_`, `random_`, `exponential_`,
+    `cauchy_`, `log_normal_`, `geometric_`, and so all of `torch.nn.init`; and of the others `randn_like`, `rand_like`,
+    `randint_like` and `bernoulli`. Placements are Shard of any dim (even or not, empty parts too), `_StridedShard` and
+    Replicate, in any combination: FSDP, HSDP, TP under FSDP.
 
     ==============  =======================================================  =========================================
     `mode`          "sequential"                                             "counter"
@@ -59,32 +59,32 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
     generator       stands where that of one process would                   moves by one value for each operation
     ==============  =======================================================  =========================================
 
-    So "counter" is faster from about 10 ranks on (from 4 on for uniform values). With both, random operations on plain
-    tensors go on as ever (in mode "counter" those that are taken over use it for plain tensors too), and what follows
-    them agrees.
+    So "counter" is faster from about 10 ranks on (from 4 on for uniform values). In both modes, random operations on
+    plain tensors work as usual (in mode "counter" the replaced operations use it for plain tensors too), and later
+    operations still agree.
 
-    Plain tensors within are taken to be alike on all ranks: they may be operands beside DTensors, and be copied into
-    them whole. Writes through a slice of a DTensor (``weight[pad] = 0``), which DTensor alone loses, reach it.
-    `nn.init.orthogonal_` makes the whole matrix on every rank: `new_empty` of a DTensor gives a plain tensor here. (The
-    QR decomposition has other bits with another number of threads, in torch as well.) `trunc_normal_` asks by an
-    all-reduce whether any element is to be drawn again; a slice along a dim that is cut is an all-reduce of its size;
-    writes by an index tensor (as in `nn.init.sparse_`) gather what they write into. Nothing else communicates.
+    Plain tensors are assumed to be equal on all ranks: they may be operands together with DTensors, and may be copied
+    into them whole. Writes through a slice of a DTensor (``weight[pad] = 0``), which plain DTensors lose, take effect.
+    `nn.init.orthogonal_` computes the whole matrix on every rank: `new_empty` of a DTensor returns a plain tensor here.
+    (The bits of the QR decomposition depend on the number of threads, in torch as well.) `trunc_normal_` determines by
+    an all-reduce whether any element has to be drawn again; a slice along a sharded dim is an all-reduce of its size;
+    writes by an index tensor (as in `nn.init.sparse_`) gather the tensor that they write to. Nothing else communicates.
 
-    Leave it before training: ranks want different dropout then, which here they do not get.
+    Leave it before training, when ranks need different dropout masks.
 
     Args:
-        seed: what `torch.manual_seed` gets. Afterwards the default generators (of the CPU and of the current
-            accelerator) are as they were before, so ranks may have seeds of their own for the rest. None: the default
-            generators go on from where they are, which must be the same on all ranks (that is not checked: it would
-            take communication).
-        mode: see above. The two give different values. An operation's `generator` argument is used in place of the
-            default one, and must be in the same state on all ranks; "counter" draws 64 bits from it (without one, from
-            the CPU's, whatever the device), for the key of the operation.
+        seed: passed to `torch.manual_seed`. On exit the default generators (of the CPU and of the current accelerator)
+            are restored, so ranks may have different seeds for everything else. None: continue with the default
+            generators, which must be in the same state on all ranks (this is not checked, because it would need
+            communication).
+        mode: see above. The two give different values. An operation's `generator` argument replaces the default one,
+            and must be in the same state on all ranks; "counter" draws the 64 bits of the operation's key from it
+            (without one, from the CPU's on any device).
 
     Raises:
         ArgumentError: another mode.
-        UnsupportedError: (within) a random operation on a partial DTensor, or on a DTensor and not named above; a write
-            into a gathered view of a DTensor that is no slice.
+        UnsupportedError: (within the context) a random operation on a partial DTensor, or one on a DTensor that is not
+            named above; or a write into a gathered view of a DTensor that is not a slice.
     """
     if mode not in get_args(Mode):
         raise ArgumentError(f"seeded: expected mode to be one of {get_args(Mode)}, got {mode!r}")
@@ -98,7 +98,7 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    """The default generators of the CPU and of the current accelerator are afterwards as they were before."""
+    """Restore the default generators of the CPU and of the current accelerator on exit."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         with torch.random.fork_rng(devices=[]):
@@ -129,10 +129,10 @@ ON_WHOLE = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fil
 
 
 class _Filling(TorchDispatchMode):
-    """Takes over random operations: all on DTensors, and in mode "counter" those that depend on it on plain tensors.
+    """Replaces random operations: all on DTensors, and in mode "counter" the supported ones on plain tensors too.
 
-    Of the other operations on DTensors it makes those right that DTensor gets wrong or refuses, and that initialisation
-    is made of: writes through slices, and plain operands.
+    It also corrects other operations that initialisation uses and that DTensor gets wrong or refuses: writes through
+    slices, and plain operands.
     """
 
     def __init__(self, mode: Mode) -> None:

@@ -1,10 +1,10 @@
-"""Optimizers that were made before `fully_shard`, and a warning for those that hold parameters of the past.
-Layer: optim.
+"""Optimizers that were created before `fully_shard`, and a warning for those that hold replaced parameters. Layer:
+optim.
 
 `fully_shard` replaces parameter objects, and so do `load_state_dict(assign=True)` and the like. An optimizer that holds
-the originals, or the unsharded parameters (it was made while a unit was unsharded), steps on tensors that nobody uses
-any more, and nothing would tell. Nor would it for one that holds plain parameters on the meta device, in whose places
-`Module.to_empty` has put others.
+the originals, or the unsharded parameters (it was created while a unit was unsharded), silently steps on tensors that
+the model no longer uses. So does one that holds plain parameters on the meta device that `Module.to_empty` has
+replaced.
 """
 
 import warnings
@@ -32,24 +32,24 @@ _checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDic
 
 
 def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before `fully_shard` optimize the sharded parameters.
+    """Make an optimizer that was created before `fully_shard` optimize the sharded parameters.
 
-    In place: in the param groups each original parameter gives way to the sharded one that it became, with its options
-    and its place. Its state moves along: what has the parameter's shape is cut to this rank's shard and becomes a
-    DTensor like the parameter, be it state made with the optimizer (Adagrad) or by steps; counters stay as they are.
-    A scheduler or a `GradScaler` that knows the optimizer keeps working; a training that began unsharded goes on.
+    Works in place: in the param groups each original parameter is replaced by its sharded parameter, keeping its
+    options and position. State that has the parameter's shape is cut to this rank's shard and becomes a DTensor like
+    the parameter, whether it was created with the optimizer (Adagrad) or by steps; counters stay unchanged. A scheduler
+    or `GradScaler` that holds the optimizer keeps working, so training that began unsharded can continue.
 
-    Call it after the last `fully_shard`; all ranks hold the same state before, so nothing is communicated. Parameters
-    that are not sharded, or have been adopted, stay as they are: calling it again does nothing. An optimizer that was
-    made while units were unsharded, or before ``load_state_dict(assign=True)`` put other parameters there, is repaired
+    Call it after the last `fully_shard`. All ranks hold the same state before, so nothing is communicated. Parameters
+    that are not sharded, or were already adopted, stay as they are, so calling it again does nothing. An optimizer that
+    was created while units were unsharded, or before ``load_state_dict(assign=True)`` replaced parameters, is repaired
     the same way.
 
     Args:
-        optimizer: of any kind that keeps what it knows of a parameter in ``optimizer.state[param]``.
+        optimizer: any optimizer that keeps its per-parameter state in ``optimizer.state[param]``.
 
     Raises:
-        ArgumentError: state is on the meta device while its parameter is not: its values are nowhere. Nothing has
-            changed then.
+        ArgumentError: state is on the meta device while its parameter is not, so it has no values. Nothing is changed
+            then.
 
     Example::
 
@@ -66,7 +66,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
         param: _sharded_state(optimizer.state[param], stale[param]) for param in stale if param in optimizer.state
     }
     for group in optimizer.param_groups:
-        # The list stays: some optimizers keep it apart from their groups.
+        # Keep the list object: some optimizers hold it outside their groups, too.
         group["params"][:] = [stale[param].sharded if param in stale else param for param in group["params"]]
     moved = [
         (stale[param].sharded, states[param]) if param in states else (param, state)
@@ -77,13 +77,14 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _successor(param: torch.Tensor) -> ManagedParameter | None:
-    """What manages `param` now, if that is a parameter of the past."""
+    """What manages `param` now, if the model has replaced it."""
     managed = managed_by(param)
     return None if managed is None or managed.sharded is param else managed
 
 
 def _check_state_has_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for state that was made with the optimizer (Adagrad's) when its parameter was on the meta device still."""
+    """Raise for state that was created with the optimizer (Adagrad) while its parameter was still on the meta
+    device."""
     for param, state in optimizer.state.items():
         if not param.is_meta and isinstance(state, dict):
             for key, value in state.items():
@@ -99,7 +100,7 @@ def _sharded_state(state: dict[str, Any], managed: ManagedParameter) -> dict[str
 
 
 def _sharded_value(key: str, value: Any, managed: ManagedParameter) -> Any:
-    """This rank's part of a piece of state, as a DTensor like the sharded parameter; counters as they are."""
+    """This rank's part of a state tensor, as a DTensor like the sharded parameter; counters are returned unchanged."""
     sharded = managed.sharded
     if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or (not value.ndim and key in COUNTERS):
         return value
@@ -120,7 +121,8 @@ def _sharded_value(key: str, value: Any, managed: ManagedParameter) -> Any:
 
 
 def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
-    """This rank's shard of what has the shape of the (tensor-parallel: local) whole parameter."""
+    """This rank's shard of a tensor that has the shape of the whole parameter (its local tensor with tensor
+    parallelism)."""
     roles, dim = managed.roles, managed.layout.dim
     piece = managed.to_memory(whole)
     piece = piece.narrow(dim, managed.layout.bounds[roles.shard_rank], managed.layout.local_size(roles.shard_rank))
@@ -134,7 +136,7 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 
 
 def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Before an optimizer's step: look at its parameters, unless that has been done."""
+    """Before an optimizer's step: check its parameters, unless that was done already."""
     state = len(optimizer.param_groups), num_replaced()
     if _checked.get(optimizer) == state:
         return

@@ -1,8 +1,8 @@
 """Gradient clipping by norm, on local shards. Layer: optim.
 
-torch's functions work on DTensors too, but take each gradient through DTensor's dispatch several times, and all-reduce
-once for each mesh axis; for several meshes in one call they fail. Here: one foreach norm of all local tensors, one
-all-reduce of one number (`norms` says when), one foreach multiplication.
+torch's functions also work on DTensors, but send each gradient through DTensor's dispatch several times, all-reduce
+once per mesh axis, and fail for several meshes in one call. Here there is one foreach norm of all local tensors, one
+all-reduce of a single number (see `norms`), and one foreach multiplication.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,12 +28,12 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """Scale the gradients, in place, so that the norm of all of them together is at most `max_norm`.
+    """Scale the gradients in place so that their total norm is at most `max_norm`.
 
-    Takes the place of `torch.nn.utils.clip_grad_norm_`, whose arguments and result it has. Each element counts once,
-    however many ranks hold it.
+    Replaces `torch.nn.utils.clip_grad_norm_`, with the same arguments and result. Each element counts once, no matter
+    how many ranks hold it.
 
-    Collective: every rank of the parameters' meshes calls it, with the same parameters in the same order. A rank may
+    Collective: every rank of the parameters' meshes must call it with the same parameters in the same order. A rank may
     lack gradients that others have.
 
     Args:
@@ -45,7 +45,8 @@ def clip_grad_norm_(
         foreach: False takes the tensors one by one.
 
     Returns:
-        The norm before: a plain 0-dim tensor, the same on every rank, on the first gradient's device, in float32
+        The norm before scaling: a plain 0-dim tensor, the same on every rank, on the first gradient's device, in
+        float32
         (float64 if a parameter has that).
 
     Raises:
@@ -75,10 +76,10 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of all elements of `tensors` (parameters or gradients, say for a log); nothing changes.
+    """The norm of all elements of `tensors` (parameters or gradients), without changing them.
 
-    Takes the place of `torch.nn.utils.get_total_norm`. Collective, with the arguments and the result of
-    `clip_grad_norm_`; DTensors that are partial sums are added up first, at the cost of a collective for each.
+    Replaces `torch.nn.utils.get_total_norm`. Collective, with the arguments and result of `clip_grad_norm_`. DTensors
+    that are partial sums are reduced first, with one collective each.
 
     Raises:
         ArgumentError, RuntimeError: as `clip_grad_norm_`.
@@ -99,8 +100,8 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scale the gradients, in place, by ``min(max_norm / (total_norm + 1e-6), 1)``. No communication.
 
-    Takes the place of `torch.nn.utils.clip_grads_with_norm_`: for a `total_norm` that covers more than `parameters`,
-    such as the other stages of a pipeline.
+    Replaces `torch.nn.utils.clip_grads_with_norm_`. Use it with a `total_norm` that covers more than `parameters`, for
+    example all stages of a pipeline.
 
     Args:
         parameters: as for `clip_grad_norm_`.
@@ -114,7 +115,7 @@ def clip_grads_with_norm_(
 
 
 def _joined(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Their local tensors, neighbours as one."""
+    """Their local tensors, with contiguous ones merged."""
     return [run.tensor for run in runs_of([_local(grad) for grad in grads if grad is not None])]
 
 

@@ -1,8 +1,8 @@
-"""Optimizers of torch that step on local shards instead of through DTensors. Layer: optim.
+"""torch optimizers that step on local shards instead of through DTensors. Layer: optim.
 
-Between steps a local optimizer is what the torch optimizer is: its parameters are the sharded parameters, its state
-DTensors, and all that torch builds on that (schedulers, `GradScaler`, `state_dict`, hooks, distributed checkpoints)
-works. Only within `step` its param groups and its state hold plain tensors on the same memory::
+Between steps a local optimizer behaves like the torch optimizer: it holds the sharded parameters and DTensor state, and
+everything in torch that builds on these (schedulers, `GradScaler`, `state_dict`, hooks, distributed checkpoints) works.
+Only within `step` do its param groups and its state hold plain tensors on the same memory::
 
     step    the closure, if there is one
             param groups: DTensor parameters -> their local tensors, with the local gradients; neighbours in memory
@@ -11,10 +11,10 @@ works. Only within `step` its param groups and its state hold plain tensors on t
             the torch optimizer's own step
             state:        what is new -> DTensors like their parameters; param groups: as before
 
-The parameters and the state that one sees from outside are the truth (see `SteppedRun`). So whatever replaces a
-parameter's storage or the state is taken up.
+The parameters and the state that are visible from outside are authoritative (see `SteppedRun`), so replacing a
+parameter's storage or its state takes effect.
 
-This is right for optimizers that treat each element by itself, and only for those.
+This is correct only for elementwise optimizers.
 """
 
 from collections import defaultdict
@@ -49,9 +49,9 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
-# Steady steps (no run changes) before parameters that are stepped by themselves are tried as neighbours again; four
-# times as many after each try. Runs that fail are rebuilt at once, unless they have failed again and again: where
-# half of the experts have no gradient, other ones each time, all would be rebuilt in each step.
+# Steady steps (no run changes) before merging is tried again for parameters that are stepped individually; four times
+# as many after each try. Runs that fail are rebuilt at once, unless they have failed repeatedly: if half of the experts
+# have no gradient, different ones each time, all runs would be rebuilt in each step.
 PATIENCE = 4
 AT_ONCE, LONGEST = PATIENCE**3, PATIENCE**6
 
@@ -61,28 +61,28 @@ Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[
 def local_optimizer(
     kind: type[torch.optim.Optimizer], params: Params, *, elementwise: bool = False, **options: Any
 ) -> "LocalOptimizer":
-    """Make a `kind` that steps on the local shards of its DTensor parameters: the same values to the last bit, without
-    DTensor's dispatch of every operation on every parameter, and without communication. Neighbours in memory, as the
-    shards of a unit are, are stepped as one tensor. (With ``fused=True`` on the CPU that may change the last bit: torch
-    rounds the elements at a tensor's end, which fill no vector of the processor, otherwise than the rest.)
+    """Create a `kind` that steps on the local shards of its DTensor parameters: bitwise the same values, without
+    DTensor's dispatch of every operation on every parameter, and without communication. Shards that are contiguous in
+    memory, like those of a unit, are stepped as one tensor. (With ``fused=True`` on the CPU that may change the last
+    bit: torch rounds the elements at the end of a tensor that do not fill a vector register differently from the rest.)
 
-    The result is a `kind` as well as a `LocalOptimizer`. Outside of `step` nothing differs from ``kind(params,
-    **options)``: the param groups hold the DTensors; the state consists of DTensors like their parameters (counters
-    such as ``step`` are plain), so that state dicts and checkpoints go from one to the other in both directions.
+    The result is an instance of both `kind` and `LocalOptimizer`. Outside of `step` it does not differ from
+    ``kind(params, **options)``: the param groups hold the DTensors, and the state consists of DTensors like their
+    parameters (counters such as ``step`` are plain), so state dicts and checkpoints are interchangeable.
 
     Args:
         kind: Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop or SGD of `torch.optim`.
-        params: what `kind` takes. Plain parameters among them are stepped as they are.
-        elementwise: you vouch for another `kind`: it treats each element by itself, and keeps what it knows of a
-            parameter in ``self.state[param]``. State of the shape of the local shard becomes a DTensor, other state
-            stays as it is.
-        **options: for `kind`. On CUDA, ``fused=True`` is the fastest. Note that, where none is given, torch chooses
-            foreach on CUDA for plain tensors but not for DTensors.
+        params: as for `kind`. Plain parameters are allowed and stepped directly.
+        elementwise: set True for another `kind` that treats each element independently and keeps its per-parameter
+            state in ``self.state[param]``. State of the shape of the local shard becomes a DTensor; other state is
+            unchanged.
+        **options: for `kind`. On CUDA, ``fused=True`` is fastest. If none is given, torch chooses foreach on CUDA for
+            plain tensors but not for DTensors.
 
     Raises:
-        ArgumentError: `kind` is not known to be elementwise. An optimizer that looks at rows, matrices or all
-            parameters at once (Muon, Adafactor, LBFGS, LAMB) would give wrong results on shards, without any error.
-            Or ``differentiable=True``: local tensors have no graph.
+        ArgumentError: `kind` is not known to be elementwise (an optimizer that works on rows, matrices or all
+            parameters at once, such as Muon, Adafactor, LBFGS or LAMB, would silently give wrong results on shards); or
+            ``differentiable=True``, because local tensors have no graph.
 
     Example::
 
