@@ -33,7 +33,7 @@ _smaller_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyD
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What a `shard_placement_fn` may return: the dim to shard, and a mesh of the parameter's own.
+    """What a `shard_placement_fn` may return: the dim to shard, and a separate mesh for the parameter.
 
     Attributes:
         placement: ``Shard(dim)``.
