@@ -1,4 +1,4 @@
-"""The save that is under way: at most one a process, in the background if asked. Layer: checkpoint."""
+"""The running save: at most one per process, in the background if requested. Layer: checkpoint."""
 
 import atexit
 import os
@@ -19,7 +19,7 @@ __all__ = ["SaveHandle", "in_flight", "stage"]
 
 
 class SaveHandle:
-    """A save that has begun.
+    """A save in progress.
 
     Attributes:
         folder: where the checkpoint is, once it is complete.
@@ -32,7 +32,7 @@ class SaveHandle:
         self._reported = False
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not; never waits."""
+        """Whether the save has ended, successfully or not. Does not block."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> str:
@@ -42,8 +42,8 @@ class SaveHandle:
             its folder.
 
         Raises:
-            CheckpointError: it failed, here or on another rank; what was saved before is as it was.
-            TimeoutError: it is still under way after `timeout_s`.
+            CheckpointError: it failed, here or on another rank; earlier checkpoints are unchanged.
+            TimeoutError: it is still running after `timeout_s`.
         """
         if not self._finished.wait(timeout_s):
             raise TimeoutError(f"{self.folder}: the save is still under way after {timeout_s} s")
@@ -53,7 +53,7 @@ class SaveHandle:
         return self.folder
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work, here and now, and note how it ended."""
+        """Do the work synchronously, and record how it ended."""
         try:
             work()
         except BaseException as error:
@@ -63,7 +63,7 @@ class SaveHandle:
 
     @property
     def unreported(self) -> BaseException | None:
-        """An error that nobody has been told of."""
+        """An error that has not been reported yet."""
         return None if self._reported else self._error
 
 
@@ -76,17 +76,17 @@ class InFlight:
     def start(
         self, folder: str, work: Callable[[], None], background: bool, abandon: Callable[[BaseException], object]
     ) -> SaveHandle:
-        """Do the work; the last one has been settled.
+        """Do the work. The previous save must have been settled.
 
         Args:
-            abandon: what to do if no thread can be started; the work, once begun, deals with its errors.
+            abandon: called if no thread can be started; work that has started handles its own errors.
         """
         handle = SaveHandle(folder)
         if not background:
             work()
             handle.run(lambda: None)
             return handle
-        claim = threading.Lock()  # whoever takes it has the say: the thread which begins, or who could not start it
+        claim = threading.Lock()  # taken by the thread when it starts, or by the caller if it could not start one
 
         def run() -> None:
             if claim.acquire(blocking=False):
@@ -94,7 +94,7 @@ class InFlight:
 
         self._handle = handle
         try:
-            # Not a daemon: a process that ends waits for it, so the last checkpoint of a run is not lost.
+            # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
             threading.Thread(target=run, name="fsdp2-save").start()
         except BaseException as error:
             # A limit on threads, or Ctrl-C; after the latter the save may be under way.
@@ -105,22 +105,22 @@ class InFlight:
         return handle
 
     def settle(self) -> None:
-        """Wait for the last save. That is the back-pressure on a trainer which is faster than its disk.
+        """Wait for the last save. This holds back a trainer that is faster than its disk.
 
         Raises:
-            CheckpointError: it failed, and nobody has been told.
+            CheckpointError: it failed, and the error has not been reported yet.
         """
         handle = self._handle
         try:
             if handle is not None and (not handle.done() or handle.unreported is not None):
                 handle.wait()
         finally:
-            # Waiting may be interrupted (Ctrl-C); then the save goes on, and its memory is still in use.
+            # Waiting may be interrupted (Ctrl-C); then the save continues, and its memory is still in use.
             if handle is None or handle.done():
                 self._handle = None
 
     def at_exit(self) -> None:
-        """The threads have been joined. A failure that nobody has been told of must not look like success."""
+        """Called after the threads were joined. A failure that was not reported must not look like success."""
         error = self._handle.unreported if self._handle is not None else None
         if error is not None:
             traceback.print_exception(error)
@@ -129,8 +129,8 @@ class InFlight:
             os._exit(1)
 
     def after_fork(self) -> None:
-        """In a child process: the save is its parent's, whose thread is not here. To wait for it would take for
-        ever."""
+        """In a forked child: the save belongs to the parent, whose thread does not exist here. Waiting for it would
+        never end."""
         self._handle = None
 
 
@@ -138,17 +138,17 @@ in_flight = InFlight()
 atexit.register(in_flight.at_exit)
 os.register_at_fork(after_in_child=in_flight.after_fork)
 
-# Host memory that holds what a background save writes; kept for the next one, since fresh pages cost as much as the
-# copy.
+# Host memory with the values that a background save writes; kept for the next save, since fresh pages cost as much as
+# the copy.
 _arena: dict[torch.device, torch.Tensor] = {}
 
 
 def stage(
     pieces: Mapping[str, list[Piece]], shares: list[ExtraShare]
 ) -> tuple[dict[str, list[Piece]], list[ExtraShare]]:
-    """Copy all values to host memory (pinned, for those of a GPU); what is returned refers to the copies.
+    """Copy all values to host memory (pinned for those of a GPU), and return pieces that refer to the copies.
 
-    The memory is that of the last call: no save may be under way.
+    Reuses the memory of the last call, so no save may be running.
     """
     everything = [piece for own in (*pieces.values(), *(share.pieces for share in shares)) for piece in own]
     copies = iter(_copies(everything))

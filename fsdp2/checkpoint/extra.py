@@ -1,8 +1,8 @@
-"""What a run needs besides tensors of model and optimizer: data position, scheduler, random numbers. Layer: checkpoint.
+"""State of a run other than model and optimizer tensors: data position, scheduler, random state. Layer: checkpoint.
 
-Every rank gives its own, and gets its own back on the same number of ranks. What is equal on all ranks is stored once.
-On another number of ranks, state that was the same everywhere goes to everybody; state that differed has no owner any
-more, and who knows what to do says so with `Reshardable`.
+Every rank saves its own state, and gets it back on the same number of ranks. State that is equal on all ranks is stored
+once. On a different number of ranks, state that was equal everywhere goes to every rank. Per-rank state cannot be
+mapped to the new ranks; implement `Reshardable` to redistribute it.
 """
 
 import hashlib
@@ -38,21 +38,21 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take such a state."""
+        """Restore such a state."""
         ...
 
 
 @runtime_checkable
 class Reshardable(Stateful, Protocol):
-    """A `Stateful` that knows what to do when the states of another number of ranks come back."""
+    """A `Stateful` that can load the states of a different number of ranks."""
 
     def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
-        """Take the part of `rank` out of what all ranks saved.
+        """Load the part for `rank` from the states of all ranks.
 
         Args:
             states: what each rank saved, by rank.
-            rank: of this process now.
-            world_size: of now.
+            rank: the current rank of this process.
+            world_size: the current number of ranks.
         """
         ...
 
@@ -61,11 +61,11 @@ class RandomState:
     """The random number generators of this process: torch's on the CPU and on each visible CUDA device, Python's, and
     NumPy's if it is loaded. Give one to `save` and `load` under any name of `extra`.
 
-    Every rank has its own. On another number of ranks none of them is right for anybody: each rank then seeds anew from
-    what was saved and its own number, with a warning.
+    Every rank has its own state. On a different number of ranks the saved states cannot be assigned to ranks: each rank
+    is then reseeded from the saved states and its rank, with a warning.
 
     Args:
-        strict: raise on another number of ranks instead.
+        strict: raise on a different number of ranks instead.
 
     Example::
 
@@ -92,7 +92,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put every generator where it was."""
+        """Restore every generator."""
         torch.set_rng_state(state_dict["torch"])
         version, words, gauss = state_dict["python"]
         random.setstate((version, tuple(words.tolist()), gauss))
@@ -113,9 +113,9 @@ class RandomState:
         message = f"random state of {len(states)} ranks, and now there are {world_size}"
         if self.strict:
             raise ArgumentError(f"RandomState: {message}; pass RandomState() without strict to seed anew")
-        given = (state for state in states if state is not None)  # ranks that gave none have none
+        given = (state for state in states if state is not None)  # ranks that saved none have none
         material = b"".join(bytes(state["torch"].tolist()) for state in given) + rank.to_bytes(8, "little")
-        # 63 bits: of 32, some two of 16,384 ranks would have the same in 3 of 100 cases.
+        # 63 bits: with 32, two of 16,384 ranks would share a seed with a probability of 3 %.
         seed = int.from_bytes(hashlib.sha256(material).digest()[:8], "little") >> 1
         warnings.warn(f"{message}: rank {rank} seeds its generators anew, with {seed}", stacklevel=2)
         torch.manual_seed(seed)
@@ -127,13 +127,13 @@ class RandomState:
 
 @dataclass(frozen=True)
 class ExtraShare:
-    """What this rank gave under one key.
+    """This rank's value for one key.
 
     Attributes:
-        form: as JSON, its tensors by name.
+        form: the value as JSON, with its tensors by name.
         pieces: these tensors.
         digest: equal for equal content; "" before it is `claimed`.
-        mine: this rank is the one to write it.
+        mine: whether this rank writes it.
     """
 
     key: str
@@ -181,7 +181,7 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
 
 
 def claimed(shares: Sequence[ExtraShare], agreement: Agreement, world: World) -> list[ExtraShare]:
-    """The same, with who writes them: the first rank that has a content. To find out takes as long as to hash them."""
+    """The shares, with `mine` set on the first rank that has each content. This takes as long as hashing them."""
     result = []
     for share in shares:
         digest = _digest(share.form, share.pieces)

@@ -1,7 +1,7 @@
-"""Load: any checkpoint into any sharding; every rank reads what it needs, straight into its tensors. Layer: checkpoint.
+"""Load any checkpoint into any sharding; every rank reads what it needs, straight into its tensors. Layer: checkpoint.
 
-First everything is decided and compared: names, shapes, dtypes, whether what files hold covers what is needed. Only
-then does the first byte go to a tensor; and at the end the ranks tell each other whether all went well.
+First everything is planned and compared: names, shapes, dtypes, and whether the files cover what is needed. Only then
+are tensors filled. At the end the ranks exchange whether they succeeded.
 """
 
 import os
@@ -34,14 +34,14 @@ __all__ = ["Loaded", "load", "requests_for"]
 
 @dataclass
 class Loaded:
-    """What came out of a checkpoint besides the tensors.
+    """What was loaded from a checkpoint in addition to the tensors.
 
     Attributes:
-        folder: where it was.
+        folder: the folder of the checkpoint.
         step: as given to `save`; None if it was not given, or the format has none.
-        extra: what this rank gave to `save`, by key, the state of objects included.
-        missing: what was asked for and is not stored (with ``strict=False``).
-        unexpected: what is stored in the sections that were asked for, and has no place here.
+        extra: what this rank passed to `save`, by key, including the state of objects.
+        missing: what was requested but is not stored (with ``strict=False``).
+        unexpected: what is stored in the requested sections but has no destination.
     """
 
     folder: str
@@ -64,33 +64,35 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = 600.0,
 ) -> Loaded:
-    """Load a checkpoint that any number of ranks with any sharding wrote. Every rank of the group calls this; each
-    reads the bytes that its shards need, and no collective is issued.
+    """Load a checkpoint, written by any number of ranks with any sharding. Every rank of the group must call this. Each
+    reads only the bytes that its shards need; no collective is issued.
 
     Args:
-        folder: of a checkpoint (see `latest`): one of ours, a Hugging Face folder, or one of another library that
-            `fsdp2.checkpoint` reads.
+        folder: the folder of a checkpoint (see `latest`): one of ours, a Hugging Face folder, or one of another library
+            that `fsdp2.checkpoint` reads.
         model: a module, or a dict of modules, filled in place; parameters on the meta device are allocated and filled.
             Or a plain dict of tensors and DTensors, filled in place.
-        optimizer: likewise; a list or a dict for several, as they were saved. One that has made no step yet gets its
-            state; options such as the learning rate come back too. Needs the module for its parameters' names.
-        extra: objects with ``load_state_dict``, by the keys they were saved under; they get their state. All values
-            that were saved are in `Loaded.extra` besides.
-        sources: for checkpoints with other names or layouts: for names of the model, the stored name or an expression
-            (`stored`, `concatenated`); a mapping, or a function that may return None for "as it is".
-        strict: raise if anything is missing or unexpected; with False, `Loaded` says what.
-        cast: convert to the dtype of the destination; without it another dtype is an error.
-        verify: check all that is read against its checksums.
+        optimizer: likewise; a list or a dict for several, as they were saved. An optimizer that has not stepped yet
+            also gets its state; options such as the learning rate are restored too. Needs the module for its
+            parameters' names.
+        extra: objects with ``load_state_dict``, by the keys under which they were saved; they get their state.
+            `Loaded.extra` holds all saved values in any case.
+        sources: for checkpoints with other names or layouts: maps names of the model to the stored name or an
+            expression (`stored`, `concatenated`). A mapping, or a function, which may return None for an unchanged
+            name.
+        strict: raise if anything is missing or unexpected; with False, `Loaded` lists it.
+        cast: convert to the dtype of the destination; otherwise a different dtype is an error.
+        verify: check everything that is read against its checksums.
         process_group: the ranks that load together; None for all.
         timeout_s: how long to wait for the other ranks at the end.
 
     Raises:
-        MismatchError: the checkpoint has other names, shapes or dtypes than are asked for; all of them are listed.
-            Nothing has been changed then on the rank that found it; others are told of it by an error of the same kind
-            that names that rank, and may have filled tensors by then: do not train on them.
-        CorruptError: files are damaged. Destinations may have been filled in part: do not train on them.
-        ReplacedError: another save took its place while it was read, each time of several.
-        CheckpointError: no checkpoint is there; or another rank failed (its error is in the message).
+        MismatchError: names, shapes or dtypes of the checkpoint do not match the destination; all differences are
+            listed. The rank that found them has changed nothing; the others raise an error of the same type that names
+            that rank, and may have filled tensors by then: do not train on them.
+        CorruptError: files are damaged. Destinations may be partly filled: do not train on them.
+        ReplacedError: another save replaced the checkpoint while it was read, in each of several attempts.
+        CheckpointError: there is no checkpoint, or another rank failed (its error is in the message).
 
     Example::
 
@@ -106,7 +108,7 @@ def load(
         try:
             return _load(storage, path, given, _How(sources, strict, cast, verify), world, agreement)
         except (CheckpointError, OSError):
-            # What all ranks learn, whatever this one's own error is: all begin again, or none.
+            # All ranks learn this, whatever this rank's own error is, so that all start again or none.
             if not reads_left or not agreement.failed_by(ReplacedError):
                 raise
     raise AssertionError("unreachable")
@@ -130,7 +132,7 @@ def _load(
     world: World,
     agreement: Agreement,
 ) -> Loaded:
-    """Load what is at `path` now."""
+    """Load what is currently at `path`."""
     model, optimizer, extra = given
     try:
         catalog = open_catalog(storage, path)
@@ -141,7 +143,7 @@ def _load(
                 stored.check(extra, matching.missing, matching.mismatches)
                 matching.match(model, optimizer, how.strict)
                 _compare_twins(catalog, matching, how.verify)
-                agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+                agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
                 matching.allocate(model, optimizer)
                 wait_for({need.entry.local.device for need in matching.needs})
                 requests = [one for need in matching.needs for one in requests_for(catalog, need)]
@@ -167,7 +169,7 @@ def requests_for(
     """What to read for a need.
 
     Args:
-        part: another part of the whole tensor than this rank's, which goes to `into`.
+        part: a part of the whole tensor other than this rank's, which is read into `into`.
 
     Raises:
         CorruptError: the files do not hold all of it, or hold some of it twice.
@@ -186,10 +188,10 @@ def requests_for(
 
 
 def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
-    """See that a weight which is one here, and is stored under two names, has the same values under both.
+    """Check that a weight that is tied here but stored under two names has the same values under both.
 
     Raises:
-        MismatchError: it has not; which of them should go cannot be known.
+        MismatchError: the values differ, and it is not known which to use.
     """
     for needs in matching.twins:
         values = [torch.empty_like(need.entry.local, device="cpu") for need in needs]

@@ -1,5 +1,4 @@
-"""What is asked for beside what is stored: names, shapes, dtypes, all compared before anything changes. Layer:
-checkpoint."""
+"""Compare what is requested with what is stored (names, shapes, dtypes) before anything changes. Layer: checkpoint."""
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -40,7 +39,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(slots=True)
 class Need:
-    """A tensor of this rank to be filled, which fits what is stored.
+    """A tensor of this rank to be filled, which matches what is stored.
 
     Attributes:
         source: the values of the whole tensor.
@@ -54,18 +53,18 @@ class Need:
 
 @dataclass
 class Matching:
-    """What is asked for beside what is stored: first `match`, which compares and changes nothing, then `allocate`,
-    then fill `needs`, then `finish`.
+    """What is requested, compared with what is stored. Call `match`, which changes nothing, then `allocate`, fill
+    `needs`, and call `finish`.
 
     Args:
-        cast: another dtype is no mismatch.
+        cast: a different dtype is not a mismatch.
         sources: see `load`.
 
     Attributes:
         needs: what is to be filled.
-        twins: weights that are one here and are stored twice: both must be the same.
+        twins: weights that are tied here but stored twice: both must have the same values.
         without_memory: keys of parameters and buffers of the model that are on the meta device.
-        missing, unexpected, mismatches: in words; see `Loaded`.
+        missing, unexpected, mismatches: as text; see `Loaded`.
     """
 
     catalog: Catalog
@@ -80,7 +79,7 @@ class Matching:
     mismatches: list[str] = field(default_factory=list)
     _finish: list[Callable[[], None]] = field(default_factory=list)
     _before: list[str] = field(default_factory=list)
-    _published: Mapping[str, Source] | None = None  # by the model's library, for names of the model
+    _published: Mapping[str, Source] | None = None  # published by the model's library, for names of the model
 
     def match(
         self,
@@ -91,7 +90,7 @@ class Matching:
         """Note what a model and an optimizer need. Nothing changes.
 
         Raises:
-            MismatchError: it is not what is stored.
+            MismatchError: it does not match what is stored.
         """
         self._before = list(self.missing)
         self._ask_all(model, optimizer)
@@ -102,7 +101,7 @@ class Matching:
         model: nn.Module | Mapping[str, Any] | None,
         optimizer: Optimizers | None,
     ) -> None:
-        """All fits: what of the model is on the meta device gets memory, and is what is needed from now on."""
+        """After a successful match: give memory to the model's meta tensors, and fill these tensors from now on."""
         if not self.without_memory:
             return
         model = self._fitted(model)
@@ -136,13 +135,13 @@ class Matching:
             self._ask("optimizer", optimizer)
 
     def _fitted(self, model: Any) -> Any:
-        """The model without DDP, or within a module of that name where all stored names have it. With ``sources`` the
-        user says what the names are."""
+        """The model without DDP's wrapper, or inside such a module if all stored names have its prefix. With
+        ``sources`` the user decides the names."""
         stored = self.catalog.tensors.get("model", {})
         return unwrapped(model) if self.sources is not None else named_as_in(stored, model)
 
     def finish(self) -> None:
-        """All needs have been filled: hand over what is no tensor, and what was allocated."""
+        """After all needs were filled: load the values that are not tensors, and put allocated tensors in place."""
         for step in self._finish:
             step()
 
@@ -198,8 +197,8 @@ class Matching:
             self._finish += [lambda: _load_values(target, computed)] if computed else []
 
     def _computed(self, section: str, entry: Entry, source: Source) -> Entry:
-        """What is filled for a tensor that a module made for its state dict: that one. The tensor of an extra state may
-        have been another one when it was saved, so it is made anew."""
+        """The tensor to fill for one that a module creates for its state dict. The tensor of an extra state may have
+        had another form when it was saved, so a new one is created."""
         if entry.name.rpartition(".")[2] != EXTRA_STATE or type(entry.outside) is not torch.Tensor:
             return entry
         info = source.info(self.catalog.tensors[section])
@@ -208,13 +207,13 @@ class Matching:
         return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
     def _given(self, section: str, name: str) -> Source | None:
-        """What the user says of a name of the model, or the library that it is from."""
+        """The source that the user, or the model's library, gives for a name of the model."""
         if section != "model":
             return None
         return source_of(name, self.sources) or (self._published or {}).get(name)
 
     def _sources_of(self, section: str, names: Sequence[str]) -> list[Source]:
-        """Where the values of a tensor with these names are: first what fills it, then what must be the same."""
+        """The sources of a tensor with these names: first the one that fills it, then those that must be equal."""
         stored = self.catalog.tensors.get(section, {})
         other_names = self.catalog.aliases.get(section, {})
         sources: dict[Source, None] = {}
@@ -225,7 +224,7 @@ class Matching:
         return there or [next(iter(sources))]
 
     def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> None:
-        """What is no tensor: `_extra_state` of modules, numbers of a plain dict."""
+        """Values that are not tensors: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
         self.missing += [f"{section} '{name}'" for name in state.values if name not in stored]
@@ -243,8 +242,8 @@ class Matching:
             self._finish.append(lambda: target.update(found))
 
     def _making(self, section: str, value: str, held: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
-        """What makes a tensor within a value that is no tensor: the one that the destination holds there, or a new
-        one."""
+        """A function that returns the tensor to fill within a value that is not a tensor: the one that the destination
+        holds there, or a new one."""
 
         def make(note: dict[str, Any]) -> torch.Tensor:
             name = within(value, str(note["$tensor"]))
@@ -267,7 +266,7 @@ class Matching:
         taken = set(names.values())
         target = OptimizerTarget(
             optimizer,
-            # Where the names of a weight came in another order, its state is stored under another one of them.
+            # If a weight's names were in another order, its state is stored under another one of them.
             {param: fqn if (one := other_names.get(fqn, fqn)) in taken else one for param, fqn in names.items()},
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
@@ -282,7 +281,7 @@ class Matching:
         self._finish.append(target.finish)
 
     def _need(self, section: str, source: Source, entry: Entry) -> None:
-        """Ask for this rank's part of a tensor, if it is what is stored."""
+        """Request this rank's part of a tensor, if it matches what is stored."""
         if self._fits(section, source, entry):
             self.needs.append(Need(section, source, entry))
 
@@ -303,7 +302,7 @@ class Matching:
         return False
 
     def _check(self, strict: bool) -> None:
-        """Raise a `MismatchError` with all that does not fit (names only if `strict`)."""
+        """Raise a `MismatchError` that lists all mismatches (of names only if `strict`)."""
         problems = [*self.mismatches]
         if strict:
             problems += [f"missing in the checkpoint: {what}" for what in self.missing]
@@ -316,7 +315,7 @@ class Matching:
 
 
 def _move(optimizer: torch.optim.Optimizer, successors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Let an optimizer of parameters on the meta device hold those that took their places."""
+    """Replace an optimizer's parameters on the meta device by their successors."""
     for group in optimizer.param_groups:
         group["params"][:] = [successors.get(param, param) for param in group["params"]]
     for param in [param for param in optimizer.state if param in successors]:
@@ -335,7 +334,7 @@ def _warn_of_meta(model: nn.Module) -> None:
 
 
 def _filled(model: nn.Module) -> None:
-    """After a module's tensors were filled behind autograd's back."""
+    """To be called after a module's tensors were filled without autograd's knowledge."""
     torch.autograd.graph.increment_version([param for param in model.parameters() if not param.is_meta])
 
 

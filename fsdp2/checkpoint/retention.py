@@ -1,4 +1,4 @@
-"""Which checkpoints of a run there are, which is the newest that is sound, which may go. Layer: checkpoint."""
+"""The checkpoints of a run, its newest sound one, and which may be deleted. Layer: checkpoint."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
 
-JITTER = 0.01  # of a span of time: saves that are meant to be an hour apart are so by a few seconds
+JITTER = 0.01  # of a span of time: saves that are meant to be an hour apart are off by a few seconds
 
 
 def checkpoints(root: Folder) -> list[str]:
@@ -34,7 +34,7 @@ def checkpoints(root: Folder) -> list[str]:
 
 
 def _named_after_steps(root: Folder) -> list[str]:
-    """Folders that are checkpoints of a run by their names, oldest step first; some may not be complete."""
+    """Folders whose names are those of a run's checkpoints, oldest step first; some may not be complete."""
     storage, path = storage_of(root)
     names = {old_of(name) or name for name in storage.names(path)}
     steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
@@ -42,19 +42,20 @@ def _named_after_steps(root: Folder) -> list[str]:
 
 
 def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | None:
-    """The newest sound checkpoint of a run, for `load`; None if there is none. No pointer file is trusted: a checkpoint
-    counts if its manifest is undamaged and all files that it lists are there with their sizes.
+    """The newest sound checkpoint of a run, for `load`; None if there is none. There is no pointer file: a checkpoint
+    is sound if its manifest is undamaged and all files that it lists exist with the right sizes.
 
     Args:
         root: the folder that was given to `save` together with a step.
-        valid: is called with a folder besides, and raises an error of fsdp2 if it is not good enough (`verify` reads
-            all of it); then the one before is looked at.
+        valid: an additional check, called with the folder, which raises an error of fsdp2 to reject it (`verify` reads
+            everything); then the next older checkpoint is considered.
 
     Warns:
-        UserWarning: the disk cannot read one; then, too, the one before is looked at.
+        UserWarning: the disk cannot read a checkpoint; then, too, the next older one is considered.
 
     Raises:
-        OSError: there is none that is sound, but one that the disk cannot read. A None would begin the run again.
+        OSError: there is no sound checkpoint, but one that the disk cannot read. (Returning None would restart the
+        run.)
 
     Example::
 
@@ -67,7 +68,7 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         found, unread = _newest(folders, valid)
         if found is not None:
             return found
-        # If others are there by now, a save and `prune` were faster than this: not "there is none".
+        # If there are others by now, a save and `prune` ran meanwhile, so "there is none" would be wrong.
         before, folders = folders, _named_after_steps(root)
         if set(folders) <= set(before):
             break
@@ -77,7 +78,7 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
 
 
 def _newest(folders: Sequence[str], valid: Callable[[str], object] | None) -> tuple[str | None, OSError | None]:
-    """The last that is sound and valid, and the first error of the disk."""
+    """The last folder that is sound and valid, and the first error of the disk."""
     unread: OSError | None = None
     for folder in reversed(folders):
         try:
@@ -100,24 +101,24 @@ def prune(
     valid: Callable[[str], object] | None = None,
     every_s: float | None = None,
 ) -> list[str]:
-    """Delete old checkpoints of a run; one rank calls this, after the save that made them old.
+    """Delete old checkpoints of a run. Call this on one rank, after a save.
 
-    What stays: the `keep` newest sound ones by step, and likewise by when they were saved. These are the same, but in a
-    run that was rolled back: there the newest of both its lives stay, until the steps have caught up. So what was saved
-    last is never deleted, nor is the only one that is sound. What somebody is saving at this moment stays too.
+    It keeps the `keep` newest sound checkpoints by step, and the `keep` newest by time of saving. These are the same
+    unless the run was rolled back; then the newest from before and after the roll-back stay until the steps have caught
+    up. So the last saved checkpoint is never deleted, nor is the only sound one. Saves in progress are kept too.
 
     Args:
-        keep: how many of the newest sound ones stay, at least one (see `latest`).
-        every: checkpoints whose step is a multiple of it stay besides.
-        every_s: of those of each span of so many seconds one stays besides (hourly: 3600). From the oldest on, the next
-            one that was saved so long after the last that stays; one that lacks a file does not count. So what once
-            stayed for it goes on staying, however often this is called.
-        valid: as for `latest`: with `verify`, only checkpoints that were read to the end count as sound. Without it bad
-            bytes within a file are not seen.
+        keep: how many of the newest sound checkpoints to keep, at least one (see `latest`).
+        every: also keep checkpoints whose step is a multiple of it.
+        every_s: also keep one checkpoint per span of this many seconds (hourly: 3600). Starting from the oldest, the
+            next one kept is the first that was saved at least that long after the last one kept; checkpoints that lack
+            a file are skipped. So later calls keep the same checkpoints.
+        valid: as for `latest`: with `verify`, only checkpoints that were read completely count as sound. Without it
+            damaged bytes within a file are not detected.
 
     Returns:
-        the folders that were deleted. Each is given another name first, so none is ever there in part. What is (since
-        earlier versions deleted it, and were killed) goes too, once it is an hour old.
+        the folders that were deleted. Each is renamed first, so none is ever left in part under its name. Folders that
+        earlier versions deleted only in part are removed too, once they are an hour old.
 
     Raises:
         ArgumentError: `keep` or `every` is less than one, or `every_s` not positive.
@@ -130,7 +131,7 @@ def prune(
     storage, path = storage_of(root)
     rule, known = _Rule(keep, every, every_s), dict[str, bool]()
     ids = {folder: id_at(storage, folder) for folder in _old(root, rule, valid, known)}
-    # Judged again: what has taken one of these names since is not what was read above.
+    # Check again: another checkpoint may have taken one of these names since it was read above.
     old = [folder for folder in _old(root, rule, valid, known) if folder in ids]
     gone = [folder for folder in old if _pruned(storage, folder, ids[folder])]
     for left in remains(storage, path):
@@ -151,7 +152,7 @@ def superseded(
 
 @dataclass(frozen=True)
 class _Rule:
-    """What stays; see `prune`."""
+    """What to keep; see `prune`."""
 
     keep: int
     every: int | None
@@ -168,7 +169,7 @@ def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known
     """See `prune`.
 
     Args:
-        known: which checkpoints are sound, as far as that has been looked at.
+        known: which checkpoints are sound, as far as they have been checked.
     """
     storage, _ = storage_of(root)
     by_step = checkpoints(root)
@@ -177,7 +178,7 @@ def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known
     staying: set[str] = set()
     for order in (by_step, by_time):
         sound = 0
-        for folder in reversed(order):  # what is damaged among the newer ones is not ours to judge
+        for folder in reversed(order):  # damaged ones among the newer ones are left alone
             if sound == rule.keep:
                 break
             staying.add(folder)
@@ -190,8 +191,8 @@ def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known
 
 
 def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -> Iterator[str]:
-    """Of folders, oldest first, those that stay for their time. The oldest does, so later calls come to the same
-    answer. They are not read to the end: there may be hundreds."""
+    """The folders (oldest first) that are kept for their time of saving. The oldest is always kept, so later calls give
+    the same answer. They are not read completely, because there may be hundreds."""
     last = inf
     for folder in folders:
         if last - ages[folder] >= every_s * (1 - JITTER) and _is_sound(folder):
@@ -200,24 +201,24 @@ def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -
 
 
 def _place(storage: Storage, folder: str) -> str | None:
-    """Where a checkpoint is; None if it has gone meanwhile."""
+    """Where a checkpoint is; None if it has been deleted meanwhile."""
     with suppress(CheckpointError):
         return find(storage, folder)
     return None
 
 
 def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
-    """Delete the checkpoint `path`, wherever it is, if it still is that of the save, and nobody saves there."""
+    """Delete the checkpoint `path`, wherever it is, if it still has this save's id and no process is saving there."""
     if not storage.renames or storage.kind(path) == "symbolic link":
         discard(storage, path)
         return True
     if is_leased(storage, path):
         return False
     older = replaced(storage, path)
-    # `find` still finds it then. So if it is not the one, or this process dies, nothing is lost.
+    # `find` still finds it under that name. So if it is the wrong one, or this process dies, nothing is lost.
     aside = set_aside(storage, path)
     if aside is not None and _id_of(storage, aside) != save_id:
-        with suppress(OSError):  # taken again, by a still newer one
+        with suppress(OSError):  # the name is taken again, by a newer checkpoint
             storage.rename_folder(aside, path)
         return False
     for old in older:
@@ -229,7 +230,7 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
 
 
 def _id_of(storage: Storage, folder: str) -> str | None:
-    """The id of what is in a folder; None if that cannot be read."""
+    """The id of the save in a folder; None if it cannot be read."""
     with suppress(CheckpointError, OSError):
         return read_manifest(storage, folder).id
     return None
@@ -245,7 +246,7 @@ def _is_valid(folder: str, valid: Callable[[str], object] | None) -> bool:
 
 
 def _is_sound(folder: str) -> bool:
-    """Whether its manifest is undamaged and its files are there; `OSError` if the disk does not tell."""
+    """Whether its manifest is undamaged and its files exist; `OSError` if the disk cannot read them."""
     storage, path = storage_of(folder)
     try:
         open_found(storage, path).close()

@@ -1,4 +1,4 @@
-"""Save: what, where, and when it counts. Layer: checkpoint.
+"""Save: what is written, where, and when it is committed. Layer: checkpoint.
 
 Each rank, alone:                                    through the store, without waiting:
 
@@ -61,17 +61,17 @@ from fsdp2.runtime.root import units_below
 
 __all__ = ["Saved", "save"]
 
-SAMPLE = 512  # elements at each end of a tensor by which copies are compared
+SAMPLE = 512  # elements at each end of a tensor that are compared between copies
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save has cost this rank, once it is complete.
+    """What a completed save cost on this rank.
 
     Attributes:
-        nbytes: of the values that this rank wrote.
+        nbytes: bytes of values that this rank wrote.
         seconds: from the call until the checkpoint was complete and durable.
-        blocked_seconds: how much of that the caller waited: with ``async_op=True`` until `save` returned.
+        blocked_seconds: how long of that the caller was blocked: with ``async_op=True`` until `save` returned.
     """
 
     folder: str
@@ -112,38 +112,38 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Save a checkpoint: every rank of the group calls this, and writes what it has. No collective is issued.
+    """Save a checkpoint. Every rank of the group must call this, and writes its own part; no collective is issued.
 
-    Returns when the checkpoint is complete and durable; with ``async_op=True``, when this rank's values have been
-    copied to host memory, so that training may change them. One save is under way at a time: the next one waits for it.
+    Returns when the checkpoint is complete and durable, or, with ``async_op=True``, when this rank's values have been
+    copied to host memory, so that training may change them. Only one save runs at a time: the next one waits for it.
 
     Args:
-        folder: the folder of the checkpoint, which must not be there yet (or be empty); with `step`, the folder of the
-            run, in which the checkpoint is ``step-00001000``. A URL (``s3://...``) goes through fsspec.
+        folder: the folder of the checkpoint, which must not exist yet (or must be empty); with `step`, the folder of
+            the run, in which the checkpoint is ``step-00001000``. A URL (``s3://...``) goes through fsspec.
         model: a module, a dict of modules (``{"generator": ..., "discriminator": ...}``), or a plain dict of DTensors,
             tensors and JSON-like values. Tied weights are stored once.
         optimizer: needs the module for its parameters' names. A list or a dict for several (``[muon, adamw]``); or a
             plain dict like `model`.
-        extra: what else is needed to go on, by name: JSON-like values, tensors, or objects with ``state_dict()`` (a
-            data loader, a scheduler, `RandomState`). Every rank's own is kept; what is equal on all ranks is stored
-            once.
+        extra: other state that is needed to resume, by name: JSON-like values, tensors, or objects with
+            ``state_dict()`` (a data loader, a scheduler, `RandomState`). Each rank's own state is kept; state that is
+            equal on all ranks is stored once.
         step: the number of steps done, for the folder's name and for `Loaded.step`.
         async_op: write in the background.
         process_group: the ranks that save together; None for all.
         **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
             index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
             ``overwrite=True``: replace a checkpoint of that name once the new one is complete. ``timeout_s``: how long
-            to wait for the other ranks. ``about``: texts and numbers by name (a commit, the id of a run), alike on all
-            ranks, which `describe` shows. ``on_saved``: is called on every rank with a `Saved` once the checkpoint is
-            complete, on the thread that wrote; its error is the save's.
+            to wait for the other ranks. ``about``: texts and numbers by name (a commit, a run id), equal on all ranks,
+            which `describe` shows. ``on_saved``: called on every rank with a `Saved` once the checkpoint is complete,
+            on the thread that wrote; if it raises, the save raises.
 
     Returns:
-        A handle: ``wait()`` until it is complete, ``folder``.
+        A handle with ``wait()``, which returns when the save is complete, and ``folder``.
 
     Raises:
         ArgumentError: a value cannot be saved; the message names it. Nothing has been written then.
-        CheckpointError: the folder is taken, or another rank failed (its error is in the message) or did not finish in
-            time. What was saved before is as it was.
+        CheckpointError: the folder is in use, or another rank failed (its error is in the message) or did not finish in
+            time. Earlier checkpoints are unchanged.
         OSError: this rank cannot write; the other ranks raise a CheckpointError with the same text.
 
     Example::
@@ -163,12 +163,12 @@ def save(
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
     lease = Lease()
     try:
-        in_flight.settle()  # an error of the last save that only this rank knows of is told to the others
+        in_flight.settle()  # report an error of the last save that only this rank knows to the others
         free_name(storage, path, chosen.overwrite)
         model = unwrapped(model)
         job = _Job(storage, path, step, world, agreement, chosen)
         nonce, nbytes, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
-        agreement.check()  # a rank may have failed by now; after this rank's own errors, which say more
+        agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
         if world.rank == 0:
             lease = take_lease(storage, path, nonce, chosen.timeout_s)
     except BaseException as error:
@@ -194,7 +194,7 @@ def save(
 
 
 def _as_int(step: SupportsIndex) -> int:
-    """A step; numpy's integers are as good as Python's, and a manifest knows only those."""
+    """A step as a Python int, the only kind that a manifest holds; NumPy integers are accepted."""
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise ArgumentError(f"step: expected the number of steps done, got {step!r}")
     return operator.index(step)
@@ -235,8 +235,8 @@ class _Job:
         extra: Mapping[str, Any],
         staged: bool,
     ) -> tuple[str, int, Callable[[], None]]:
-        """Plan everything: the id of the save, the bytes of this rank, and what then writes and commits, on any
-        thread."""
+        """Plan everything. Returns the id of the save, the bytes of this rank, and a function that writes and commits
+        on any thread."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -272,7 +272,7 @@ class _Job:
         pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
         wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
-        self.agreement.meet()  # when the devices have come to this step too, and before anything is copied
+        self.agreement.meet()  # after the devices have reached this step, and before anything is copied
         nonce = self.agreement.nonce()
         shares = extra_shares(extra)
         if staged:
@@ -304,13 +304,13 @@ class _Job:
         shares: list[ExtraShare],
         homes: Homes,
     ) -> None:
-        """Write, report, and be the one who commits if all others have reported."""
+        """Write, report, and commit if all others have reported."""
         storage, agreement = self.storage, self.agreement
         work = work_folder(storage, self.path, nonce)
         about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
         planned: list[PlannedFile] = []
         try:
-            shares = claimed(shares, agreement, self.world)  # here, where nobody waits for it
+            shares = claimed(shares, agreement, self.world)  # here, where nothing waits for it
             storage.make_folder(work)
             planned = self._files(about, pieces, shares, homes)
             if not storage.renames:
@@ -320,7 +320,7 @@ class _Job:
                 commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
         except BaseException as error:
-            # The store may be gone with a rank that had nothing left to do. The folder itself tells.
+            # The store may be gone, with a rank that had finished. The folder itself shows the outcome.
             counts = id_of(storage, self.path) == nonce
             if agreement.abandon(error) and not counts:
                 self._discard(work, planned)
@@ -328,11 +328,11 @@ class _Job:
                 raise
 
     def _discard(self, work: str, planned: list[PlannedFile]) -> None:
-        """Leave nothing of a save that will not count on what may be a full disk."""
+        """Delete the files of a failed save: the disk may be full."""
         if may_count(self.storage, self.agreement):
             return
         names = [file.name for file in planned]
-        if self.storage.renames:  # else a manifest that is there is another save's
+        if self.storage.renames:  # otherwise an existing manifest belongs to another save
             names += [sums_file_name(self.world.rank, self.world.size), MANIFEST]
         for name in names:
             with suppress(OSError):
@@ -371,7 +371,7 @@ class _Job:
     def _record(
         self, about_model: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes
     ) -> str:
-        """What this rank reports. Its table goes to the store once for all ranks that have the same."""
+        """What this rank reports. Ranks with equal tables put only one into the store."""
         text = json.dumps(about_model["table"], separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.agreement.share(f"table/{digest}", text)
@@ -390,8 +390,8 @@ class _Job:
 
 
 def _digest_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
-    """Of the tensors that other meshes are taken to have too: (which, and where in its mesh this rank is; some of their
-    values). Ranks with the same of the first must have the same of the second."""
+    """Two digests for tensors that are assumed to be copied on other meshes: one of their names and this rank's place
+    in its mesh, one of some of their values. Ranks with equal first digests must have equal second digests."""
     names, samples = [], []
     for entry in entries:
         if entry.copy is not None:

@@ -1,6 +1,7 @@
-"""Load from files that only one rank can see: it reads, and sends every rank its part. Layer: checkpoint.
+"""Load from files that only one rank can see: it reads them and sends every rank its part. Layer: checkpoint.
 
-The one way to load here that communicates. Where all ranks see the files, `load` is faster: nobody waits for anybody.
+This is the only way to load that communicates. If all ranks see the files, `load` is faster, because ranks do not wait
+for each other.
 """
 
 import json
@@ -44,24 +45,24 @@ def load_from_rank(
     cast: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load a model from a folder that one rank can see. Every rank of the group calls this, with the same model; one
-    reads each rank's part of each tensor, in messages of at most 16 MiB, and sends it. No rank ever holds a whole
-    tensor.
+    """Load a model from a folder that only one rank can see. Every rank of the group must call this with the same
+    model. One rank reads each rank's part of each tensor and sends it, in messages of at most 16 MiB. No rank ever
+    holds a whole tensor.
 
     Args:
-        folder: as for `load`; only the path that rank `rank` gives is looked at.
+        folder: as for `load`; only the path on rank `rank` is used.
         model: as for `load`.
-        rank: who reads, counted within the group.
+        rank: the rank that reads, counted within the group.
         sources: as for `load`.
         strict: as for `load`.
         cast: as for `load`.
         process_group: None for all ranks.
 
     Raises:
-        MismatchError: as for `load`; on all ranks. (Of a weight that is one here, and is stored twice with different
-            values, the others learn by a `CheckpointError`.)
-        CheckpointError: the reader failed: its own error there, and on the others this one, with that in the message.
-            The model may have been filled in part. Or the ranks do not ask for the same.
+        MismatchError: as for `load`; on all ranks. (If a weight that is tied here is stored twice with different
+            values, the other ranks raise a `CheckpointError`.)
+        CheckpointError: on the other ranks, if the reader failed, with its error in the message (the reader raises the
+            error itself); the model may be partly filled. Or the ranks request different tensors.
         ArgumentError: the group has no such rank.
 
     Example::
@@ -95,7 +96,7 @@ def load_from_rank(
 
 
 def _match(matching: Matching, model: nn.Module | Mapping[str, Any], strict: bool, channel: "_Channel") -> None:
-    """The same question, and so the same answer, on all ranks; or else nobody goes on."""
+    """Match on all ranks with the same request, and so the same result; otherwise all ranks stop."""
     try:
         matching.match(model, None, strict)
     except BaseException:
@@ -107,7 +108,7 @@ def _match(matching: Matching, model: nn.Module | Mapping[str, Any], strict: boo
 
 
 def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
-    """One tensor, in parts. What several ranks have is read once."""
+    """Transfer one tensor, in parts. Parts that several ranks need are read once."""
     holders: dict[Box, list[int]] = {}
     for rank in range(channel.world.size):
         box = need.entry.tiling.box_of(rank)
@@ -148,7 +149,7 @@ class _Files:
             self._filler.fill(requests_for(self.catalog, need, part, into))
 
     def compare(self, twins: Iterable[tuple[Need, Need]]) -> None:
-        """See that weights which are one here have the same values under both names; `MismatchError` if not."""
+        """Check that weights that are tied here have the same values under both names; `MismatchError` if not."""
         for one, other in twins:
             entry = one.entry
             for part in _parts(whole(entry.tiling.shape), entry.local.element_size()):
@@ -168,8 +169,8 @@ class _Files:
 
 
 class _Channel:
-    """From the reader to the others. Before all that it sends, and at the end, it says whether it is well: so nobody
-    waits for the dead, and nobody takes a model for loaded that the others do not have.
+    """The channel from the reader to the other ranks. Before each message, and at the end, the reader sends whether it
+    has failed. So no rank waits for a failed reader, and no rank considers a model loaded that the others do not have.
 
     Args:
         reader: rank within the group.
@@ -186,7 +187,7 @@ class _Channel:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Within, an error of the reader is told to the others, who are waiting for its next message."""
+        """Within this context, an error of the reader is sent to the others, which wait for its next message."""
         try:
             yield
         except BaseException as error:
@@ -225,7 +226,7 @@ class _Channel:
         raise CheckpointError(f"load_from_rank: {problem}")
 
     def send(self, values: torch.Tensor, receivers: Sequence[int]) -> None:
-        """Say that all is well, then send."""
+        """Send the success mark, then the values."""
         host = values.to(self._device).contiguous()
         for receiver in receivers:
             if receiver != self._reader:
@@ -240,14 +241,14 @@ class _Channel:
         place.copy_(values)
 
     def end(self) -> None:
-        """All has been sent, and all was well."""
+        """Everything was sent successfully."""
         if not self.reads:
             self._hear()
         for receiver in self._others if self.reads else ():
             self._say(0, receiver)
 
     def _refuse(self, why: str) -> None:
-        """Tell the others that it is over. Never raises: one of them may have gone."""
+        """Tell the others that loading failed. Never raises, because one of them may be gone."""
         for receiver in self._others:
             with suppress(RuntimeError):
                 text = why.encode(errors="backslashreplace")
@@ -255,7 +256,7 @@ class _Channel:
                 self._put(text, receiver)
 
     def _say(self, number: int, receiver: int) -> None:
-        """A number: below 0, that text of so many bytes less one follows, which says why it is over."""
+        """Send a number. A number n below 0 announces a text of -1 - n bytes with the reason of a failure."""
         dist.send(torch.tensor([number], device=self._device), group=self._group, group_dst=receiver)
 
     def _hear(self) -> int:
@@ -292,7 +293,7 @@ def _quoted(need: Need) -> str:
 
 
 def _listing(catalog: Catalog) -> bytes:
-    """What a catalog says of its model, for the ranks that cannot see it."""
+    """A catalog's listing of its model, for the ranks that cannot see it."""
     content = {
         "path": catalog.path,
         "kind": catalog.kind,

@@ -1,8 +1,8 @@
 """Where a tensor's values come from, when a checkpoint has them under another name or in another layout. Layer:
 checkpoint.
 
-A source is an expression over stored tensors. It is never computed as a whole: asked for a box of the result, it says
-which boxes of which stored tensors go where, so a rank still reads only what its shard needs, straight to its place.
+A source is an expression over stored tensors. It is never computed as a whole: for a box of the result, it returns
+which boxes of which stored tensors go where, so a rank reads only what its shard needs, straight into place.
 """
 
 from abc import ABC, abstractmethod
@@ -37,12 +37,12 @@ class Wanted:
 
 
 class Source(ABC):
-    """Values of a tensor, in terms of what is stored. Made by `stored`, `concatenated` and `stacked`; the
-    operations below make new sources, as they would new tensors."""
+    """The values of a tensor as an expression over stored tensors. Made by `stored`, `concatenated` and `stacked`; the
+    methods return new sources, as the same operations on tensors return new tensors."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """The stored tensors that it is made of."""
+        """The stored tensors that it uses."""
 
     @abstractmethod
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
@@ -74,21 +74,22 @@ class Source(ABC):
 
     @property
     def T(self) -> "Source":
-        """Two dims, exchanged: for checkpoints whose linear layers keep ``(in, out)``."""
+        """A 2-D tensor transposed: for checkpoints whose linear layers are stored as ``(in, out)``."""
         return _Transposed(self)
 
     def transpose(self, dim0: int, dim1: int) -> "Source":
-        """Two of any number of dims, exchanged (negative: from the last one)."""
+        """Two dims exchanged, of any number of dims (negative: from the last one)."""
         return _Transposed(self, (dim0, dim1))
 
     def reshape(self, *shape: int) -> "Source":
-        """The same elements in row-major order, in another shape; one size may be -1 for what is left. A part of it is
-        read as the boxes that it consists of, so cuts across what is merged or split cost a request each."""
+        """The same elements in row-major order in another shape; one size may be -1, to be inferred. A part of it is
+        read as the boxes that it consists of, so a part that cuts across merged or split dims takes several
+        requests."""
         return _Reshaped(self, shape)
 
     def narrow(self, dim: int, start: int, length: int) -> "Source":
-        """A part of it along a dim (negative: from the last one): for checkpoints that fuse what the model keeps
-        apart."""
+        """A part of it along a dim (negative: from the last one): for checkpoints that fuse tensors that the model
+        keeps separate."""
         return _Narrowed(self, dim, start, length)
 
 
@@ -104,8 +105,8 @@ def stored(name: str) -> Source:
 
 
 def concatenated(*parts: Source | str, dim: int = 0) -> Source:
-    """Several, one after the other along a dim (negative: from the last one): for models that fuse what the checkpoint
-    keeps apart.
+    """Several sources concatenated along a dim (negative: from the last one): for models that fuse tensors that the
+    checkpoint keeps separate.
 
     Raises:
         ArgumentError: none is given, or one that is neither a source nor a name.
@@ -120,8 +121,8 @@ def concatenated(*parts: Source | str, dim: int = 0) -> Source:
 
 
 def stacked(*parts: Source | str, dim: int = 0) -> Source:
-    """Several of one shape, along a new dim of the result (negative: from the last one): for models that keep all
-    experts in one tensor. A rank reads only those that its shard has a part of.
+    """Several sources of one shape stacked along a new dim (negative: from the last one): for models that keep all
+    experts in one tensor. A rank reads only those that its shard contains a part of.
 
     Raises:
         ArgumentError: none is given, or one that is neither a source nor a name.
@@ -140,10 +141,10 @@ Sources = Mapping[str, Source | str] | Callable[[str], Source | str | None]
 
 
 def source_of(name: str, sources: Sources | None) -> Source | None:
-    """The source of a tensor of the model; None if it is stored under its own name, or nothing is said of it.
+    """The source of a tensor of the model; None if it is stored under its own name, or `sources` does not mention it.
 
     Raises:
-        ArgumentError: what is said is no source.
+        ArgumentError: the value in `sources` is not a source.
     """
     found = None if sources is None else sources(name) if callable(sources) else sources.get(name)
     return None if found is None else _as_source(found, f"sources: '{name}'")
@@ -333,7 +334,7 @@ class _Stacked(_Joined):
 
 
 def _counted(dim: int, shape: tuple[int, ...]) -> int | None:
-    """A dim, counted from the first; None if there is no such."""
+    """A dim, counted from the first; None if there is no such dim."""
     return dim % len(shape) if -len(shape) <= dim < len(shape) else None
 
 
