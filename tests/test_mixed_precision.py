@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
 from tests.parity_models import assert_gradients, assert_same, batch, local, mean_gradients, shard_like
 from tests.ranks import on_ranks
@@ -335,3 +337,29 @@ def test_unfreezing_a_frozen_group(rank: int, world_size: int, resharded: bool) 
         model(batch(0, rank, 4)).sum().backward()
     assert wire_dtypes(log, "reduce_scatter") == [FP32]
     assert model.weight.grad.dtype == FP32
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x[0] + self.weight * x[1]).sum()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("reduce_dtype", [FP32, None])
+def test_gradients_of_several_uses_are_added_in_the_reduce_dtype(
+    rank: int, world_size: int, reduce_dtype: torch.dtype | None
+) -> None:
+    """In one backward: 1 + 2**-9 needs more bits than bf16 has. torch's FSDP2 rounds the sum to bf16 before it
+    reduces it in fp32."""
+    x, expected = torch.tensor([1.0, 2**-9]), 1 + 2**-9
+    gradients = []
+    for api in (torch.distributed.fsdp, fsdp2):
+        model = api.fully_shard(UsedTwice(), mp_policy=api.MixedPrecisionPolicy(BF16, reduce_dtype))
+        model(x).backward()
+        gradients.append(model.weight.grad.full_tensor())
+    assert torch.equal(gradients[0], torch.ones(4))
+    assert torch.equal(gradients[1], torch.full((4,), expected))

@@ -212,3 +212,44 @@ def test_a_hook_on_one_rank(rank: int, world_size: int) -> None:
         logs.append([f"{event.kind} {event.unit}" for event in log])
     assert logs[0] == logs[1]
     assert len(seen) == (3 if rank == 0 else 0)
+
+
+class CastProduct(torch.autograd.Function):
+    """The same in bf16; on request the gradient is in the dtype that the weight asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, casts: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.casts = weight, casts
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        new = grad.t() @ x
+        weight.grad = new.to(weight.grad_dtype) if ctx.casts else new
+        return grad @ weight, None, None
+
+
+class CastLinear(nn.Module):
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.casts = casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CastProduct.apply(x, self.weight, self.casts)
+
+
+@on_ranks(2)
+def test_written_in_another_dtype(rank: int, world_size: int) -> None:
+    """Gradients wait in the reduce dtype, which is the weight's `grad_dtype` (as in torch 2.15; torch 2.13 keeps them
+    in the compute dtype and takes any). What docs/troubleshooting.md says to write works."""
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    wrong: Any = fsdp2.fully_shard(CastLinear(casts=False), mp_policy=policy)
+    with pytest.raises(RuntimeError, match="grad_dtype"):
+        wrong(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    wrong.reset_iter_state()
+    model: Any = fsdp2.fully_shard(CastLinear(casts=True), mp_policy=policy)
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
