@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import committing
 from fsdp2.checkpoint.folders import delete, find, replace_folder, sweep
+from fsdp2.checkpoint.lease import take_lease
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST, Manifest
 from fsdp2.errors import CheckpointError, CorruptError
@@ -237,12 +238,15 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
     for last in range(100):
         root = shutil.copytree(base, tmp_path / str(last))
         storage = Mortal(last)
+        lease = take_lease(storage, str(root / "a"), "888888888888", 5)
         try:
             replace_folder(storage, str(root / ".tmp-a-888888888888"), str(root / "a"), overwrite=True)
-            delete(storage, sweep(storage, str(root / "a"), ()))
+            delete(storage, sweep(storage, str(root / "a"), (), "888888888888"))
         except Died:
             found.append(value_at(root / "a"))
             continue
+        finally:
+            lease.release()
         assert os.listdir(root) == ["a"]
         break
     assert value_at(root / "a") == 3.0

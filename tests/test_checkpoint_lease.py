@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.ranks import on_ranks
 NAME = "step-00000001"
 FILE = f".lease-{NAME}"
 DISK = LocalStorage()
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def save(root: Path, value: float = 1.0, **options: Any) -> checkpoint.SaveHandle:
@@ -168,6 +171,87 @@ def test_a_save_whose_lease_was_taken_over(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / FILE).unlink()
     save(tmp_path, 3.0)
     assert os.listdir(tmp_path) == [NAME]
+
+
+class Stopping:
+    """Calls `meanwhile` before one of the calls that look at a folder or change it, as if this process had been stopped
+    there for minutes while it had the lease: that is old by then. The other one is on another host."""
+
+    NAMES = ("rename", "replace", "link", "unlink", "mkdir", "fsync", "listdir", "scandir")
+
+    def __init__(self, root: Path, last: int, meanwhile: Callable[[], object], patch: pytest.MonkeyPatch):
+        self.file, self.last, self.meanwhile = root / FILE, last, meanwhile
+        self.calls, self.has_begun, self.host = 0, False, "node1"
+        patch.setattr(lease, "_place", lambda: self.host)
+        for name in self.NAMES:
+            patch.setattr(os, name, self.counting(getattr(os, name)))
+
+    def counting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            self.has_begun = self.has_begun or self.file.exists()
+            self.calls += self.has_begun and self.host == "node1"
+            if self.calls == self.last and self.host == "node1":
+                if self.file.exists():
+                    os.utime(self.file, (1, 1))
+                self.host = "node2"
+                self.meanwhile()
+                self.host, self.last = "node1", 0
+            return real(*args, **how)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("there_before", "every"), [(True, 3), *(pytest.param(before, 1, marks=EXHAUSTIVE) for before in (True, False))]
+)
+def test_stopped_anywhere_while_another_takes_over_and_saves(there_before: bool, every: int, tmp_path: Path) -> None:
+    """What the other has saved stays: it came later. A save that was stopped after its check of the lease put its older
+    values over those, or left them under another name."""
+    for last in range(1, 100, every):
+        root = tmp_path / str(last)
+        root.mkdir()
+        if there_before:
+            save(root, 0.0)
+        outcome: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            stopping = Stopping(root, last, lambda root=root: save(root, 2.0, timeout_s=1), patch)
+            try:
+                save(root, 1.0)
+            except (CheckpointError, FileNotFoundError) as error:
+                outcome.append(str(error))
+        if stopping.last:
+            break
+        assert value_at(root) == 2.0, f"stopped at {last}: {outcome}"
+        assert (root / NAME).is_dir() and not list(root.glob(".old-*")), f"stopped at {last}: {outcome}"
+    assert last > 12
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=EXHAUSTIVE)])
+def test_stopped_anywhere_while_another_takes_over_and_is_saving(every: int, tmp_path: Path) -> None:
+    """The one that goes on takes nothing of it away. It deleted what it took for left-overs of its own name, and the
+    other failed: "All ranks must save to one shared folder"."""
+    for last in range(1, 100, every):
+        root = tmp_path / str(last)
+        save(root, 0.0)
+        begun = root / f".tmp-{NAME}-0123456789ab"
+        held: list[lease.Lease] = []
+
+        def begin(root: Path = root, begun: Path = begun, held: list[lease.Lease] = held) -> None:
+            held.append(take_lease(DISK, str(root / NAME), "0123456789ab", 1))
+            begun.mkdir()
+            (begun / "model-rank-00000-of-00001.safetensors").write_text("half of it")
+
+        with pytest.MonkeyPatch.context() as patch:
+            stopping = Stopping(root, last, begin, patch)
+            with suppress(CheckpointError, FileNotFoundError):
+                save(root, 1.0)
+        if stopping.last:
+            break
+        for each in held:
+            assert os.listdir(begun), f"stopped at {last}"
+            each.release()
+        assert value_at(root) in (0.0, 1.0)
+    assert last > 12
 
 
 def test_a_lease_that_has_ended_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

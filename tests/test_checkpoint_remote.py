@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.checkpoint import RandomState, checkpoints, latest, load, prune, save
+from fsdp2.checkpoint import RandomState, checkpoints, convert, latest, load, prune, save, verify
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.remote import RemoteStorage
@@ -337,3 +337,53 @@ def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp
     found = trained()
     load(latest(run) or "", model=found[0], optimizer=found[1])
     assert_same(values(*found), values(*later))
+
+
+@pytest.mark.parametrize("at", ["model", MANIFEST])
+@pytest.mark.parametrize("to", ["ranks", "consolidated"])
+def test_a_save_that_comes_first_to_where_a_conversion_writes(to: str, at: str, tmp_path: Path) -> None:
+    """A conversion writes to a URL, and a job saves there meanwhile. The conversion took its place without a word."""
+    save(tmp_path / "source", model={"w": torch.ones(2)})
+    (tmp_path / "bucket").mkdir()
+    target = f"{bucket(tmp_path / 'bucket')}/step-00000001"
+
+    def comes_first(key: str) -> None:
+        if at in key:
+            Bucket.before_put.clear()
+            save(target, model={"w": torch.full((2,), 2.0)})
+
+    Bucket.before_put.append(comes_first)
+    with pytest.raises(CheckpointError, match=r"another save has .* there in the meantime"):
+        convert(tmp_path / "source", target, to=to)
+    found = {"w": torch.zeros(2)}
+    load(target, model=found)
+    assert found["w"].eq(2).all()
+    verify(target)
+
+
+def test_a_conversion_that_fails_takes_nothing_of_a_save_away(tmp_path: Path) -> None:
+    """It deleted whatever looked like a file of a save: also those that a job was just writing to the same URL."""
+    save(tmp_path / "source", model={"w": torch.ones(2)})
+    (tmp_path / "bucket").mkdir()
+    target = f"{bucket(tmp_path / 'bucket')}/step-00000001"
+    names: list[list[str]] = []
+
+    def conversion_fails(key: str) -> None:
+        if MANIFEST not in key:
+            return
+        Bucket.before_put[:] = [refuse]
+        with pytest.raises(OSError, match="no quota"):
+            convert(tmp_path / "source", target)
+        names.append(RemoteStorage(target).names(target))
+        Bucket.before_put.clear()
+
+    def refuse(key: str) -> None:
+        if MANIFEST in key:
+            raise OSError("no quota")
+
+    Bucket.before_put.append(conversion_fails)
+    save(target, model={"w": torch.full((2,), 2.0)})
+    assert len(names[0]) == 1  # that of the save; nothing is left of the conversion
+    found = {"w": torch.zeros(2)}
+    load(target, model=found)
+    assert found["w"].eq(2).all()

@@ -20,7 +20,7 @@ from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Mani
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
 
-__all__ = ["commit", "huggingface_index", "id_of", "may_count"]
+__all__ = ["commit", "huggingface_index", "id_of", "may_count", "write_manifest"]
 
 
 def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
@@ -70,14 +70,13 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        _write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
-        check_lease(storage, path, save_id)
+        write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
         if storage.renames:
-            replace_folder(storage, work, path, options["overwrite"])
+            replace_folder(storage, work, path, options["overwrite"], lambda: check_lease(storage, path, save_id))
     except BaseException as error:
         agreement.fail(error)
         raise
-    gone = sweep(storage, path, files)  # before others go on, and begin to write to this name
+    gone = sweep(storage, path, files, save_id)  # before others go on, and begin to write to this name
     end_lease(storage, path, save_id)
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
@@ -85,7 +84,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     delete(storage, gone)
 
 
-def _write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
+def write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
     """Write it. Without renames it makes the folder a checkpoint, and of two saves there only one may do that."""
     try:
         storage.write_all(file, content, new=not storage.renames)

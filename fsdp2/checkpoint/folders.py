@@ -18,13 +18,13 @@ Any number of processes may change this at the same time, and each may die at an
 
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.lease import LEASE_NAME, is_leased, lease_name
+from fsdp2.checkpoint.lease import LEASE_NAME, has_lease, is_leased, lease_name
 from fsdp2.checkpoint.manifest import MANIFEST
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import ArgumentError, CheckpointError
@@ -254,19 +254,33 @@ def _are_remains(names: Collection[str]) -> bool:
     return bool(own) and all(name in own or SHARED.fullmatch(name) for name in names)
 
 
-def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> None:
+def replace_folder(
+    storage: Storage, work: str, path: str, overwrite: bool, check: Callable[[], object] = lambda: None
+) -> None:
     """Give the complete folder `work` the name `path`.
+
+    Args:
+        check: raises if this save may not do so any more. It is asked before each of the renames: a process may stand
+            still at any moment, while another takes over.
 
     Raises:
         CheckpointError: something is there that may not be replaced.
     """
     for _ in range(ATTEMPTS):
-        if overwrite:
-            _make_way(storage, path)
+        check()
+        aside = _make_way(storage, path) if overwrite else None
         try:
+            if aside is not None:
+                check()
             storage.rename_folder(work, path)
-        except OSError as error:
+        except BaseException as error:
+            if aside is not None:
+                with suppress(OSError):  # another save has put its own there
+                    storage.rename_folder(aside, path)
+            if not isinstance(error, OSError):
+                raise
             if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
+                check()  # what took over has swept `work`
                 raise
             free_name(storage, path, overwrite)  # raises, unless another save has just put its own there
         else:
@@ -274,20 +288,24 @@ def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> N
     raise CheckpointError(f"{path}: others take this name faster than this save; it is complete in {work}")
 
 
-def _make_way(storage: Storage, path: str) -> None:
+def _make_way(storage: Storage, path: str) -> str | None:
     """Set aside the checkpoint that is at `path`, where `find` finds it until its successor has its name.
 
     Older ones that were set aside and never deleted would be found as well: they go first, while this one counts. What
     another save is just setting aside is not among them: it was seen before `path` was.
+
+    Returns:
+        where it is; None if there was none.
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
         for old in stale if stale and is_whole(storage, path) else ():
             with suppress(OSError):
                 put_aside(storage, old)
-        set_aside(storage, path)
-    elif _are_remains(storage.names(path)):
+        return set_aside(storage, path)
+    if _are_remains(storage.names(path)):
         put_aside(storage, path)
+    return None
 
 
 def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
@@ -314,9 +332,9 @@ def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> 
     return False
 
 
-def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
-    """Put aside what dead saves left: of the name `path` all, for the one that has its lease and has just committed; of
-    others what is old. Never raises: what stays is nobody's checkpoint.
+def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> list[str]:
+    """Put aside what dead saves left: of the name `path` all, if the save that has just committed still has its lease;
+    of others what is old. Never raises: what stays is nobody's checkpoint.
 
     This belongs to the save. What is returned, to `delete` it, does not: the lease can go and other ranks can go on.
 
@@ -331,10 +349,12 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
         superseded = old if old and _has_all(storage, path, files) else []  # seen there after these were seen here
+        # Likewise. Where the lease has been taken over, one of these may be the save that has it now.
+        is_ours = has_lease(storage, path, save_id)
         for other in names:
             with suppress(OSError):
-                own = _owner(other) == name and other not in old
-                if own or other in superseded or (_owner(other) != name and _is_stale(storage, folder, other, STALE_S)):
+                left = other in superseded or (is_ours and _owner(other) == name and other not in old)
+                if left or (other not in old and _is_stale(storage, folder, other, STALE_S)):
                     gone += filter(None, [put_aside(storage, storage.join(folder, other))])
     return gone
 

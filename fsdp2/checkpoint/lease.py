@@ -6,7 +6,8 @@ that has not been renewed for `LEASE_S` (for other hosts), is taken over.
 
 It is a courtesy, and nothing that a checkpoint hangs on: whoever commits renames only what is its own (see
 `folders.py`), so two who both believe that they have the lease lose nothing. That matters, since no file system can
-tell a process that is dead from one that has stopped for long.
+tell a process that is dead from one that has stopped for long. Such a one goes on some day: so the lease is looked at
+again before each change under the name.
 
 The file appears at once with its content (a hard link, else an exclusive create), which NFS does too. There is no
 lease in storages that rename no folders: nothing is replaced there, and their manifest is what only one can create.
@@ -29,7 +30,17 @@ from pathlib import Path
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError
 
-__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "check_lease", "end_lease", "is_leased", "lease_name", "take_lease"]
+__all__ = [
+    "LEASE_NAME",
+    "LEASE_S",
+    "Lease",
+    "check_lease",
+    "end_lease",
+    "has_lease",
+    "is_leased",
+    "lease_name",
+    "take_lease",
+]
 
 LEASE_S = 60.0  # since it was renewed; then it may be taken over from another host
 RENEW_S = 10.0
@@ -209,6 +220,13 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
         f"{path}: the lease of this save was taken over {who}, since it was not renewed for {LEASE_S:g} s: the process "
         "that had it has died, or it stood still. Two jobs save there; stop one."
     )
+
+
+def has_lease(storage: Storage, path: str, save_id: str) -> bool:
+    """Whether a save certainly still has its lease, from any of its processes."""
+    folder, name = storage.split(path)
+    found = _look(storage.join(folder, lease_name(name)))
+    return found is not None and found.holder.id == save_id
 
 
 def end_lease(storage: Storage, path: str, save_id: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.folders import delete, free_name, replace_folder, sweep, work_folder
+from fsdp2.checkpoint.committing import id_of
+from fsdp2.checkpoint.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.lease import LEASE_S, Lease, check_lease, take_lease
 from fsdp2.checkpoint.storage import Folder, Storage, storage_of
@@ -77,23 +78,32 @@ def convert(
         if chosen.to == "dcp":
             _write_dcp(catalog, storage, work, chosen.verify)
         else:
-            files = Rewriting(catalog, storage, chosen, nonce).run(work, progress)
+            Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
         if storage.renames:
-            check_lease(storage, path, nonce)
-            replace_folder(storage, work, path, chosen.overwrite)
-        gone = sweep(storage, path, files)
+            replace_folder(storage, work, path, chosen.overwrite, lambda: check_lease(storage, path, nonce))
+        gone = sweep(storage, path, files, nonce)
     except BaseException:
         if storage.renames:
             with suppress(OSError):
                 storage.remove(work)
         else:
-            delete(storage, sweep(storage, path, ()))
+            delete(storage, _own_files(storage, path, files, nonce))
         raise
     finally:
         lease.release()
         catalog.close()
     delete(storage, gone)
     return path
+
+
+def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> list[str]:
+    """What a conversion has left that failed, in a folder to which others may write. All of it stays if only the answer
+    was lost to the request that made it count; names without its id stay if another one counts."""
+    with suppress(OSError):
+        if id_of(storage, path) != nonce:
+            taken = is_complete(storage, path)
+            return [storage.join(path, name) for name in names if nonce in name or not taken]
+    return []
 
 
 def _write_dcp(catalog: Catalog, storage: Storage, work: str, verify: bool) -> None:

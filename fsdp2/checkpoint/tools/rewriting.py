@@ -16,7 +16,7 @@ import torch
 from fsdp2.checkpoint.box import Box, Cover, whole
 from fsdp2.checkpoint.catalog import Catalog, StoredPiece
 from fsdp2.checkpoint.checksum import ALGORITHM
-from fsdp2.checkpoint.committing import huggingface_index
+from fsdp2.checkpoint.committing import huggingface_index, write_manifest
 from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.files import (
     Piece,
@@ -25,6 +25,7 @@ from fsdp2.checkpoint.files import (
     consolidated_files,
     consolidated_homes,
     encode_sums,
+    named_after,
     rank_file,
     sums_file_name,
 )
@@ -34,7 +35,7 @@ from fsdp2.checkpoint.storage import Storage
 from fsdp2.checkpoint.tiling import Grid, Tiling, replicated
 from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.checkpoint.writing import write_files
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, CheckpointError
 
 __all__ = ["LAYOUTS", "Conversion", "Rewriting"]
 
@@ -84,16 +85,22 @@ class Rewriting:
 
     Attributes:
         id: of the new checkpoint.
+        names: of the files, from when their writing begins.
     """
 
     catalog: Catalog
     storage: Storage
     options: Conversion
     id: str
+    names: list[str]
     _tensors: dict[str, dict[str, Row]] = field(default_factory=dict)
 
-    def run(self, work: str, progress: Progress | None) -> list[str]:
-        """Write everything to the folder `work`, the manifest last; the names of the files."""
+    def run(self, work: str, progress: Progress | None) -> None:
+        """Write everything to the folder `work`, the manifest last.
+
+        Raises:
+            CheckpointError: another save or conversion has come to the same folder, where none can be renamed.
+        """
         sections = ("model",) if self.options.model_only else ("model", "optimizer")
         for section in sections:
             infos = self.catalog.tensors.get(section, {})
@@ -106,6 +113,7 @@ class Rewriting:
             extra, extra_files = self._extra(values)
             homes = self._homes()
             files = [*self._files(values, homes), *extra_files]
+            self.names += [file.name for file in files]
             meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
             written = write_files(self.storage, work, files, meter.add)
             meter.finish()
@@ -118,8 +126,10 @@ class Rewriting:
                 index = huggingface_index(placed)
                 written.append(self._write_json(work, f"{section}.safetensors.index.json", index))
         content = Manifest.encode(self._body(written, homes, extra))
-        self.storage.write_all(self.storage.join(work, MANIFEST), content)
-        return [file.name for file in written]
+        sizes = self.storage.sizes(work)
+        if any(sizes.get(file.name) != file.size for file in written):
+            raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
+        write_manifest(self.storage, self.storage.join(work, MANIFEST), content, self.id)
 
     @property
     def _world(self) -> int:
@@ -166,7 +176,7 @@ class Rewriting:
                     shared = consolidated_files(homes[section], pieces, rank, self._world)
                     planned += [replace(file, shared=False) for file in shared]  # nobody else writes to them
                 elif pieces:
-                    planned.append(rank_file(section, pieces, self._about(rank, self._world)))
+                    planned.append(self._rank_file(section, pieces, rank, self._world))
         return planned
 
     def _box(self, shape: tuple[int, ...], rank: int) -> Box | None:
@@ -181,6 +191,11 @@ class Rewriting:
         pieces = partial(self.catalog.pieces, section, name)
         source = partial(values.blocks, f"{section} '{name}'", pieces, box, dtype)
         return Piece(name, dtype, box, torch.empty(box.shape, dtype=DTYPES[dtype], device="meta"), shape, source)
+
+    def _rank_file(self, section: str, pieces: list[Piece], rank: int, world: int) -> PlannedFile:
+        """Where nothing is renamed, under a name that no other save or conversion to the same folder has."""
+        file = rank_file(section, pieces, self._about(rank, world))
+        return file if self.storage.renames else replace(file, name=named_after(file.name, self.id))
 
     def _about(self, rank: int, world: int) -> dict[str, Any]:
         return {"id": self.id, "rank": rank, "world": world}
@@ -200,8 +215,7 @@ class Rewriting:
                 source = partial(values.blocks, f"extra '{name}'", _just(piece), piece.box, piece.dtype)
                 empty = torch.empty(piece.box.shape, dtype=DTYPES[piece.dtype], device="meta")
                 pieces.append(Piece(name, piece.dtype, piece.box, empty, piece.box.shape, source))
-            about = self._about(number, manifest.extra_world)
-            files[file] = rank_file("extra", pieces, about)
+            files[file] = self._rank_file("extra", pieces, number, manifest.extra_world)
         extra = {
             key: [{**share, "file": files[share["file"]].name} for share in shares]
             for key, shares in manifest.extra.items()
@@ -209,6 +223,7 @@ class Rewriting:
         return extra, list(files.values())
 
     def _write_json(self, work: str, name: str, content: bytes) -> Written:
+        self.names.append(name)
         self.storage.write_all(self.storage.join(work, name), content)
         return Written(name, len(content), f"{zlib.crc32(content):08x}", {})
 
