@@ -1,4 +1,4 @@
-"""Several kinds of parallelism together: degrees to meshes, one call that applies them, batches for all of them."""
+"""Several kinds of parallelism together: meshes from degrees, one call that applies them all, and matching batches."""
 
 from fsdp2.parallel.applying import parallelize
 from fsdp2.parallel.batches import BatchSizes, batch_sizes

@@ -1,7 +1,7 @@
 """`parallelize`: all kinds of parallelism, applied to one model in the order in which they fit. Layer: parallel.
 
-Everything that can be told from config and model alone is checked before the model changes and before the first
-communication, the same on all ranks.
+Everything that depends only on config and model is checked before the model changes and before the first communication,
+identically on all ranks.
 """
 
 import logging
@@ -43,22 +43,22 @@ def parallelize(
     """Apply what `config` says to `model`, in place: tensor parallelism, context parallelism, activation checkpointing,
     compilation, and `fully_shard` of each block and of the model.
 
-    That order is the one that works: layers are split before their parameters are sharded over the other ranks, what is
-    recomputed includes the communication of tensor and context parallelism, and sharding is outside of both, so that
-    a block's parameters are gathered once for all that happens in it.
+    This order is necessary: layers are split before their parameters are sharded over the other ranks; recomputation
+    includes the communication of tensor and context parallelism; and sharding is outermost, so that a block's
+    parameters are gathered once for everything that happens in it.
 
-    Every rank calls it on the same model, before optimizers are made. Collective: it makes the meshes if it is the
-    first to ask for them, and with tensor parallelism sends the values of the split layers from the first rank of each
-    tensor group to the others. Models on the meta device work, and communicate nothing; give them values afterwards
+    Every rank must call it on the same model, before optimizers are created. Collective: it creates the meshes if they
+    do not exist yet, and with tensor parallelism sends the values of the split layers from the first rank of each
+    tensor group to the others. For models on the meta device no values are sent; give them values afterwards
     (`to_empty`, then `fsdp2.init`).
 
-    Within a pipeline, `model` is one stage, and each rank calls it on the stages that `Meshes.stage_indices` gives it;
-    running them is the business of `torch.distributed.pipelining`.
+    Within a pipeline, `model` is one stage, and each rank calls it on the stages that `Meshes.stage_indices` returns;
+    `torch.distributed.pipelining` runs them.
 
     Args:
         model: a plain model; it becomes the root unit.
-        config: need not be resolved.
-        meshes: from `build_meshes` with the same degrees; None makes them.
+        config: does not have to be resolved.
+        meshes: from `build_meshes` with the same degrees; None creates them.
         blocks: which modules are blocks: a policy (`by_class`, ...), classes, modules, names of classes or of modules
             (``"layers.*"``), or a list of these. None: those that the config names, or else those that
             `transformer_blocks` finds.
@@ -71,10 +71,10 @@ def parallelize(
         `model`, the same object.
 
     Raises:
-        ArgumentError: the degrees do not multiply to the number of ranks; no blocks, or none of those told; no tensor
-            plan, or one that does not fit; an option that contradicts the config.
-        MisuseError: the model is sharded already.
-        UnsupportedError: a style of tensor parallelism that we do not know.
+        ArgumentError: the degrees do not multiply to the number of ranks; no blocks are found, or `blocks` matches
+            none; there is no tensor plan, or it does not fit; or an option contradicts the config.
+        MisuseError: the model is already sharded.
+        UnsupportedError: an unknown style of tensor parallelism.
 
     Example::
 
@@ -94,7 +94,7 @@ def parallelize(
         )
     if any(unit_of(module) is not None for module in model.modules()):
         raise MisuseError("parallelize: the model, or a part of it, is sharded already; call it once, on a plain model")
-    signature(fully_shard).bind(model, **options)  # an option that there is not is a TypeError now, not later
+    signature(fully_shard).bind(model, **options)  # an unknown option is a TypeError now, not later
     chosen = blocks_of(model, (config.blocks or None) if blocks is None else blocks)
     check_plain(chosen)
     styles = None
@@ -149,7 +149,7 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
 
 
 def _check_replicated(options: dict[str, Any]) -> None:
-    """What shards further has nothing to shard."""
+    """Raise for options that need something to be sharded."""
     zero = options.get("zero")
     if zero is not None and zero.stage != 0:
         raise ArgumentError(

@@ -2,9 +2,9 @@
 
     global batch = micro batch x accumulation x data ranks
 
-A *micro batch* is what one rank runs forward and backward at once (within a pipeline: what its first stage is given for
-one step of the schedule), *accumulation* how many of them a rank runs in an optimizer step, *data ranks* how many ranks
-have batches of their own: those of tensor, context and pipeline parallelism share one.
+A *micro batch* is the input of one forward and backward on a rank (within a pipeline: the input of the first stage for
+one step of the schedule). *Accumulation* is the number of micro batches per rank and optimizer step. *Data ranks* is
+the number of different batches: the ranks of tensor, context and pipeline parallelism share one.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class BatchSizes:
         global_batch: samples in an optimizer step, over all ranks; the effective batch size.
         micro_batch: samples in one forward and backward of one rank.
         accumulation: micro batches of one rank in an optimizer step.
-        data_ranks: ranks with batches of their own.
+        data_ranks: number of ranks with different batches.
     """
 
     global_batch: int
@@ -39,10 +39,10 @@ def batch_sizes(
     micro_batch: int | None = None,
     accumulation: int | None = None,
 ) -> BatchSizes:
-    """All batch sizes from some of them.
+    """Compute all batch sizes from some of them.
 
-    Two of the three are given, and the third follows; with `global_batch` or `micro_batch` alone, `accumulation` is 1;
-    all three are checked.
+    Given two of the three sizes, it computes the third. With `global_batch` or `micro_batch` alone, `accumulation` is
+    1. If all three are given, they are checked.
 
     Args:
         data_ranks: of the resolved config or the meshes.
@@ -51,7 +51,7 @@ def batch_sizes(
         accumulation: micro batches a step.
 
     Raises:
-        ArgumentError: they do not fit together; the message does the arithmetic.
+        ArgumentError: the sizes are inconsistent; the message shows the arithmetic.
 
     Example::
 
@@ -84,7 +84,7 @@ def batch_sizes(
 
 
 def _check(global_batch: int, parts: dict[str, int]) -> None:
-    """That the global batch is a multiple of the product of the parts."""
+    """Check that the global batch is a multiple of the product of the parts."""
     unit = 1
     for size in parts.values():
         unit *= size

@@ -31,19 +31,19 @@ class ParallelConfig:
     """The degrees of parallelism, whose product is the number of ranks, and what `parallelize` does to each block.
 
     Attributes:
-        replicate: how many times the sharded parameters are held (HSDP; with ``shard=1``, DDP).
-        shard: over how many ranks parameters are sharded. ``"auto"`` (or -1): all that the other degrees leave.
-        tensor: over how many ranks layers are split (tensor parallelism).
-        context: over how many ranks a sequence is split. Parameters are sharded over these ranks too.
-        pipeline: how many ranks a batch passes through, one stage (or several) on each.
-        activation_checkpointing: ``"none"``; ``"full"`` recomputes every block in backward; an int n every n-th block,
-            from the first; ``"selective"`` is 2. (False and True: none and full.)
+        replicate: number of replicas of the sharded parameters (HSDP; with ``shard=1``, DDP).
+        shard: number of ranks over which parameters are sharded. ``"auto"`` (or -1): all that the other degrees leave.
+        tensor: number of ranks over which layers are split (tensor parallelism).
+        context: number of ranks over which a sequence is split. Parameters are sharded over these ranks too.
+        pipeline: number of ranks that a batch passes through, with one or more stages on each.
+        activation_checkpointing: ``"none"``; ``"full"`` recomputes every block in backward; an int n recomputes every
+            n-th block, from the first; ``"selective"`` is 2. (False and True mean none and full.)
         compile: compile each block with `torch.compile`; a string names the backend.
-        reshard_after_forward: as for `fully_shard`; None: its default, but False within pipelines, whose microbatches
-            would each gather again.
+        reshard_after_forward: as for `fully_shard`; None: its default, but False within pipelines, where each
+            microbatch would gather again.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the dtype of compute; gradients are reduced in float32.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
-        blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are found.
+        blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
     Raises:
         ArgumentError: a field has a value that cannot work; the message names it.
@@ -77,18 +77,18 @@ class ParallelConfig:
     def load(cls, path: str | PathLike[str], section: str | None = None) -> "ParallelConfig":
         """The config in a TOML or YAML file, whose keys are the fields.
 
-        In a file with a section ``parallel`` (a TOML table, a YAML mapping; Accelerate's ``parallelism_config`` and
-        torchtitan's ``parallelism`` count too) only that is read; the others are left to whoever wants them. In a file
-        without, every key at the top must be one of ours. Names that Accelerate, Axolotl and torchtitan use for the
-        degrees are understood.
+        If the file has a section ``parallel`` (a TOML table, a YAML mapping; also Accelerate's ``parallelism_config``
+        and torchtitan's ``parallelism``), only that is read, and other sections are ignored. Otherwise every key at the
+        top level must be one of ours. The names that Accelerate, Axolotl and torchtitan use for the degrees are
+        accepted.
 
         Args:
             path: ends in .toml, .yaml or .yml. YAML needs PyYAML: ``pip install "fsdp2[yaml]"``.
-            section: the section to read, if its name is another one.
+            section: the section to read, if it has a different name.
 
         Raises:
-            ArgumentError: the file cannot be read; a key is unknown, or two contradict each other; a value is unfit.
-                The message names file and key.
+            ArgumentError: the file cannot be read, a key is unknown, two keys contradict each other, or a value is
+                invalid. The message names file and key.
 
         Example::
 
@@ -106,7 +106,7 @@ class ParallelConfig:
 
         Args:
             values: the keys, by any of the names that `load` understands.
-            source: what the messages of errors begin with.
+            source: the beginning of error messages.
 
         Raises:
             ArgumentError: as for `load`.
@@ -186,7 +186,7 @@ class ParallelConfig:
 
 
 def _check(config: Any) -> None:
-    """That every field has a value that can work: a file may say anything."""
+    """Check that every field has a valid value: a file may contain anything."""
     for name in AXES:
         value = getattr(config, name)
         if not (_is_count(value) or (name == "shard" and value == "auto")):

@@ -1,14 +1,14 @@
-"""Context parallelism for any model that calls `F.scaled_dot_product_attention`: while it runs, that is ring attention.
+"""Context parallelism for any model that calls `F.scaled_dot_product_attention`, by replacing it with ring attention.
 Layer: parallel.
 
-At the first use a function takes the place of ``torch.nn.functional.scaled_dot_product_attention``, and of the names by
-which modules that are loaded then have imported it. It stays for the life of the process, and does nothing but pass on
-unless a context group is active. Why not a `TorchFunctionMode`, which would catch every name: a mode is off inside
-functions that it sees, such as `Tensor.backward` (where checkpoints recompute attention) and
-`F.multi_head_attention_forward`; and it costs microseconds for each call of any operator.
+The first use replaces ``torch.nn.functional.scaled_dot_product_attention``, and the names under which loaded modules
+have imported it, by a wrapper. The wrapper stays for the life of the process, and only passes calls on unless a context
+group is active. A `TorchFunctionMode` would catch every name, but a mode is disabled inside functions that it
+intercepts, such as `Tensor.backward` (where checkpoints recompute attention) and `F.multi_head_attention_forward`, and
+it adds microseconds to each operator call.
 
-Which group is active is one fact of the process, not of a thread: on CUDA another thread recomputes checkpoints. So one
-thread at a time runs models with context parallelism.
+The active group is a property of the process, not of a thread, because on CUDA another thread recomputes checkpoints.
+So only one thread at a time may run models with context parallelism.
 """
 
 import sys
@@ -30,7 +30,8 @@ __all__ = ["apply_context_parallel", "context_parallel"]
 
 
 class _Active:
-    """Over which group attention runs now, "" for none; and the module whose forward made it so, if one did."""
+    """The group over which attention currently runs ("" for none), and the module whose forward activated it, if
+    any."""
 
     def __init__(self) -> None:
         self.group_name = ""
@@ -55,18 +56,18 @@ _MASKS = (
 def context_parallel(mesh: DeviceMesh) -> Iterator[None]:
     """Within the block `F.scaled_dot_product_attention` is ring attention over `mesh`, in any model.
 
-    Forward *and* backward belong inside: activation checkpointing recomputes attention during backward. (It notices if
-    only one was.) The block may be the whole training loop. No communication of its own, and nothing happens on one
-    rank. `apply_context_parallel` does the same for one model for good.
+    Both forward *and* backward belong inside, because activation checkpointing recomputes attention during backward.
+    (It detects if only one was.) The block may be the whole training loop. The context itself does not communicate, and
+    has no effect on one rank. `apply_context_parallel` does the same permanently for one model.
 
     Args:
-        mesh: the context axis alone, such as ``mesh["cp"]``. Its ranks have cut their batch by `shard_sequence`.
+        mesh: the 1-D context axis, such as ``mesh["cp"]``. Its ranks must have cut their batch with `shard_sequence`.
 
     Warns:
         UserWarning: no attention ran within the block.
 
     Raises:
-        UnsupportedError: by the attention: with a mask, or dropout.
+        UnsupportedError: raised by an attention call with a mask or dropout.
         MisuseError: another context axis is active.
 
     Example::
@@ -90,11 +91,11 @@ def context_parallel(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """From now on `F.scaled_dot_product_attention` is ring attention over `mesh` while a module of `model` runs its
-    forward: in the model's own forward, and when a checkpointed part of it is recomputed during backward.
+    """Make `F.scaled_dot_product_attention` ring attention over `mesh` whenever a module of `model` runs its forward:
+    in the model's own forward, and when a checkpointed part of it is recomputed during backward.
 
-    Adds two hooks to each module. No communication, and no parameter changes. Every rank calls it, after tensor
-    parallelism and before activation checkpointing, `torch.compile` and `fully_shard`. Nothing happens on one rank.
+    Adds two hooks to each module. It does not communicate or change parameters. Every rank must call it, after tensor
+    parallelism and before activation checkpointing, `torch.compile` and `fully_shard`. It has no effect on one rank.
 
     Args:
         model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.
@@ -133,7 +134,7 @@ def _check_active(group_name: str) -> None:
 
 
 def _enter(group_name: str, module: nn.Module, args: Any) -> None:
-    """The outermost module of the model that runs makes the group active."""
+    """The outermost module of the model that runs activates the group."""
     if _active.group_name != group_name:
         _check_active(group_name)
         _active.group_name, _active.owner = group_name, module
@@ -146,7 +147,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class _FirstForward:
-    """Looks, once, whether the model's forward had ring attention."""
+    """Checks, once, whether the model's forward used ring attention."""
 
     def __init__(self, name: str, group_name: str):
         self.name = name
@@ -199,12 +200,12 @@ def _attention(
 
 
 def _install() -> None:
-    """Put `_attention` where modules look for the function. What is loaded later finds it in torch."""
+    """Replace the function by `_attention` in all loaded modules. Modules that are loaded later find it in torch."""
     if F.scaled_dot_product_attention is _attention:
         return
     for name, module in list(sys.modules.items()):
         names: dict[str, Any] = getattr(module, "__dict__", {})
         if names.get("scaled_dot_product_attention") is _original and not name.startswith("torch._"):
             names["scaled_dot_product_attention"] = _attention
-    # In eval mode without gradients nn.MultiheadAttention would call a kernel of its own.
+    # In eval mode without gradients nn.MultiheadAttention would call a separate kernel.
     torch.backends.mha.set_fastpath_enabled(False)

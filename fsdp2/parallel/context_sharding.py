@@ -1,16 +1,16 @@
 """Sequences over a context axis: cutting batches, positions, labels, the mean over all tokens. Layer: parallel.
 
-The cut is the head-tail one of `context_layout`. A rank's rows are not all neighbours: what looks at positions (rotary
-embeddings) or at the next token (labels) is made for the whole sequence and cut like the tokens.
+Sequences are cut as in `context_layout`, each rank getting one chunk from the head and one from the tail. So a rank's
+rows are not contiguous: whatever depends on positions (rotary embeddings) or on the next token (labels) is computed for
+the whole sequence and cut like the tokens.
 
-Gradients. A rank's backward gives the gradients of its own tokens' losses with respect to all it touches; what they owe
-to other ranks' keys and values, ring attention carries there. So the *sum* over the context ranks of their parameter
-gradients is the gradient of the sum of their losses, as if they were data-parallel ranks. `fully_shard` over shard x
-context divides it by the number N of all data ranks (replicate x shard x context), and nothing about that division is
-to be changed. So the mean over all tokens, (sum of losses) / (number of tokens), is had from local losses
-``N * (sum of my losses) / (number of tokens of all ranks)``: that is `token_mean`. With as many counted tokens on every
-rank it is the plain mean of a rank's own losses; but a label that is ignored, such as that of the last token, makes
-ranks differ.
+Gradients: a rank's backward computes the gradients of its own tokens' losses; ring attention sends the gradients of
+other ranks' keys and values to their owners. So the *sum* of the parameter gradients over the context ranks is the
+gradient of the sum of their losses, as with data-parallel ranks. `fully_shard` over shard x context divides it by the
+number N of all data ranks (replicate x shard x context), and this division stays as it is. So the mean over all tokens,
+(sum of losses) / (number of tokens), results from local losses ``N * (sum of local losses) / (number of tokens of all
+ranks)``: that is `token_mean`. If every rank counts equally many tokens, it is the plain mean of a rank's own losses;
+but an ignored label, such as that of the last token, makes the counts differ.
 """
 
 from collections.abc import Mapping
@@ -45,16 +45,17 @@ def shard_sequence(
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """This rank's rows of sequences: of inputs, labels, position ids, masks of ones, rotary tables.
 
-    Every rank of `mesh` calls it with the same batch. That is checked over the ranks: names, shapes and dtypes once for
-    each new combination, and at the first call the contents too. Otherwise no communication.
+    Every rank of `mesh` must call it with the same batch. This is checked across ranks: names, shapes and dtypes once
+    for each new combination, and at the first call the contents too. Otherwise it does not communicate.
 
     Args:
         batch: one tensor, or tensors by name. Length ``n`` along the sequence dim must divide by twice the ranks.
-        mesh: the context axis alone, such as ``mesh["cp"]``.
-        dims: the sequence dim of each; or by name, with None (or no entry) for tensors that stay whole.
+        mesh: the 1-D context axis, such as ``mesh["cp"]``.
+        dims: the sequence dim of all tensors, or one per name, with None (or no entry) for tensors that stay whole.
 
     Returns:
-        The same with ``n / ranks`` rows along the sequence dim, contiguous; what stays whole is the same object.
+        The same with ``n / ranks`` rows along the sequence dim, contiguous; tensors that stay whole are the same
+        objects.
 
     Raises:
         ArgumentError: a length that does not divide, a dim that a tensor does not have, an unknown name in `dims`, or
@@ -84,10 +85,10 @@ def unshard_sequence(batch: Tensors, mesh: DeviceMesh, dims: Dims = 1) -> dict[s
 def unshard_sequence(
     batch: torch.Tensor | Tensors, mesh: DeviceMesh, dims: Dims = 1
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The whole sequences, of which each rank has what `shard_sequence` gave it, or what a model made of that; the same
-    on every rank. Without gradients: for logits to look at, generated text, tests.
+    """The whole sequences from each rank's part, as returned by `shard_sequence` or computed from it by a model; the
+    same on every rank. Without gradients: for inspecting logits, generated text, tests.
 
-    Collective: every rank of `mesh` calls it; one all-gather for each tensor.
+    Collective: every rank of `mesh` must call it; one all-gather per tensor.
 
     Args, raises: as `shard_sequence`.
     """
@@ -99,8 +100,8 @@ def unshard_sequence(
 
 
 def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None = None) -> torch.Tensor:
-    """Where this rank's rows stand in a sequence of `length`: int64 ``[length / ranks]``, for `position_ids` or to pick
-    rows of a rotary table. No communication.
+    """The positions of this rank's rows in a sequence of `length`: int64 ``[length / ranks]``, for `position_ids` or to
+    select rows of a rotary table. No communication.
 
     Raises:
         ArgumentError: `length` does not divide by twice the ranks.
@@ -115,10 +116,10 @@ def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None =
 
 
 def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """What each row of *whole* sequences ``[..., length]`` is to predict: the next token, and nothing for the last.
+    """The label of each token of *whole* sequences ``[..., length]``: the next token, and `ignore_index` for the last.
 
-    Made before the sequence is cut: afterwards the next token of a chunk's last row is on another rank. transformers'
-    models take it as ``shift_labels``.
+    Call it before the sequence is cut: afterwards the next token of a chunk's last row is on another rank.
+    transformers' models accept the result as ``shift_labels``.
 
     >>> next_token_labels(torch.tensor([[7, 8, 9]]))
     tensor([[   8,    9, -100]])
@@ -128,14 +129,15 @@ def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.T
 
 
 def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks (see the module).
+    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks (see the module
+    docstring).
 
-    Collective: every rank of `mesh` calls it. One all-reduce of a number for each axis.
+    Collective: every rank of `mesh` must call it. One all-reduce of a number per axis.
 
     Args:
         loss_sum: the sum of this rank's token losses; 0-dim, with its graph.
-        num_tokens: how many tokens that are, without ignored ones. With gradient accumulation: of all micro-batches
-            of the step, whose losses then add up to the mean.
+        num_tokens: the number of these tokens, without ignored ones. With gradient accumulation: the number in all
+            micro-batches of the step, whose losses then add up to the mean.
         mesh: all axes over which gradients are averaged: replicate, shard and context, or one that flattens them.
 
     Returns:
@@ -179,7 +181,7 @@ def _dims(named: Tensors, dims: Dims) -> dict[str, int]:
 
 
 def _compare(named: Tensors, wanted: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """The ranks have the same batch: its form always, its contents the first time."""
+    """Check that the ranks have the same batch: its form always, its contents the first time."""
     facts = {}
     for name, dim in wanted.items():
         tensor = named[name]
@@ -191,7 +193,7 @@ def _compare(named: Tensors, wanted: Mapping[str, int], group: dist.ProcessGroup
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """A number that other contents hardly have: its bytes, weighted by their places, modulo 2**64."""
+    """A checksum of the contents: the bytes, weighted by their positions, modulo 2**64."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
     places = torch.arange(1, flat.numel() + 1, device=flat.device) * 0x5851F42D4C957F2D
     return f"{int(((places ^ (places >> 29)) * (flat + 1)).sum()) & 0xFFFFFFFFFFFFFFFF:016x}"

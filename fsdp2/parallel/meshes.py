@@ -7,9 +7,9 @@ Axes, outermost first; those of degree 1 are left out (``dp_shard`` stays where 
                   \\________ `data` _______________/
                   \\________ `loss` _______________/   the same ranks on one axis
 
-Each rank of the context axis holds another part of the same sequences, so to sharded data parallelism it is one more
-rank with data of its own: parameters are sharded over shard x context, and gradients averaged over them. That is also
-how torchtitan and Accelerate do it.
+Each rank of the context axis holds another part of the same sequences, so for sharded data parallelism it is one more
+rank with its own data: parameters are sharded over shard x context, and gradients averaged over them. torchtitan and
+Accelerate do the same.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ __all__ = ["Meshes", "build_meshes"]
 
 _TOPIC = "build_meshes"
 
-# By the default process group, the device type and the degrees: making a mesh makes process groups.
+# Keyed by the default process group, the device type and the degrees, since creating a mesh creates process groups.
 _known: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], "Meshes"] = {}
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of a config, and this rank's place in them. Made by `build_meshes`.
+    """The meshes of a config, and this rank's position in them. Created by `build_meshes`.
 
     Attributes:
         config: resolved: `shard` is a number.
-        rank: this rank, of all.
+        rank: this rank among all ranks.
         root: all ranks; its axes are those of the module's table.
         data: for `fully_shard`: 1-D, or 2-D (replicate, shard), with context folded into the shard axis.
         loss: 1-D, the ranks of `data`: those over which losses and counts of tokens are averaged.
@@ -60,12 +60,13 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which of these this rank works on; the same on the ranks of tensor, context and pipeline parallelism."""
+        """Which of these batches this rank works on; the same on the ranks of tensor, context and pipeline
+        parallelism."""
         return self.config.data_rank(self.rank)
 
     @property
     def only_replicates(self) -> bool:
-        """Whether `data` is a replicate axis alone: parameters are whole on each rank."""
+        """Whether `data` has only a replicate axis, so that parameters are whole on each rank."""
         return self.config.replicate > 1 and self.config.shard == self.config.context == 1
 
     @property
@@ -77,12 +78,13 @@ class Meshes:
         """Which stages of a pipeline this rank runs.
 
         Args:
-            num_stages: of the whole pipeline; a multiple of the pipeline degree, which is the default.
-            style: how several stages a rank are dealt out. ``"loop"``: rank r has r, r + n, ... (the interleaved
-                schedules). ``"v"``: rank r has r and 2n - 1 - r (`ScheduleZBVZeroBubble`, `ScheduleDualPipeV`).
+            num_stages: the stages of the whole pipeline, a multiple of the pipeline degree, which is the default.
+            style: how stages are distributed if a rank has several. ``"loop"``: rank r has r, r + n, ... (the
+                interleaved schedules). ``"v"``: rank r has r and 2n - 1 - r (`ScheduleZBVZeroBubble`,
+                `ScheduleDualPipeV`).
 
         Raises:
-            ArgumentError: the stages cannot be dealt out so.
+            ArgumentError: the stages cannot be distributed in this way.
 
         Example::
 
@@ -103,13 +105,13 @@ class Meshes:
 
 
 def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Meshes:
-    """The meshes of `config` over all ranks. Made once: a later call with the same degrees returns the same object.
+    """The meshes of `config` over all ranks. Created once: a later call with the same degrees returns the same object.
 
-    Collective over all ranks at the first call, since it makes process groups: every rank calls it with the same
+    The first call creates process groups and is collective over all ranks: every rank must call it with the same
     config, before anything else communicates over the meshes. Needs an initialised default process group.
 
     Args:
-        config: need not be resolved.
+        config: does not have to be resolved.
         device_type: "cuda", "cpu", ...; None: the accelerator of this machine, or the CPU.
 
     Raises:
@@ -141,7 +143,7 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
     if key not in _known:
         facts = {"device type": device_type, **{name: str(degree) for name, degree in config.degrees.items()}}
         agree(world, _TOPIC, facts, "Start all ranks with the same config.")
-        # The meshes' own bookkeeping must be real also where the caller builds a model on the meta device.
+        # The meshes' own tensors must be real even if the caller builds a model on the meta device.
         with torch.device("cpu"):
             _known[key] = _make(config, device_type)
     known = _known[key]
@@ -155,7 +157,7 @@ def _make(config: ParallelConfig, device_type: str) -> Meshes:
     root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def part(*axes: str) -> DeviceMesh | None:
-        """These axes of the root that are there, in one axis."""
+        """The existing ones of these axes of the root, flattened to one axis."""
         there = tuple(axis for axis in axes if axis in sizes)
         return flatten_mesh(root[there]) if there else None
 

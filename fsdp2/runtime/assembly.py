@@ -1,9 +1,9 @@
-"""`Assembly`: everything a group needs to become unsharded, made once at its first unshard. Layer: runtime, below the
+"""`Assembly`: everything a group needs to become unsharded, created at its first unshard. Layer: runtime, below the
 param group.
 
 It owns the memory of the unsharded parameters and the gathers that fill it: from the shards, and from the copies on a
-smaller mesh. With replicas that are sharded too, shards are first gathered over the replicate axis into the *inner*
-shards, which stay until the parameters change::
+smaller mesh. With sharded replicas, shards are first gathered over the replicate axis into the *inner* shards, which
+stay until the parameters change::
 
     shards --gather over the replicate axis--> inner shards --gather over the shard axis--> unsharded parameters
 """
@@ -27,16 +27,16 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """The unsharded side of a group. Making it takes its memory, on the all-gather stream like all that follows.
+    """The unsharded side of a group. Creating it allocates its memory, on the all-gather stream like everything below.
 
     Attributes:
-        storage: of the unsharded parameters. `start` takes it, but for what is copied out of a packed buffer; `finish`
-            takes that.
+        storage: of the unsharded parameters. `start` allocates it, except for parameters that are copied out of a
+            packed buffer, which `finish` allocates.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
         used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones;
             None when no backward will come to a forward that used them.
-        complete_at: the versions of the sharded parameters of which `storage` has the whole although they are sharded;
-            None when it does not.
+        complete_at: the versions of the sharded parameters whose gathered values `storage` holds although they are
+            sharded; None if it does not.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
@@ -66,14 +66,14 @@ class Assembly:
         return lane is Lane.PACKED and not param.aliases
 
     def _make_flat(self, params: Sequence[ManagedParameter]) -> FlatStorage:
-        """One piece of memory for several parameters without an extension, and the parameters as views of it."""
+        """One block of memory for several parameters without an extension, and the parameters as views of it."""
         sizes = [0 if param.aliases else param.layout.numel * param.compute_dtype.itemsize for param in params]
         offsets, total = pack(sizes, ALIGN_BYTES)
         storage = FlatStorage(total, self._channel.roles.device)
         storage.alloc()
         for param, offset in zip(params, offsets, strict=True):
-            # Two views, each with a version counter of its own: filling `whole` must not look to autograd like a
-            # change of the parameter.
+            # Two views with separate version counters: filling `whole` must not look to autograd like a change of the
+            # parameter.
             shape, dtype = param.layout.shape, param.compute_dtype
             if param.aliases:
                 param.make_unsharded(_alias(param))
@@ -85,13 +85,13 @@ class Assembly:
     # --- one unshard -------------------------------------------------------------------------------------------------
 
     def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
-        """Issue the all-gather of unit `fqn` from its flat `shards`, which are of these `versions`; `finish` must
+        """Issue the all-gather of unit `fqn` from its flat `shards`, which have these `versions`; `finish` must
         follow."""
         device, stay = self._channel.roles.device, not self._extended
         if self._params[0].plan.home != device:
             stay = False
-            # Offloaded: over as they are, cast there. A copy that does both casts on the CPU, which waits for it. Owned
-            # by this stream, as all that reads them.
+            # Offloaded: copy to the device first and cast there. A copy that does both would cast on the CPU and block
+            # it. The copies are owned by this stream, like everything that reads them.
             pairs = zip(self._params, shards, strict=True)
             shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
         if self._inner is not None:
@@ -106,7 +106,7 @@ class Assembly:
         return gather.start(fqn, self._sources(shards), stay)
 
     def _take(self, gather: Gather) -> None:
-        """The memory that `gather` needs from its start on."""
+        """Allocate the memory that `gather` needs from its start on."""
         self._early.alloc()
         for extended in self._extended.values():
             extended.alloc()
@@ -114,12 +114,12 @@ class Assembly:
             self._late.alloc()
 
     def _can_wait(self, gather: Gather) -> bool:
-        """Whether all that was made to be taken late is packed in `gather`: another `Comm`, or other ranks, may have
-        changed that."""
+        """Whether all memory that is allocated late belongs to packed parameters of `gather`: another `Comm`, or other
+        ranks, may have changed that."""
         return not self._extended and self._late_indices <= gather.packed
 
     def _copy(self, shards: Sequence[torch.Tensor]) -> None:
-        """Without a shard axis nothing travels."""
+        """Without a shard axis nothing is communicated."""
         for param, shard in zip(self._params, shards, strict=True):
             assert param.whole is not None
             if not param.aliases:
@@ -132,11 +132,11 @@ class Assembly:
         gather = self._gather_over(axis, plain=True)
         self._take(gather)
         for extended in self._extended.values():
-            extended.take_inner()  # once more: what else was taken is not needed
+            extended.take_inner()  # again: nothing else that was allocated is needed
         return gather.start(fqn, self.copies)
 
     def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
-        """Make the unsharded parameters complete. `axis`: of the smaller mesh that they were gathered from, if any."""
+        """Complete the unsharded parameters. `axis`: of the smaller mesh that they were gathered from, if any."""
         roles = self._channel.roles
         self._late.alloc()
         if axis is not None:
@@ -150,7 +150,7 @@ class Assembly:
                     extended.finish()
 
     def free_inner(self) -> None:
-        """The shards will change, or did: gather them again next time."""
+        """The shards will change, or have changed: gather them again next time."""
         if self._inner is not None:
             self._inner.free()
 
@@ -172,14 +172,14 @@ class Assembly:
                 extended = None if plain else self._extended.get(param)
                 if extended is not None:
                     layouts += extended.layouts
-                    # Version counters of their own: what `post` made may be views of them.
+                    # Separate version counters, because tensors that `post` made may be views of them.
                     fulls += [full.data for full in extended.fulls]
                 else:
                     assert param.whole is not None
                     layouts.append(param.layout.over(axis.size))
                     fulls.append(param.whole)
             with torch.inference_mode(False), torch.no_grad():
-                stays = self._late.is_taken  # kept at its address
+                stays = self._late.is_taken  # kept at the same address
                 self.storage.alloc()
                 self._gathers[key] = Gather(layouts, fulls, axis, self._channel.comm)
                 if not stays and self._can_wait(self._gathers[key]):
@@ -189,10 +189,10 @@ class Assembly:
     # --- staying valid -----------------------------------------------------------------------------------------------
 
     def follow_shards(self) -> bool:
-        """The sharded parameters may have been moved or converted: follow them where unsharded ones share their memory.
-        Returns whether the unsharded parameters fit them still."""
+        """Follow sharded parameters that were moved or converted, if unsharded ones share their memory. Returns whether
+        the unsharded parameters still match them."""
         with torch.inference_mode(False), torch.no_grad():
-            followed = [self._follows(param) for param in self._params]  # all of them, whatever the first says
+            followed = [self._follows(param) for param in self._params]  # all of them, whatever the first returns
         return all(followed)
 
     def _follows(self, param: ManagedParameter) -> bool:
@@ -215,7 +215,7 @@ class Assembly:
         return True
 
     def forget_shards(self) -> None:
-        """The shards are other tensors now: keep no reference to those that were."""
+        """The shards were replaced: drop references to the old ones."""
         for gather in self._gathers.values():
             gather.forget_shards()
 
@@ -225,7 +225,7 @@ class Assembly:
 
 
 def _alias(param: ManagedParameter) -> torch.Tensor:
-    """The data of an unsharded parameter that is the shard's memory. Sets `whole`."""
+    """The data of an unsharded parameter that shares the shard's memory. Sets `whole`."""
     shape = param.layout.shape
     param.whole = param.flat.view(shape)
     return param.from_memory(param.flat.data.view(shape))

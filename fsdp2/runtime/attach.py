@@ -1,4 +1,4 @@
-"""The hooks by which modules run their unit: forward, and the state dict. Layer: runtime, top.
+"""The hooks through which modules drive their unit, in forward and for the state dict. Layer: runtime, top.
 
 All hooks are plain functions that find the unit through the module, so that a copied module has the hooks of its copy.
 """
@@ -20,8 +20,8 @@ from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["attach", "guard_state_dict", "owner_of", "owners_of", "post_forward", "pre_forward"]
 
-# What torch says of a whole tensor that is to be loaded into a sharded one, and what we say instead. It collects such
-# messages in a list, which hooks before a load get and hooks after it do not.
+# torch's message for a whole tensor that is loaded into a sharded one, and our replacement. torch collects such
+# messages in a list, which pre-load hooks receive and post-load hooks do not.
 _PLAIN_INTO_SHARDED = re.compile(
     r'While copying the parameter named "(.+?)".*dimensions in the checkpoint are torch\.Size\(\[(.*?)\]\).*'
     r"got mixed torch\.Tensor and DTensor",
@@ -37,14 +37,14 @@ _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that m
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
-    """Let `module` run as (one of) `unit`'s."""
+    """Make `module` run as a module of `unit`."""
     module.__dict__["_fsdp2_unit"] = unit
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
 
 
 def guard_state_dict(module: nn.Module, unit: Unit) -> None:
-    """`module` holds parameters of `unit`: they are sharded when a state dict is made or loaded."""
+    """Reshard `unit`, whose parameters `module` holds, before a state dict is made or loaded."""
     owners = module.__dict__.get(_OWNERS)
     if owners is not None:
         if unit not in owners:

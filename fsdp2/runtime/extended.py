@@ -1,4 +1,4 @@
-"""`ExtendedGather`: the all-gather of one parameter that has hooks for it; see `extension`. Layer: runtime, below the
+"""`ExtendedGather`: the all-gather of one parameter with all-gather hooks; see `extension`. Layer: runtime, below the
 param group.
 
 ::
@@ -22,14 +22,14 @@ __all__ = ["ExtendedGather"]
 
 
 class ExtendedGather:
-    """One parameter's; a `Storage`: it is taken before the gather and given back when the group reshards.
+    """The gather of one parameter. It is a `Storage`: allocated before the gather and freed when the group reshards.
 
-    `raw` and what `post` allocates belong to the all-gather stream, like all unsharded storage.
+    `raw` and what `post` allocates are owned by the all-gather stream, like all unsharded storage.
 
     Attributes:
-        param: is extended.
-        layouts: of what is gathered.
-        fulls: what is gathered, views of `raw`.
+        param: the parameter with the hooks.
+        layouts: of the gathered tensors.
+        fulls: the gathered tensors, views of `raw`.
     """
 
     def __init__(self, param: ManagedParameter):
@@ -52,14 +52,14 @@ class ExtendedGather:
 
     @property
     def _extension(self) -> Extension:
-        """The hooks that the sharded parameter has now: it may have been replaced by another of its kind."""
+        """The current hooks of the sharded parameter, which may have been replaced by another of its kind."""
         if self._quantised is not None:
             return self._quantised
         assert self.param.extension is not None
         return self.param.extension
 
     def sources(self) -> list[torch.Tensor]:
-        """What this rank sends; the hook runs once for each all-gather. Raises like `_call_pre`."""
+        """What this rank sends; the hook runs once per all-gather. Raises like `_call_pre`."""
         first, self._first = self._first, None
         return self._call_pre() if first is None else first
 
@@ -89,7 +89,7 @@ class ExtendedGather:
         return [share.contiguous() for share in shares]
 
     def finish(self) -> None:
-        """The gathered tensors are there: make the unsharded parameter, or fill it."""
+        """After the gather: create the unsharded parameter, or fill it."""
         param = self.param
         if not self._is_made:
             self._is_made = True
@@ -113,11 +113,12 @@ class ExtendedGather:
             self._raw.free()
 
     def alloc(self) -> None:
-        """See `Storage.alloc`; what `post` made is taken right before it is filled."""
+        """See `Storage.alloc`; tensors that `post` made are allocated right before they are filled."""
         self._raw.alloc()
 
     def take_inner(self) -> None:
-        """Take what `post` made, which a gather from the smaller mesh fills past the hooks; `raw` is not needed."""
+        """Allocate the tensors that `post` made, which a gather from the smaller mesh fills without the hooks; `raw` is
+        not needed."""
         self._raw.free()
         for storage, nbytes in self._inner:
             storage.resize_(nbytes)

@@ -1,8 +1,9 @@
-"""What changes the all-gather of one parameter: the hooks `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Layer:
+"""The hooks that change the all-gather of one parameter: `fsdp_pre_all_gather` and `fsdp_post_all_gather`. Layer:
 runtime, below the parameter.
 
-A sharded parameter's local tensor may be of a subclass with these methods (an fp8 or a quantised weight), or carry them
-as attributes. Then its all-gather sends what `pre` returns, and `post` makes the unsharded tensor of what arrives::
+A sharded parameter's local tensor may be of a subclass with these methods (an fp8 or a quantised weight), or have them
+as attributes. Then its all-gather sends what `pre` returns, and `post` makes the unsharded tensor from what is
+received::
 
     pre(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     post(gathered tensors, metadata, param_dtype)          -> (unsharded tensor, tensors that it keeps its data in)
@@ -36,11 +37,11 @@ class Extension(Protocol):
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """What becomes of what arrives."""
+        """Makes the unsharded tensor from what is received."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a local tensor is of a subclass, whose memory we must leave to its own operators."""
+    """Whether a local tensor is of a subclass, whose memory only its own operators may access."""
     return type(tensor) not in (torch.Tensor, nn.Parameter)
 
 
@@ -70,10 +71,10 @@ def extension_of(fqn: str, local: torch.Tensor) -> Extension | None:
 
 
 def releases_outputs(fqn: str, extension: Extension) -> bool:
-    """Whether what the all-gather delivered may be freed once `post` has read it.
+    """Whether the gathered tensors may be freed once `post` has read them.
 
     Raises:
-        MisuseError: the hook that says so answers with something else than a bool.
+        MisuseError: the hook that decides this does not return a bool.
     """
     ask = getattr(extension, _RELEASE, None)
     answer = False if ask is None else ask()

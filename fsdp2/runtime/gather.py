@@ -1,6 +1,6 @@
 """`Gather`: how a group's shards become its unsharded parameters. Layer: runtime, below the param group.
 
-Everything that does not change from step to step is made once: which lane each parameter takes, the views into which a
+Everything that does not change from step to step is computed once: the lane of each parameter, the views into which a
 rank copies its own shards (casting to the compute dtype: the only copy of the direct lane), the operands of the
 collective, and the copies out of the packed buffer::
 
@@ -28,8 +28,8 @@ _Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class named:
-    """Give errors of communication the names of the unit and the rank. (A class: `contextmanager` costs four times as
-    much, and six of these run a unit and step.)
+    """Add the names of the unit and the rank to communication errors. (A class, because `contextmanager` costs four
+    times as much, and six of these run per unit and step.)
 
     Raises:
         CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
@@ -60,13 +60,14 @@ class Gather:
     Must be made while `fulls` have storage, and outside of inference mode.
 
     Args:
-        layouts: how each tensor is cut over `axis.size` ranks.
-        fulls: what to fill, of the layouts' shapes; other tensors than the parameters on the same memory, so that
-            filling them is not seen as modifying those.
+        layouts: how each tensor is split over `axis.size` ranks.
+        fulls: the tensors to fill, of the layouts' shapes. They are not the parameters but other tensors on the same
+            memory, so that autograd does not see filling as a modification of the parameters.
 
     Attributes:
         operands: of the collective.
-        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory from then on.
+        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory only from then
+        on.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, comm: Comm):
@@ -91,7 +92,8 @@ class Gather:
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]
-        # Apart by dtype: one call for several wrote garbage on CUDA until https://github.com/pytorch/pytorch/pull/173531.
+        # One call per dtype: one for several wrote garbage on CUDA until
+        # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
         self._known: tuple[list[int], list[_Copies]] = [], []
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
@@ -113,7 +115,7 @@ class Gather:
         }
         for index, offset in zip(indices, offsets, strict=True):
             layout, full = layouts[index], fulls[index]
-            columns = views[full.dtype]  # one for all of a dtype: its parts are neighbours
+            columns = views[full.dtype]  # one for all of a dtype: its parts are contiguous
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
             for source, destination in interleave(columns, start, full, layout):
@@ -127,10 +129,10 @@ class Gather:
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
     def start(self, fqn: str, shards: Sequence[torch.Tensor], stay: bool = False) -> Pending | None:
-        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None where nothing travels.
+        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None if there is nothing to send.
 
         Args:
-            stay: these tensors will be there the next time too, so what was worked out of them is kept.
+            stay: the same tensors will be passed next time, so what is derived from them is cached.
         """
         if self._packed is not None:
             self._packed.alloc()
@@ -143,11 +145,11 @@ class Gather:
             return self._comm.all_gather(self.operands, self._axis.group)
 
     def forget_shards(self) -> None:
-        """Keep no reference to shards of earlier calls."""
+        """Drop references to shards of earlier calls."""
         self._known = [], []
 
     def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> "list[_Copies]":
-        """The copies in, of each dtype; with `stay` as few as there can be."""
+        """The copies in, grouped by dtype; with `stay` as few as possible."""
         addresses = addresses_of(shards) if stay else None
         if addresses is not None and addresses == self._known[0]:
             return self._known[1]

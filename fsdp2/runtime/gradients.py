@@ -1,13 +1,15 @@
-"""`Gradients`: when a group's gradients are complete, and what is reduced then. Layer: runtime, below the param group.
+"""`Gradients`: when a group's gradients are complete, and which are reduced then. Layer: runtime, below the param
+group.
 
-Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them tells when the
-last has arrived, so that the reduction starts then and not only when backward leaves the unit. It is the last of a
-parameter's hooks, since it takes what the model's own would change. Gradients that are not to be reduced yet simply
-stay there.
+Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them detects when
+the last has arrived, so that the reduction starts then and not only at the end of the unit's backward. Our hook is the
+last of a parameter's hooks, because it takes the gradient, which the model's own hooks may change. Gradients that are
+not to be reduced yet simply stay there.
 
-A gradient may also come without a hook: a backward of the model's own writes it. So what is taken is what is there. And
-such a backward may run further ones within itself, say for each tile of a sequence. Nobody but the unit knows which of
-them is the last, so gradients that come in a backward within the unit's own wait for the end of that.
+A gradient may also be written without the hook running, by a custom backward, so `take` takes all gradients that exist.
+Such a backward may also run further backwards inside itself, for instance one per tile of a sequence. Which of them is
+the last cannot be seen from a gradient, so gradients from a backward nested in the unit's own wait for the end of the
+latter.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ class Gradients:
     """The gradients of one group's parameters.
 
     Args:
-        on_ready: called in backward each time all trainable parameters have got a gradient since `expect_all`.
+        on_ready: called in backward when all trainable parameters have received a gradient since `expect_all`.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel, on_ready: Callable[[], None]):
@@ -52,7 +54,7 @@ class Gradients:
         self._hooks: dict[int, RemovableHandle] = {}
 
     def sync_trainable(self) -> None:
-        """Follow the sharded parameters' `requires_grad`, once the unsharded ones exist."""
+        """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
         wanted = [param.sharded.requires_grad for param in self._params]
         if wanted == self._synced:
             return
@@ -64,7 +66,7 @@ class Gradients:
             self._note_trainable(index, unsharded)
 
     def follow_unsharded(self) -> None:
-        """Where the user froze or unfroze an unsharded parameter, the sharded one follows."""
+        """If the user froze or unfroze an unsharded parameter, do the same to the sharded one."""
         found = [param.unsharded is not None and param.unsharded.requires_grad for param in self._params]
         if found == self._synced:
             return
@@ -89,7 +91,7 @@ class Gradients:
         return bool(self._trainable)
 
     def forget_unsharded(self) -> None:
-        """The unsharded parameters will be made again, unless they fit again by then."""
+        """The unsharded parameters will be created again, unless they match again by then."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -105,7 +107,7 @@ class Gradients:
 
     @property
     def none_arrived(self) -> bool:
-        """Whether there are trainable parameters, and none has got a gradient since `expect_all`."""
+        """Whether there are trainable parameters, none of which has received a gradient since `expect_all`."""
         return bool(self._trainable) and self._missing == self._trainable
 
     def expect_all(self) -> None:
@@ -113,7 +115,7 @@ class Gradients:
         self._missing = set(self._trainable)
 
     def begin_backward(self) -> None:
-        """The unit's backward begins, in the backward pass that runs now."""
+        """The unit's backward begins, in the current backward pass."""
         self._backward = running_backward()
         self.keep_hooks_last()
 
@@ -123,14 +125,14 @@ class Gradients:
         self.expect_all()
 
     def _hook(self, index: int) -> None:
-        weak_self = ref(self)  # the parameter holds the hook, and we hold the parameter
+        weak_self = ref(self)  # the parameter holds the hook, and self holds the parameter
 
         def hook(_param: torch.Tensor) -> None:
             gradients = weak_self()
             if gradients is not None and gradients._backward in (None, running_backward()):
                 gradients._missing.discard(index)
-                # Not the last only where the model has hooked it since backward began: then the end of the unit's
-                # backward reduces.
+                # Not the last only if the model added a hook since backward began: then the end of the unit's backward
+                # reduces.
                 if not gradients._missing and gradients._is_last_hook(index, hook):
                     gradients._on_ready()
 
@@ -140,8 +142,8 @@ class Gradients:
         return post_accumulate_grad_hooks(self._unsharded[index])[-1] is hook
 
     def keep_hooks_last(self) -> None:
-        """The model may have hooks of its own on unsharded parameters, since forward: ours act after them. Alike on
-        all ranks, also where only some have hooked something: the place of a reduction among others does not change."""
+        """Move our hooks behind hooks that the model has added to unsharded parameters since forward. All ranks behave
+        the same even if only some have added hooks: the order of reductions does not change."""
         if sum(map(len, filter(None, map(hooks_of, self._unsharded)))) != len(self._hooks):
             for index, handle in self._hooks.items():
                 handle.remove()
@@ -161,12 +163,13 @@ class Gradients:
         self.end_backward()
 
     def take(self, settings: UnitSettings, at_end: bool, streams: Streams, fqn: str) -> list[Reduction]:
-        """Reductions, not started, of all gradients there are; one for each original dtype of parameters. The unsharded
-        parameters have no gradients after it.
+        """Reductions, not yet started, of all existing gradients, one per original dtype of parameters. The unsharded
+        parameters have no gradients afterwards.
 
         Args:
-            at_end: backward is over. Only then are zeros added for trainable parameters without a gradient, where the
-                settings ask for it, and partials reduced by themselves: more gradients may have come before.
+            at_end: backward is over. Only then are zeros added for trainable parameters without a gradient (if the
+                settings require it), and partials without new gradients reduced: before, more gradients could still
+                arrive.
         """
         fill = at_end and settings.reduce_unused
         may_have_partials = at_end and self._channel.roles.replicate_group is not None
@@ -181,7 +184,7 @@ class Gradients:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
                 by_dtype.setdefault(param.flat.dtype, []).append((index, Contribution(param, grad, partial)))
-        # Dict order is the parameters' order, which is the same on every rank.
+        # The order of the dict is that of the parameters, which is the same on every rank.
         return [self._reduction(found, settings, streams, fqn) for found in by_dtype.values()]
 
     def _reduction(
@@ -195,7 +198,7 @@ class Gradients:
 
     @staticmethod
     def _filled(param: ManagedParameter) -> torch.Tensor | None:
-        """The gradient of one parameter; zeros for a trainable one without."""
+        """The gradient of one parameter; zeros for a trainable one without a gradient."""
         if param.sharded.requires_grad and not param.has_known_reduce_dtype:
             raise ArgumentError(
                 f"'{param.fqn}': with set_reduce_scatter_unused_params(True) all ranks must know the dtype of a "

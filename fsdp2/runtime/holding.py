@@ -1,6 +1,6 @@
 """`Holding`: the modules and the param groups of a unit, and the groups' changes of form. Layer: runtime, below unit.
 
-Which form is wanted when is the unit's to know.
+The unit decides which form is needed when.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ class Holding(ABC):
 
     Attributes:
         groups: the parameters, one group per mesh; none for a unit without parameters.
-        borrowed: groups of other units, with parameters that modules of this one hold too (tied weights). Gathered for
-            this unit's sake as well; their owner reduces them.
+        borrowed: groups of other units, with parameters that modules of this unit also hold (tied weights). This unit
+            gathers them too; their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
     """
@@ -40,7 +40,7 @@ class Holding(ABC):
 
     @abstractmethod
     def ready_context(self) -> Context:
-        """The context, made where there is none."""
+        """The context, created if there is none."""
 
     @abstractmethod
     def gradients_ready(self, index: int) -> None:
@@ -55,7 +55,7 @@ class Holding(ABC):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that still live."""
+        """The modules that are still alive."""
         return [module for weak in self._modules if (module := weak()) is not None]
 
     @property
@@ -66,7 +66,7 @@ class Holding(ABC):
     # --- following the modules ---------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Take up parameters that were moved, converted or replaced.
+        """Adopt parameters that were moved, converted or replaced.
 
         Raises:
             OrderError: parameters are still on the meta device.
@@ -92,8 +92,8 @@ class Holding(ABC):
             group.refresh()
 
     def move_groups(self) -> None:
-        """The same after the module was moved or converted: shards are in new memory, which nobody else knows, so that
-        they may as well be put together."""
+        """The same after the module was moved or converted. Shards are then in new memory that nothing else refers to,
+        so they can be placed contiguously."""
         for group in self._sharded_groups():
             if group.refresh():
                 group.lay_together()
@@ -126,7 +126,7 @@ class Holding(ABC):
             group.forget_use()
 
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
-        """Give unsharded parameters back, where no other unit computes with them.
+        """Free unsharded parameters that no other unit computes with.
 
         Args:
             to_smaller: keep a copy on the smaller mesh.
@@ -142,8 +142,8 @@ class Holding(ABC):
                     group.reshard(self.context.memory, small)
 
     def reshard_all(self) -> None:
-        """Give unsharded parameters back whoever may use them, and what was kept of them too: the sharded ones will be
-        looked at or changed."""
+        """Free all unsharded parameters, even those that other units use or that were kept, because the sharded ones
+        will be read or changed."""
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()

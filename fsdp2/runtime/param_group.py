@@ -8,7 +8,7 @@
     SHARDED    <------------------- reshard ----------- UNSHARDED, RESHARDED
     RESHARDED  <-------------- reshard(smaller) ------- UNSHARDED
 
-The phase has one home, here; a parameter's form follows from it.
+The phase is kept only here; a parameter's form follows from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class Phase(Enum):
     __hash__ = object.__hash__  # in C: each step looks moves up
 
     SHARDED = "sharded"
-    GATHERING = "gathering"  # the module holds the form it had before, the all-gather is under way
+    GATHERING = "gathering"  # the module still holds the form it had before, the all-gather is in flight
     UNSHARDED = "unsharded"
     RESHARDED = "resharded"  # to the smaller post-forward mesh, or to inner shards
 
@@ -60,17 +60,17 @@ class Keep(Enum):
     """What a group keeps when it reshards."""
 
     NOTHING = "nothing"
-    STORAGE = "storage"  # the memory, at its address
-    FROZEN = "frozen"  # the memory and what is in it, while no parameter requires a gradient
+    STORAGE = "storage"  # the memory, at the same address
+    FROZEN = "frozen"  # the memory and its contents, while no parameter requires a gradient
 
 
 class Memory(Protocol):
-    """What a group needs of its context: streams, and a place to leave storage that compute may still read."""
+    """What a group needs from its context: streams, and an owner for storage that compute may still read."""
 
     streams: Streams
 
     def make_room(self, storage: Storage | None, prefetching: bool) -> None:
-        """Called on the all-gather stream before `storage` (None: one not made yet) is taken."""
+        """Called on the all-gather stream before `storage` (None: not created yet) is allocated."""
 
     def release(self, storage: Storage) -> None:
         """The compute stream's use of `storage` ends with what is enqueued now."""
@@ -85,10 +85,10 @@ class ParamGroup:
 
     Attributes:
         fqn: of the unit, relative to the root once there is one.
-        channel: how the parameters travel.
+        channel: how the parameters are communicated.
         smaller: roles on the mesh to which `reshard(to_smaller=True)` reshards.
-        users: units (their ids) that compute with the unsharded parameters, or will. More than one where weights are
-            tied over units.
+        users: ids of units that compute with the unsharded parameters, or will. More than one if weights are tied
+            across units.
         keep: what reshard keeps.
     """
 
@@ -103,7 +103,7 @@ class ParamGroup:
         self.keep = Keep.NOTHING
         self.phase = Phase.SHARDED
         self._assembly: Assembly | None = None
-        self._fits = True  # the assembly, with what was taken up last
+        self._fits = True  # the assembly matches the current parameters
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
@@ -116,8 +116,8 @@ class ParamGroup:
     # --- shard -> unshard -> reshard ---------------------------------------------------------------------------------
 
     def unshard(self, memory: Memory, prefetching: bool = False) -> None:
-        """Issue the all-gather, unless it was. Collective over the shard group (after `reshard(to_smaller=True)`, over
-        the smaller group). The parameters may be used after `wait_for_unshard`."""
+        """Issue the all-gather, unless it is already issued. Collective over the shard group (after
+        `reshard(to_smaller=True)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
         if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
@@ -133,7 +133,7 @@ class ParamGroup:
             self._assembly, self._fits = None, True
             self._refuse_gradients()
         streams = memory.streams
-        # What compute may still read or write: the copies on the smaller mesh, memory that was not given back.
+        # Compute may still read or write these: the copies on the smaller mesh, memory that was not freed.
         in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
         resharded = streams.record() if in_use else None
         with without_grad(), streams.gathering():
@@ -158,8 +158,8 @@ class ParamGroup:
                 self._under_way = lambda: streams.wait(gathered)
 
     def _refuse_gradients(self) -> None:
-        """The unsharded parameters will be made again. A graph may still hold those of before, of whose gradients
-        nobody would know."""
+        """The unsharded parameters will be created again. A graph may still hold the previous ones, whose gradients
+        would be lost."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
@@ -190,7 +190,7 @@ class ParamGroup:
                 under_way()
             self._check_slots()
         except BaseException:
-            # Not to be waited for again. The memory stays: a failed collective may still write to it.
+            # Do not wait again. Keep the memory: a failed collective may still write to it.
             self._put([param.sharded for param in self.params])
             self._move(Phase.SHARDED)
             raise
@@ -200,9 +200,9 @@ class ParamGroup:
         self._drop_resharded()
 
     def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
-        """Give the unsharded parameters back; the module holds the sharded ones, or those on the smaller mesh (with
-        replicas that are sharded too, the inner shards stay)."""
-        self._finish_gathering()  # prefetched and not used
+        """Free the unsharded parameters; the module holds the sharded ones, or those on the smaller mesh (with sharded
+        replicas, the inner shards stay)."""
+        self._finish_gathering()  # prefetched but not used
         if self.phase is Phase.SHARDED or (self.phase is Phase.RESHARDED and to_smaller):
             return
         emit("reshard", self.fqn)
@@ -242,10 +242,10 @@ class ParamGroup:
         return self._table
 
     def _check_slots(self) -> None:
-        """What somebody has put in the place of parameters would be passed over.
+        """Raise if parameters were replaced in the modules, because the replacements would be ignored.
 
         Raises:
-            ArgumentError: somebody did.
+            ArgumentError: a parameter was replaced.
         """
         if self.smaller is None:
             forms = [param.sharded for param in self.params]
@@ -259,13 +259,13 @@ class ParamGroup:
         self._table = None
 
     def forget_kept(self, memory: Memory) -> None:
-        """Sharded parameters will be changed: what was kept of the unsharded ones is given back."""
+        """Sharded parameters will change: free what was kept of the unsharded ones."""
         if self.phase is Phase.SHARDED and self._assembly is not None and self._assembly.complete_at is not None:
             self._assembly.complete_at = None
             memory.release(self._assembly.storage)
 
     def _is_complete(self) -> bool:
-        """Whether the unsharded parameters were kept and are what a gather would make."""
+        """Whether the unsharded parameters were kept and equal what a gather would produce."""
         assembly = self._assembly
         if assembly is None or assembly.complete_at is None:
             return False
@@ -278,8 +278,8 @@ class ParamGroup:
         return [version(param.sharded) for param in self.params]
 
     def _check_aliases(self) -> None:
-        """Where unsharded parameters are the sharded ones' memory, what changes these between forward and backward
-        makes gradients wrong; autograd, which raises for a plain model, does not see it.
+        """If unsharded parameters share the sharded ones' memory, changing these between forward and backward makes
+        gradients wrong. Autograd, which raises for a plain model, does not see the change.
 
         Raises:
             OrderError: that happened.
@@ -307,7 +307,7 @@ class ParamGroup:
     # --- following the sharded parameters ----------------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """Take up parameters that were moved, converted or replaced. Only while sharded. Returns whether any was."""
+        """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any was."""
         before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
@@ -317,30 +317,31 @@ class ParamGroup:
             if self._assembly is not None:
                 self._assembly.forget_shards()
         if any(changed) and self._assembly is not None:
-            # Kept until the next unshard: converted back by then, it fits again, and a graph holds its parameters.
+            # Kept until the next unshard: if converted back by then, it matches again, and a graph may hold its
+            # parameters.
             self._fits = self._assembly.follow_shards()
             if not self._fits:
                 self.gradients.forget_unsharded()
             now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
             pairs = zip(before, now, strict=True)
             if self._assembly.used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
-                self._assembly.used_at = [-1]  # other values, of whatever version
+                self._assembly.used_at = [-1]  # other values, of any version
         return any(changed)
 
     def lay_together(self) -> None:
-        """Put the shards into one piece of memory, if they are not. Only while sharded, after `refresh`."""
+        """Move the shards into one block of memory, if they are not in one. Only while sharded, after `refresh`."""
         if lay_together(self.params):
             self._shards = []
             self.refresh()
 
     def channel_changed(self) -> None:
-        """The channel has another `Comm`: plans made for the last one are void."""
+        """The channel has another `Comm`: plans made for the previous one are invalid."""
         self.gradients.forget_plans()
         if self._assembly is not None:
             self._assembly.forget_gathers()
 
     def on_meta(self) -> list[str]:
-        """FQNs of parameters that have no data yet."""
+        """FQNs of parameters that are on the meta device."""
         return [param.fqn for param in self.params if self._at_rest(param).is_meta]
 
     def not_at_home(self) -> list[tuple[str, torch.device]]:
@@ -352,7 +353,7 @@ class ParamGroup:
         ]
 
     def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
-        """The sharded parameter, or what a loader has put in its place since."""
+        """The sharded parameter, or a replacement from a loader."""
         return param.held if self.phase is Phase.SHARDED else param.sharded
 
 

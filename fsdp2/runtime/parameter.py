@@ -50,21 +50,21 @@ _num_replaced = 0
 
 
 def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
-    """The managed parameter that `tensor` became (it was there before `fully_shard`, or was replaced since) or is the
-    unsharded form of."""
+    """The managed parameter that `tensor` belongs to: its original before `fully_shard`, a sharded one that was
+    replaced since, or its unsharded form."""
     weak = _managed.get(tensor)
     return None if weak is None else weak()
 
 
 def num_replaced() -> int:
-    """How often something took the place of a sharded parameter in this process: what holds some may hold stale ones
-    when it has changed."""
+    """How often a sharded parameter was replaced in this process. When it has changed, holders of parameters may hold
+    stale ones."""
     return _num_replaced
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one parameter is to be managed; worked out and checked by `fully_shard` before anything changes.
+    """How one parameter will be managed; computed and checked by `fully_shard` before anything changes.
 
     Attributes:
         roles: mesh and axes.
@@ -97,33 +97,33 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A user's own class of parameter, and what the user noted on it: both live on in the unsharded parameter."""
+    """The user's parameter class and attributes; the unsharded parameter keeps both."""
 
     cls: type
     tags: dict[str, Any]
 
     @staticmethod
     def of(original: nn.Parameter) -> "_Kind":
-        """The kind of `original`; tensor subclasses that pose as parameters are kept as the data that they are."""
+        """The kind of `original`; for tensor subclasses that only pose as parameters the class belongs to the data."""
         if nn.Parameter not in type(original).__mro__:
             return _Kind(nn.Parameter, {})
         return _Kind(type(original), dict(original.__dict__))
 
 
 class Partial(NamedTuple):
-    """A gradient that was reduce-scattered and not yet all-reduced.
+    """A gradient that was reduce-scattered but not yet all-reduced.
 
     Attributes:
         flat: its sum, 1-D and padded.
-        divisor: what the sum over the replicas is still to be divided by.
+        divisor: the number by which the sum over the replicas still has to be divided.
     """
 
     flat: torch.Tensor
     divisor: float
 
     def over(self, divisor: float) -> torch.Tensor:
-        """The sum, scaled so that `divisor` is what it is still to be divided by. The factors that held when a gradient
-        was reduce-scattered count for it, whatever holds now."""
+        """The sum, scaled so that it still has to be divided by `divisor`. The divide factor that was set when a
+        gradient was reduce-scattered applies to it, whatever is set now."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
@@ -133,15 +133,15 @@ class ManagedParameter:
     Args:
         slots: every place that holds it.
         fqn: relative to the unit's module.
-        original: what the slots hold until now.
+        original: the parameter that the slots hold so far.
         data: its (tensor-parallel: its local) values, whole.
 
     Attributes:
         fqn: relative to the root from the root's first forward on.
-        geometry: how it is cut.
+        geometry: how it is split.
         sharded, unsharded, resharded: see the table above; the last two are None while there is none.
         flat: 1-D storage of the local shard, padded.
-        whole: the memory of `unsharded`, dims in memory order; a tensor of its own, which no autograd graph knows.
+        whole: the memory of `unsharded`, dims in memory order; a separate tensor that is in no autograd graph.
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
         writes_on_meta: how often the original was written to while it was on the meta device, which leaves no values.
         extension: the user's hooks that change the all-gather of this parameter, if there are any.
@@ -168,7 +168,7 @@ class ManagedParameter:
         self.put(self.sharded)
 
     def clone_sharded(self) -> nn.Parameter:
-        """A copy of `sharded` with memory of its own and no gradient."""
+        """A copy of `sharded` with its own memory and no gradient."""
         flat = self.flat.clone()
         local = local_tensor(self.sharded)
         if not is_wrapper(local):
@@ -202,7 +202,7 @@ class ManagedParameter:
 
     @property
     def layout(self) -> ShardLayout:
-        """How it is cut over the shard axis, dims in memory order."""
+        """How it is split over the shard axis, dims in memory order."""
         return self.geometry.layout
 
     @property
@@ -272,17 +272,17 @@ class ManagedParameter:
 
     @property
     def is_extended(self) -> bool:
-        """Whether something else than the shard travels in an all-gather."""
+        """Whether an all-gather sends something other than the shard."""
         return self.extension is not None or self.plan.quantises
 
     @property
     def has_known_reduce_dtype(self) -> bool:
-        """Whether all ranks know it, also one that has no gradient: the user may have lifted `grad_dtype`."""
+        """Whether all ranks know it, including one without a gradient: the user may have set `grad_dtype` to None."""
         return self.sharded.grad_dtype is not None or self.plan.policy.reduce_dtype is not None
 
     @property
     def aliases(self) -> bool:
-        """Whether `unsharded` can be `flat` itself: nothing is sharded, nothing cast, nothing moved (as DDP does)."""
+        """Whether `unsharded` can be `flat` itself: nothing is sharded, cast or moved (as in DDP)."""
         return (
             self.roles.shard_axis is None
             and self.compute_dtype == self.dtype
@@ -298,7 +298,7 @@ class ManagedParameter:
             slot.put(form)
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
-        """Create `unsharded` on `data`, which has the compute dtype and the whole's shape as the user sees it."""
+        """Create `unsharded` on `data`, which has the compute dtype and the unsharded shape as the user sees it."""
         before = self.unsharded
         trainable, specs = self.sharded.requires_grad, self.plan.specs
         if specs.inner_mesh is not None:
@@ -310,10 +310,10 @@ class ManagedParameter:
         self.unsharded.__dict__.update(self._kind.tags)
         _managed[self.unsharded] = ref(self)
         if self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
-            # Autograd then casts each gradient as it arrives: the one copy between compute and reduce dtype, and
-            # gradients of several backwards add up in the reduce dtype.
+            # Autograd then casts each gradient as it arrives. This is the only copy between compute and reduce dtype,
+            # and gradients of several backwards add up in the reduce dtype.
             self.unsharded.grad_dtype = self.reduce_dtype
-        if before is not None and before.grad is not None:  # converted while gradients wait to be reduced
+        if before is not None and before.grad is not None:  # converted while its gradient waits to be reduced
             self.unsharded.grad = before.grad.to(data.device, self.reduce_dtype)
         return self.unsharded
 
@@ -363,7 +363,7 @@ class ManagedParameter:
         return self.sharded if current is None else current
 
     def refresh(self) -> bool:
-        """Take up what the module holds now in place of `sharded`: another device, dtype, parameter, or storage without
+        """Adopt what the module now holds instead of `sharded`: another device, dtype, parameter, or storage without
         padding (after `to`, `to_empty`, `load_state_dict`). Only while sharded. Returns whether anything changed.
 
         Raises:
@@ -392,8 +392,8 @@ class ManagedParameter:
         return True
 
     def _replace_sharded(self, current: nn.Parameter) -> None:
-        """The user has put another parameter there (`load_state_dict(assign=True)`, an EMA's): an optimizer may hold
-        the one of before."""
+        """The user has put another parameter there (`load_state_dict(assign=True)`, an EMA's); an optimizer may hold
+        the previous one."""
         global _num_replaced
         _num_replaced += 1
         if self.sharded.grad_dtype != self.sharded.dtype:
@@ -429,10 +429,10 @@ class ManagedParameter:
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
-    """`found` is what a module holds in the place of `param`, which will be put there again.
+    """Check `found`, which a module holds instead of `param` and which `param` will replace.
 
     Raises:
-        ArgumentError: it may have other values, or wants a gradient.
+        ArgumentError: it may have other values, or requires a gradient.
     """
     if found is not None and param.is_among({id(found)}):
         return

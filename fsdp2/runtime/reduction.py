@@ -46,9 +46,9 @@ __all__ = ["Reduction"]
 class Reduction:
     """One reduction.
 
-    Gradients are only read: what autograd left in `.grad` may share its memory with a gradient that still flows.
-    Gradients and partials were made on other streams than those that read them here; this object keeps them alive
-    until `finish`, when the compute stream has waited for the reduction, and so it does with its own buffers.
+    Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
+    Gradients and partials were made on streams other than those that read them here. This object keeps them, and its
+    own buffers, alive until `finish`, when the compute stream has waited for the reduction.
 
     Args:
         fqn: of the unit.
@@ -100,7 +100,8 @@ class Reduction:
             pass
 
     def abandon(self) -> None:
-        """Take all steps that are left, but change no gradient. A failure was reported before and is not again."""
+        """Take all steps that are left, but change no gradient. A failure was already reported and is not reported
+        again."""
         self._is_abandoned = True
         with suppress(CollectiveError):
             self.finish()
@@ -137,7 +138,7 @@ class Reduction:
         if roles.replicate_group is not None:
             if self.leaves_partials:  # [3]
                 if not streams.lazy:
-                    yield  # else compute would wait for each reduce-scatter as soon as it is issued
+                    yield  # otherwise compute would wait for each reduce-scatter as soon as it is issued
                 streams.wait(done)
                 self._keep_partial(scaling.after_scatter(roles.replicate_size))
                 return
@@ -157,12 +158,12 @@ class Reduction:
         if not streams.lazy:
             yield
         if done is not None and self._plan.params[0].plan.home != roles.device:
-            done.synchronize()  # the optimizer reads host memory, which no stream orders
+            done.synchronize()  # the optimizer reads host memory, to which no stream order applies
         streams.wait(done)
         self._hand_over()  # [6]
 
     def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The gradients that there are, contiguous and in `dtype`."""
+        """The existing gradients, contiguous and in `dtype`."""
         found, self._grads = self._grads, []
         grads = [
             grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in found

@@ -1,7 +1,7 @@
-"""Who is the root: the first unit to run a forward, of all units below its module. Layer: runtime, top.
+"""Which unit is the root: the first to run a forward, among all units below its module. Layer: runtime, top.
 
-Until then units know nothing of each other; a unit that is unsharded before has a provisional context of its own. From
-then on they share one context, and their names are relative to the root.
+Before that, units are independent; a unit that is unsharded early has its own provisional context. Afterwards they
+share one context, and their names are relative to the root.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,8 @@ def become_root(root: Unit) -> None:
 
 
 def check_borrowed(units: Sequence[Unit]) -> None:
-    """A unit that holds a weight of another unit must have that one beside it: two roots have two backwards.
+    """A unit that holds a weight of another unit must be under the same root as that unit: two roots have separate
+    backwards.
 
     Raises:
         ArgumentError: the other unit is outside of this root.

@@ -37,7 +37,7 @@ class Slot:
 
     @property
     def direct(self) -> dict[str, nn.Parameter | None] | None:
-        """Where to write without a call; None where `put` must be used."""
+        """The dict to write to without a call; None if `put` must be used."""
         module = self._module()
         return parameter_slots(module) if self._direct and module is not None else None
 
@@ -72,7 +72,7 @@ class SlotTable:
                 slot.put(form)
 
     def others(self, forms: Sequence[nn.Parameter]) -> list[tuple[int, torch.Tensor | None]]:
-        """What the modules hold that is none of these forms, each with the index of its parameter."""
+        """What the modules hold other than these forms, each with the index of its parameter."""
         expected = map(forms.__getitem__, self._indices)
         if not any(map(is_not, map(dict.get, self._dicts, self._names), expected)):  # without a Python frame for each
             return []

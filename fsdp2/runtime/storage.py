@@ -1,8 +1,9 @@
-"""`FlatStorage`: one piece of memory for all tensors of a kind, given back and taken again as a whole. Layer: runtime.
+"""`FlatStorage`: one block of memory for several tensors, freed and allocated again as a whole. Layer: runtime.
 
-Views are made once; they survive `free` and `alloc`, because those resize the storage that the views share, and so do
-tensors that autograd saved. Each view has a version counter of its own: filling the memory through one does not tell
-autograd that the parameter on the same bytes was modified, which is right, since it is filled with the same values.
+Views are created once. They survive `free` and `alloc`, because these resize the storage that the views share, and so
+do tensors that autograd saved. Each view has its own version counter, so filling the memory through one view does not
+look to autograd like a modification of the parameter on the same bytes. That is correct, because it is filled with the
+same values.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from fsdp2.layout import strides
 
 __all__ = ["ALIGN_BYTES", "FlatStorage", "Storage", "Storages"]
 
-ALIGN_BYTES = 256  # what CUDA's allocator aligns to, hence what vectorised kernels may expect
+ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels may expect
 
 
 class Storage(Protocol):
-    """Memory that is taken and given back as a whole."""
+    """Memory that is allocated and freed as a whole."""
 
     def alloc(self) -> None:
         """Take the memory; its content is undefined."""
@@ -28,7 +29,7 @@ class Storage(Protocol):
 
 
 class Storages:
-    """Several as one."""
+    """Several storages as one."""
 
     def __init__(self, parts: Sequence[Storage]):
         self.parts = parts
@@ -53,17 +54,17 @@ class FlatStorage:
         self._storage = torch.UntypedStorage(0, device=device)
 
     def alloc(self) -> None:
-        """Take the memory; its content is undefined. On a stream: the one that frees it must be the same."""
+        """Allocate the memory; its content is undefined. It must be freed on the same stream."""
         if self._storage.size() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
     @property
     def is_taken(self) -> bool:
-        """Whether it has its memory now."""
+        """Whether it is allocated."""
         return self._storage.size() == self.nbytes
 
     def free(self) -> None:
-        """Give the memory back; views keep their shapes and must not be read."""
+        """Free the memory; views keep their shapes but must not be read."""
         self._storage.resize_(0)
 
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

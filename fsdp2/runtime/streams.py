@@ -1,11 +1,11 @@
-"""Streams and events, with a CPU stand-in, so that the code above is the same on both. Layer: runtime.
+"""Streams and events, with a CPU stand-in, so that the code above is the same for both. Layer: runtime.
 
-On an accelerator work is *enqueued*: everything up to the final event is issued at once, and waiting costs the CPU
-nothing. On the CPU work *runs*: a wait blocks, so it is put off until the result is needed. That is the only difference
+On an accelerator work is *enqueued*: everything up to the final event is issued at once, and waiting does not block the
+CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result is needed. That is the only difference
 the runtime sees (`Streams.lazy`).
 
-The side streams are made once per device and shared by all roots: roots that run one after another lose nothing, and
-streams are a scarce resource.
+The side streams are created once per device and shared by all roots: roots that run one after another lose nothing by
+it, and streams are a scarce resource.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ _NOTHING = nullcontext()
 
 
 def without_grad() -> AbstractContextManager[object]:
-    """`torch.no_grad()` where it has an effect; in backward it has none, and costs 2 us."""
+    """`torch.no_grad()` if it has an effect; in backward it usually has none, and costs 2 us."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
@@ -49,8 +49,9 @@ class Streams:
 
 
 class _Current:
-    """Make a stream the current one for a block. A new object for each block: `with stream` keeps in the stream itself
-    where it came from, so that neither blocks of two threads nor (before torch 2.12) nested ones may share it."""
+    """Make a stream the current one for a block. A new object per block, because `with stream` stores the previous
+    stream in the stream object, which therefore cannot be shared by blocks of two threads or (before torch 2.12) by
+    nested blocks."""
 
     __slots__ = ("_before", "_device_index", "_stream")
 
@@ -99,10 +100,10 @@ class AcceleratorStreams(Streams):
     def wait(self, event: torch.Event | None) -> None:
         """See `Streams.wait`."""
         if event is not None:
-            event.wait()  # not `stream.wait_event(event)`, which does not take the user's torch.cuda.Event
+            event.wait()  # not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event
 
 
 @cache
 def streams_for(device: torch.device) -> Streams:
-    """The streams of `device`, made at the first call."""
+    """The streams of `device`, created at the first call."""
     return Streams() if device.type == "cpu" else AcceleratorStreams(device)

@@ -8,8 +8,8 @@
     BACKWARD  --post_backward-->  DONE       reshard, reduce what was not
     DONE      --end of backward-> IDLE
 
-A forward inside of backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and
-leaves them so. So does a forward within a forward of the same unit, whose rest still needs them.
+A forward inside backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and leaves
+them unsharded. So does a forward nested in a forward of the same unit, which still needs them.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class Stage(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
-    DONE = "done"  # its backward ran; more of this backward pass may come to it
+    DONE = "done"  # its backward ran; this backward pass may reach it again
 
 
 _MOVES = {
@@ -74,12 +74,13 @@ class Unit(Holding):
     Attributes:
         settings: what the `set_*` methods change.
         policy: mixed precision.
-        left_by: the call because of which its last backward may have left gradients unreduced; "" for none.
-        split_backward: a backward without gradient sync went through the unit and gave none of its parameters a
-            gradient, as with schedules of pipelines that compute the gradients of weights later.
-        in_flight: reductions that this unit, as a root, shares with other roots; None where it does not.
-        forward_prefetch, backward_prefetch: explicit lists, weak: two units may well name each other.
-        was_emptied: by `to_empty`; whether all was filled since is not known yet (see `runtime.emptied`).
+        left_by: the call that let its last backward leave gradients unreduced; "" for none.
+        split_backward: a backward without gradient sync ran through the unit without giving any of its parameters a
+            gradient, as in pipeline schedules that compute the gradients of weights later.
+        in_flight: reductions that this unit, as a root, shares with other roots; None if it does not.
+        forward_prefetch, backward_prefetch: explicit lists, of weak references, since two units may name each other.
+        was_emptied: `to_empty` was called, and it is not known yet whether everything was filled (see
+        `runtime.emptied`).
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Unit(Holding):
         self.split_backward = False
         self._stage = Stage.IDLE
         self._to_run: set[int] = set()
-        self._depth = 0  # of forwards within its forward
+        self._depth = 0  # of nested forwards
 
     def ready_context(self) -> Context:
         """The context; a provisional one for a unit that no root's forward has reached yet.
@@ -121,7 +122,7 @@ class Unit(Holding):
         return self._stage
 
     def _in_backward(self) -> UnitSettings:
-        """The settings that hold in this backward."""
+        """The settings for this backward."""
         context = self.ready_context()
         settings = self.settings.in_backward(context.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if context.finalization.is_manual else settings
@@ -177,7 +178,7 @@ class Unit(Holding):
         return args, kwargs
 
     def _prefetch_in_forward(self, context: Context) -> None:
-        predicted = context.predict(self)  # also where a list comes first: what starts is recorded
+        predicted = context.predict(self)  # also if a list takes precedence: it records what starts
         for unit in _alive(self.forward_prefetch) or predicted:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
@@ -217,7 +218,7 @@ class Unit(Holding):
         return len(self._modules) > 1 and not all(has_forward(module) for module in self.modules)
 
     def complete_forward(self) -> None:
-        """The root's forward is over: what did not run will not run now."""
+        """The root's forward is over: modules that did not run will not run any more."""
         if self._stage is Stage.FORWARD:
             emit("post_forward", self.fqn)
             self._to_run.clear()
@@ -234,7 +235,7 @@ class Unit(Holding):
         return on_backward_begin(lambda: self.pre_backward(order, position), output)
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs on the accelerator. On the CPU they are there."""
+        """Move inputs to the accelerator. On the CPU nothing is to be done."""
         if self.device.type == "cpu":
             return args, kwargs
         with profiler_range("FSDP::inputs_to_device"):
@@ -266,12 +267,12 @@ class Unit(Holding):
                         unit.unshard(prefetching=True)
 
     def _pre_backward_again(self) -> None:
-        """A backward comes to what an earlier one computed in this unit."""
+        """Backward reaches a part of this unit again, after an earlier one had finished it."""
         self.pre_backward(None, -1)
 
     def gradients_ready(self, index: int) -> None:
-        """All trainable parameters of a group have a gradient: their reduction can start before backward is through
-        with the unit. Not where another rank may lack some: then all ranks start at the same place, the end."""
+        """All trainable parameters of a group have a gradient: their reduction can start before the unit's backward
+        ends. Not if other ranks may lack some: then all ranks start it at the same point, the end."""
         self.ready_context().expect_end_of_backward()
         settings = self._in_backward()
         if settings.requires_gradient_sync and not settings.reduce_unused:
@@ -288,7 +289,7 @@ class Unit(Holding):
             self.context.in_flight.start(reductions)
 
     def post_backward(self) -> None:
-        """Backward is through with the unit, at least for now: reshard, reduce what was not."""
+        """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
         self._to_run.clear()
         self._move(Stage.DONE)
@@ -301,9 +302,9 @@ class Unit(Holding):
                 self._reduce(group, settings)
 
     def finish_backward(self) -> None:
-        """The backward pass is over: what it has not finished is finished here.
+        """The backward pass is over: finish what is left.
 
-        Parameters that were prefetched and not used stay for the next backward, if there is one.
+        Parameters that were prefetched but not used stay for the next backward, if there is one.
         """
         assert self.context is not None
         if self._stage is Stage.BACKWARD:
@@ -335,7 +336,7 @@ class Unit(Holding):
         return any(group.gradients.wait_for_reduction(params) for group in self.groups)
 
     def reset(self) -> None:
-        """After an error: reshard, forget the iteration and all gradients that were not reduced."""
+        """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self._to_run.clear()
         self._stage = Stage.IDLE
         self.left_by = ""
@@ -371,8 +372,8 @@ def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
 
 
 def _make_room_for_recomputation(context: Context) -> None:
-    """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once: the last
-    two that it recomputed stay unsharded, so that backward need not gather them again."""
+    """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once. The last
+    two recomputed units stay unsharded, so that backward does not gather them again."""
     while len(context.recomputed) > 1:
         unit = context.recomputed.popleft()()
         if isinstance(unit, Unit) and unit._stage is Stage.IDLE:
