@@ -129,6 +129,26 @@ def test_after_an_exception_within(rank: int, world_size: int) -> None:
         assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, None])
+def test_block_that_is_called_by_itself(rank: int, world_size: int, raf: bool | None) -> None:
+    """A loss of its own on one block, which asks the whole model. The model's forward took the block's for one that
+    had raised, and resharded what the rest of it needs: "got mixed torch.Tensor and DTensor"."""
+
+    def block_alone(model: nn.Module, rank: int) -> None:
+        model.blocks[1](batch(1, rank), model).square().mean().backward()
+
+    plain = Asked()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, reshard_after_forward=raf)
+    fsdp2.fully_shard(model)
+    one_batch(model, 0, rank)
+    model.zero_grad()
+    block_alone(model, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, block_alone))
+
+
 # --- shallow copies ---------------------------------------------------------------------------------------------------
 
 

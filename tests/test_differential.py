@@ -16,18 +16,16 @@ from tests.differential.runner import run
 from tests.differential.script import script_of
 
 FOUND = Path(__file__).parent / "differential" / "found"
-SEEDS = (*range(12), 13, *range(15, 34))
+SAMPLE = {2: range(24), 4: range(3)}  # ranks: seeds
+CAMPAIGN = {2: 3000, 4: 1000}
+AT_ONCE = 100
 
 
-LEFT_OUT = (45, 46, 49, 50, 52, 59, 60, 69, 81, 85, 91, 94)
-MORE_SEEDS = [seed for seed in range(34, 103) if seed not in LEFT_OUT]
-
-
-def test_fixed_seeds() -> None:
+@pytest.mark.parametrize("num_ranks", SAMPLE)
+def test_fixed_seeds(num_ranks: int) -> None:
     """torch's FSDP2, fsdp2 and one process agree after every action of these programs."""
-    for seed in SEEDS:
-        result = run(generate(seed, 2))
-        assert result.kind == "same", f"python -m tests.differential --seed {seed} --count 1 --shrink 60: {result.text}"
+    for seed in SAMPLE[num_ranks]:
+        _check(seed, num_ranks)
 
 
 def test_programs_are_data() -> None:
@@ -58,11 +56,19 @@ def test_mutants_are_found(mutant: Mutant) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", MORE_SEEDS)
-def test_more_seeds(seed: int) -> None:
-    """As `test_fixed_seeds`. Left out are nets that call themselves."""
-    result = run(generate(seed, 2))
-    assert result.kind == "same", result.text
+@pytest.mark.parametrize(
+    ("num_ranks", "first"), [(ranks, seed) for ranks, count in CAMPAIGN.items() for seed in range(0, count, AT_ONCE)]
+)
+def test_more_seeds(num_ranks: int, first: int) -> None:
+    """As `test_fixed_seeds`, thousands: half an hour on two idle cores."""
+    for seed in range(first, first + AT_ONCE):
+        _check(seed, num_ranks)
+
+
+def _check(seed: int, num_ranks: int) -> None:
+    result = run(generate(seed, num_ranks))
+    command = f"python -m tests.differential --seed {seed} --count 1 --ranks {num_ranks} --shrink 60"
+    assert result.kind == "same", f"{command}: {result.text}"
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_within_itself", "note_entry"]
+__all__ = ["is_running", "is_within_itself", "note_entry"]
 
 _entries: set[CodeType] = {nn.Module.__call__.__code__}  # functions whose `self` is the module that runs
 
@@ -20,12 +20,21 @@ def note_entry(function: Any) -> None:
     _entries.add(function.__code__)
 
 
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of `module` is under way."""
+    return _has_calls(module, 1)
+
+
 def is_within_itself(module: nn.Module) -> bool:
     """Whether the call of `module` that is beginning comes from within another one of it."""
+    return _has_calls(module, 2)
+
+
+def _has_calls(module: nn.Module, wanted: int) -> bool:
     frame: FrameType | None = inspect.currentframe()
     num_calls = 0
-    while frame is not None and num_calls < 2:
+    while frame is not None and num_calls < wanted:
         if frame.f_code in _entries and frame.f_locals.get("self") is module:
             num_calls += 1
         frame = frame.f_back
-    return num_calls == 2
+    return num_calls == wanted

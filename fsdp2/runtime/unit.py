@@ -25,7 +25,7 @@ from fsdp2._torch import backward_is_running, outside_transforms
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
-from fsdp2.runtime.calls import is_within_itself
+from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.holding import Holding
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
@@ -219,7 +219,8 @@ class Unit(Holding):
 
     def complete_forward(self) -> None:
         """The root's forward is over: modules that did not run will not run any more."""
-        if self._stage is Stage.FORWARD:
+        # The root may have been called from within this unit's own forward, which goes on then.
+        if self._stage is Stage.FORWARD and not any(map(is_running, self.modules)):
             emit("post_forward", self.fqn)
             self._to_run.clear()
             self._move(Stage.IDLE)

@@ -14,7 +14,17 @@ from tests.differential.program import Program
 if TYPE_CHECKING:
     from tests.differential.one_process import OneProcess
 
-__all__ = ["Observation", "Seen", "compare", "compare_with_whole"]
+__all__ = [
+    "Observation",
+    "Seen",
+    "compare",
+    "compare_with_whole",
+    "forms_differ",
+    "is_coarse",
+    "is_sharded",
+    "left_unreduced",
+    "zeros_for_none",
+]
 
 Seen = tuple[str, str]  # what kind of difference, and where
 
@@ -31,9 +41,9 @@ class Observation:
 
 
 def compare(
-    ours: Observation, theirs: Observation, program: Program, late: set[str], forms_differ: bool
+    ours: Observation, theirs: Observation, program: Program, late: set[str], forms_may_differ: bool
 ) -> Seen | None:
-    """The first difference between fsdp2 and torch. Gradients of `late` models have not been handed over."""
+    """The first difference between fsdp2 and torch. Gradients of `late` roots have not been handed over."""
     if ours.values.keys() != theirs.values.keys():
         return "loss", f"fsdp2 has {sorted(ours.values)}, torch {sorted(theirs.values)}"
     for name, value in theirs.values.items():
@@ -43,9 +53,9 @@ def compare(
     if ours.params.keys() != theirs.params.keys():
         return "form", f"names: {sorted(ours.params)} and {sorted(theirs.params)}"
     for name, param in theirs.params.items():
-        if forms_differ and isinstance(ours.params[name], DTensor) != isinstance(param, DTensor):
+        if forms_may_differ and form_of(ours.params[name]) != form_of(param):
             continue
-        if seen := _params(name, ours.params[name], param, program, name.partition(".")[0] in late):
+        if seen := _params(name, ours.params[name], param, program, _is_late(name, late)):
             return seen
     for name, buffer in theirs.buffers.items():
         if text := _values(ours.buffers[name], buffer, program):
@@ -57,15 +67,34 @@ def compare(
     return None
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Whether a parameter has its sharded form."""
+    return form_of(param) == "sharded"
+
+
+def form_of(param: Tensor) -> str:
+    """With tensor parallelism an unsharded parameter is a DTensor too; one on the smaller mesh is so in any case."""
+    if not isinstance(param, DTensor) or param.device_mesh.mesh_dim_names == ("tp",):
+        return "unsharded"
+    return "sharded" if param.device_mesh.size() == torch.distributed.get_world_size() else "resharded"
+
+
+def _is_late(name: str, roots: set[str]) -> bool:
+    """Whether a parameter belongs to one of these roots, which are expressions."""
+    return any(name.startswith(root.replace("[", ".").replace("]", "") + ".") for root in roots)
+
+
 def _params(name: str, ours: nn.Parameter, theirs: nn.Parameter, program: Program, is_late: bool) -> Seen | None:
-    if isinstance(ours, DTensor) != isinstance(theirs, DTensor):
-        return "form", f"{name}: fsdp2 has a {type(ours).__name__}, torch a {type(theirs).__name__}"
+    if form_of(ours) != form_of(theirs):
+        return "form", f"{name}: {form_of(ours)} with fsdp2, {form_of(theirs)} with torch"
     if ours.requires_grad != theirs.requires_grad:
         return "flag", f"{name}.requires_grad: fsdp2 {ours.requires_grad}, torch {theirs.requires_grad}"
+    if form_of(ours) == "resharded":
+        return None  # torch puts uneven rows at wrong places there
     if text := _values(ours, theirs, program):
         return "param", f"{name}: {text}"
-    if is_late:
-        return None
+    if is_late or (not is_sharded(ours) and "mp_policy" in program.options()):
+        return None  # not handed over; or unreduced, which torch keeps elsewhere where the reduce dtype is another
     if (ours.grad is None) != (theirs.grad is None):
         have = {True: "None", False: "a gradient"}
         return "grad", f"{name}.grad: fsdp2 has {have[ours.grad is None]}, torch {have[theirs.grad is None]}"
@@ -94,6 +123,34 @@ def _values(ours: Tensor, theirs: Tensor, program: Program) -> str:
     return f"fsdp2 has {_show(ours)}, torch {_show(theirs)}"
 
 
+def zeros_for_none(ours: Observation, theirs: Observation) -> bool:
+    """Whether some gradient is zero here, and None with torch."""
+    return any(
+        isinstance(grad := param.grad, DTensor)
+        and name in theirs.params
+        and theirs.params[name].grad is None
+        and not grad.to_local().any()
+        for name, param in ours.params.items()
+    )
+
+
+def forms_differ(ours: Observation, theirs: Observation) -> bool:
+    """Whether some parameter is unsharded on one side alone."""
+    both = ours.params.keys() & theirs.params.keys()
+    return any(is_sharded(ours.params[name]) != is_sharded(theirs.params[name]) for name in both)
+
+
+def left_unreduced(ours: Observation, theirs: Observation) -> bool:
+    """Whether a parameter is sharded here, and torch holds an unsharded one with a gradient."""
+    return any(
+        is_sharded(param)
+        and name in theirs.params
+        and not is_sharded(theirs.params[name])
+        and theirs.params[name].grad is not None
+        for name, param in ours.params.items()
+    )
+
+
 def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program: Program) -> Seen | None:
     """The first difference from one process: losses, parameters and, where the account knows them, gradients."""
     if plain.lost:
@@ -109,13 +166,15 @@ def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program:
     for model in program.models:
         for name, whole in plain.namespaces[0][model.name].named_parameters():
             param = seen.params[f"{model.name}.{name}"]
-            if not isinstance(param, DTensor) or param.dtype != whole.dtype:
-                continue
-            if program.has_tp and param.device_mesh.mesh_dim_names == ("tp",):  # unsharded
+            if not isinstance(param, DTensor) or form_of(param) == "unsharded" or param.dtype != whole.dtype:
                 continue
             if not _close(param.to_local().detach(), local_part(whole.detach(), param), loose, loose):
                 return "param", f"{model.name}.{name}: sharded {_show(param.to_local())}, one process {_show(whole)}"
-            if not plain.knows_gradients() or model.name in plain.late:
+            if (
+                form_of(param) == "resharded"
+                or not plain.knows_gradients()
+                or _is_late(f"{model.name}.{name}", plain.late)
+            ):
                 continue
             if (param.grad is None) != (whole.grad is None):
                 have = {True: "None", False: "a gradient"}
@@ -135,9 +194,9 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
     """What this rank has of a whole tensor; of tensor-parallel ones, whole again, is too much to say here."""
     local = whole
     for axis, placement in enumerate(like.placements):
+        if "Strided" in type(placement).__name__:
+            return local[:0]
         if isinstance(placement, Shard):
-            if type(placement) is not Shard:
-                return like.full_tensor()[:0]
             chunks = local.chunk(like.device_mesh.size(axis), placement.dim)
             index = like.device_mesh.get_local_rank(axis)
             local = chunks[index] if index < len(chunks) else local.narrow(placement.dim, 0, 0)

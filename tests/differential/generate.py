@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from tests.differential.program import Action, Model, Node, Program
 
@@ -23,13 +24,10 @@ LEAVES = {
     "HalfDouble": 1,
     "TwoDtypes": 1,
     "Scalar": 1,
-    "GradByHand": 3,
-    "Tiled": 3,
-    "Hooked": 3,
-    "Transforms": 3,
-    "Awkward": 3,
-    "Recursive": 2,
 }
+FRAMEWORKS = {"GradByHand": 4, "Tiled": 4, "Hooked": 2, "Transforms": 3, "Awkward": 2, "Recursive": 2}
+# No transform of torch.func goes through these: they have autograd functions, hooks, buffers or random numbers.
+UNTRANSFORMED = {"Drop", "GradByHand", "Tiled", "Checkpointed", "Hooked", "Scale", "Batch", "Recursive"}
 TORCH_REJECTS = ("Scalar", "TwoDtypes")
 AROUND = {"Seq": 4, "Residual": 4, "Repeat": 2, "Checkpointed": 5, "Detached": 1, "Teacher": 1, "Views": 2}
 POLICIES = (
@@ -65,15 +63,20 @@ class _Generator:
     def __init__(self, rng: random.Random, world_size: int, without: tuple[str, ...]) -> None:
         self.rng, self.world_size = rng, world_size
         self.leaves = {kind: weight for kind, weight in LEAVES.items() if kind not in without}
+        self.frameworks = {kind: weight for kind, weight in FRAMEWORKS.items() if kind not in without}
         self.actions: list[Action] = []
         self.slots: dict[int, bool] = {}  # losses that have not gone backward; whether under autocast, say
         self.next_slot = 0
         self.next_batch = 0
+        self.shard_size = world_size
         self.models: tuple[Model, ...] = ()
         self.sharded: list[str] = []
+        self.have_run: set[str] = set()
+        self.lookups: list[str] = []
         self.paths: list[str] = []
-        self.mixed = self.forces_sum = self.has_run = self.has_tp = False
-        self.zero, self.rest = "", "[]"
+        self.can_transform = self.has_doubles = self.is_reentrant = False
+        self.mixed = self.forces_sum = self.has_tp = False
+        self.zero, self.rest, self.policy = "", "[]", ""
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -81,14 +84,26 @@ class _Generator:
     def program(self, seed: int) -> Program:
         mesh, axes = self._mesh()
         self.has_tp = "tp" in axes
+        self.shard_size = mesh[axes.index("shard")]
         self.zero = "" if self.has_tp or self.chance(0.93) else f"zero=ZeroPolicy(stage={self.rng.randint(0, 3)})"
         self.mixed = not self.zero and self.chance(0.2)
         self.forces_sum = self.chance(0.6)
         if self.mixed:
             for kind in TORCH_REJECTS:  # one process, in one dtype, would be the only reference
                 self.leaves.pop(kind, None)
+        if self.frameworks and self.chance(0.5):
+            for _ in range(self.rng.choice((1, 1, 2))):
+                self.leaves[_pick(self.rng, self.frameworks)] = 14
+        self.policy = self.rng.choice(POLICIES[:2]) if self.mixed and self.chance(0.85) else ""
         names = ["model"] if self.chance(0.88) else ["model", "other"]
         self.models = tuple(self._model(name) for name in names)
+        kinds = {node.kind for model in self.models for _, node in model.nodes()}
+        self.can_transform = not kinds & UNTRANSFORMED and not self.has_tp
+        self.lookups = [
+            path for model in self.models for path, node in model.nodes() if node.unit and node.kind == "Embed"
+        ]
+        self.is_reentrant = any("reentrant=True" in model.source() for model in self.models)
+        self.has_doubles = bool(kinds & {"HalfDouble", "TwoDtypes"})
         self.sharded = [path for model in self.models for unit in model.units() for path in unit.modules]
         self.paths = [path for model in self.models for path, _ in model.nodes()]
         params = "model.parameters()" if len(names) == 1 else "[*model.parameters(), *other.parameters()]"
@@ -119,6 +134,10 @@ class _Generator:
         blocks = tuple(self._node(2, 0.7) for _ in range(self.rng.randint(1, 4)))
         alone = [i for i, block in enumerate(blocks) if not block.unit and not any(n.unit for _, n in block.nodes(""))]
         together = tuple(alone[:2]) if len(alone) >= 2 and self.chance(0.6) else ()
+        if self.chance(0.07):  # each block is a root
+            self.policy = POLICIES[2] if self.policy else ""  # what the net has itself is float32
+            blocks = tuple(replace(block, unit=True, options=self._options()) for block in blocks)
+            return Model(name, blocks, (), None)
         return Model(name, blocks, together, self._options())
 
     def _node(self, depth: int, unit: float) -> Node:
@@ -139,6 +158,8 @@ class _Generator:
             return self.rng.choice(("1", "2", "3", "1, by_rank=True"))
         if kind == "Hooked":
             return self.rng.choice(('"accumulated"', '"gradient"'))
+        if kind == "GradByHand":
+            return self.rng.choice(("", "hidden=True"))
         if kind == "Transforms":
             return self.rng.choice(('"jvp"', '"vjp"', '"grad"', '"vmap"'))
         return ""
@@ -148,12 +169,13 @@ class _Generator:
         if self.zero:
             return self.zero
         if self.chance(0.35):
-            choices = ["True", "False"] + (["2"] if self.world_size == 4 else [])
+            choices = ["True", "False"] + (["2"] if self.shard_size == 4 else [])
             options.append(f"reshard_after_forward={self.rng.choice(choices)}")
-        if self.mixed and self.chance(0.8):
-            options.append(self.rng.choice(POLICIES))
+        if self.policy or (self.mixed and self.chance(0.8)):
+            options.append(self.policy or self.rng.choice(POLICIES))
         if self.chance(0.06):
-            options.append("shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else Shard(0)")
+            last = f"Shard(p.ndim - 1) if p.shape[-1] % {self.shard_size} == 0 else Shard(0)"
+            options.append(f"shard_placement_fn=lambda p: {last}")
         return ", ".join(options)
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -182,17 +204,17 @@ class _Generator:
         """Microbatches, with what may hold for each of them."""
         ways = self.rng.sample(("sync", "all_reduce", "last", "factor", "reshard", "none"), 2)
         count = self.rng.randint(2, 3)
-        target = self.models[0].name
+        target = self.models[0]
         for index in range(count):
             last = index == count - 1
             if "sync" in ways:
-                self._set("set_requires_gradient_sync", target, last)
+                self._set_all("set_requires_gradient_sync", target, last)
             if "all_reduce" in ways:
-                self._set("set_requires_all_reduce", target, last)
+                self._set_all("set_requires_all_reduce", target, last)
             if "last" in ways:
-                self._set("set_is_last_backward", target, last)
+                self._set_all("set_is_last_backward", target, last)
             if "reshard" in ways:
-                self._set("set_reshard_after_backward", target, last)
+                self._set_all("set_reshard_after_backward", target, last)
             if "factor" in ways:
                 factor = self.rng.choice((2.0, 4.0, 8.0))
                 for path in self._single():
@@ -222,14 +244,19 @@ class _Generator:
         if not any(action.kind == "set_is_last_backward" and not action.value for action in self.actions):
             return
         for model in self.models:
-            self._set("set_is_last_backward", model.name, True)
+            self._set_all("set_is_last_backward", model, True)
             call = f"{model.name}({self._x()}, {self._route(model)})"
             self._add("forward", f"loss[{self.next_slot}] = loss_of({call})", makes=self.next_slot)
             self._add("backward", f"loss[{self.next_slot}].backward()", needs=(self.next_slot,))
             self.next_slot += 1
 
     def _finish(self) -> None:
+        if self.chance(0.8):
+            self.slots.clear()  # a step between forward and backward is rare
         self._complete()
+        if self.chance(0.4):  # so that no unit computes with older parameters than the others, after the step
+            every = [unit.modules[0] for model in self.models for unit in model.units()]
+            self._add("reshard", "; ".join(f"{each}.reshard()" for each in every))
         if self.chance(0.3):
             which = self.rng.choice(self.models).name
             norm = self.rng.choice(("2.0", "1.0", 'float("inf")'))
@@ -257,11 +284,14 @@ class _Generator:
         elif way == "scale" and not self.slots:
             self._add("zero_grad", "optimizer.zero_grad()")
             self._forward()
-            for slot in list(self.slots):
+            scaled = tuple(self.slots)
+            for slot in scaled:
                 self._add("backward", f"scaler.scale(loss[{slot}]).backward()", needs=(slot,))
             self.slots.clear()
             self._complete()
-            self._add("scaler", "scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()")
+            if scaled:
+                code = "scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()"
+                self._add("scaler", code, needs=scaled)
 
     def _add(self, kind: str, code: str, **more: object) -> None:
         self.actions.append(Action(kind, code, **more))  # type: ignore[arg-type]
@@ -277,13 +307,17 @@ class _Generator:
     def _call(self, x: str = "{x}") -> str:
         if len(self.models) == 2 and self.chance(0.7):
             call = f"other(model({x}, {self._route(self.models[0])}), {self._route(self.models[1])})"
-        elif self.chance(0.12 if self.has_run else 0.02):
-            path = self.rng.choice([path for path in self.paths if path.count(".") == 1])
-            call = f"{path}({x})"
+        elif self.chance(0.12):
+            # Only sharded ones: the parameters of others are those of a unit around them, which has not unsharded them.
+            paths = [path for path in self.sharded if path.count(".") == 1 and path.partition(".")[0] in self.have_run]
+            call = f"{self.rng.choice(paths)}({x})" if paths else self._whole_call(x)
         else:
-            model = self.rng.choice(self.models)
-            call = f"{model.name}({x}, {self._route(model)})"
+            call = self._whole_call(x)
         return call
+
+    def _whole_call(self, x: str) -> str:
+        model = self.rng.choice(self.models)
+        return f"{model.name}({x}, {self._route(model)})"
 
     def _x(self) -> str:
         self.next_batch += 1
@@ -292,7 +326,7 @@ class _Generator:
     def _forward(self) -> None:
         slot = self.next_slot
         way = self.rng.random()
-        self.has_run = self.has_run or bool(self.actions and self.actions[-1].makes is not None)
+        self.have_run.update(each.name for each in self.models if any(f"{each.name}(" in a.code for a in self.actions))
         if way < 0.1:
             context = self.rng.choice(("torch.no_grad()", "torch.inference_mode()"))
             code = f"with {context}: seen = loss_of({self._call().format(x=self._x())}); loss[{slot}] = seen.clone()"
@@ -309,12 +343,12 @@ class _Generator:
             kind = "two forwards in a loss"
             first, second = (self._call().format(x=self._x()) for _ in range(2))
             code = f"loss[{slot}] = loss_of({first}) + loss_of({second})"
-        elif way < 0.25:
+        elif way < 0.25 and not self.is_reentrant:
             kind = "gradient of the input"
             call = self._call().format(x="given")
             code = f"given = {self._x()}.requires_grad_(); loss[{slot}] = loss_of({call})"
             code += f"; slope = torch.autograd.grad(loss[{slot}], given, retain_graph=True, allow_unused=True)[0]"
-        elif way < 0.36:
+        elif way < 0.36 and (self.can_transform or self.chance(0.05)):
             kind, code = self._transform(slot)
         self._add(kind, code, makes=slot)
 
@@ -354,6 +388,11 @@ class _Generator:
         recursive = recurse is not False and name in RECURSIVE
         self._add(name, f"{on}.{name}({value}{more})", on=on, value=value, recurse=recursive)
 
+    def _set_all(self, name: str, model: Model, value: bool | int) -> None:
+        """The whole model's setting, by each of its roots."""
+        code = "; ".join(f"{root}.{name}({value})" for root in model.roots())
+        self._add(name, code, on=model.name, value=value, recurse=True)
+
     def _factor(self, name: str, on: str, factor: float) -> None:
         """With gloo torch needs the sum apart for that; without it drops out."""
         if self.forces_sum:
@@ -362,15 +401,26 @@ class _Generator:
 
     def _setter(self) -> None:
         single = self._single()
-        on = self.models[0].name if self.chance(0.5) else self.rng.choice(single)
+        model = self.models[0]
+        on = self.rng.choice(model.roots()) if self.chance(0.5) else self.rng.choice(single)
         name = _pick(self.rng, SETTERS)
+        if name == "set_is_last_backward" and model.options is None:
+            self._set_all(name, model, self.chance(0.5))
+            return
         recurse = False if name in RECURSIVE and self.chance(0.25) else None
         if "factor" in name:
             self._factor(name, on, self.rng.choice((1.0, 2.0, 4.0, 8.0, 3.0)))
         elif name == "set_reduce_scatter_max_input_buffers":
             self._set(name, on, self.rng.choice((1, 2, 3)), recurse)
+        elif name == "set_unshard_in_backward":  # False for those alone whose backward does not read them
+            on = self.rng.choice(self.lookups or single)
+            self._set(name, on, not self.lookups)
+        elif name.startswith("set_custom"):
+            self._add(name, f"{on}.{name}({'Gathers' if 'gather' in name else 'Scatters'}())", on=on)
         elif "prefetch" in name:
-            chosen = self.rng.sample(single, min(len(single), self.rng.choice((0, 1, 1, 2))))
+            root = next(root for model in self.models for root in model.roots() if on.startswith(root))
+            near = [path for path in single if path.startswith(root)]
+            chosen = self.rng.sample(near, min(len(near), self.rng.choice((0, 1, 1, 2))))
             self._add(name, f"{on}.{name}([{', '.join(chosen)}])", on=on)
         elif name == "set_all_reduce_hook":
             self._add(name, f"{on}.{name}(lambda grad: grad.mul_(0.5))", on=on)
@@ -409,7 +459,7 @@ class _Generator:
         elif way == "train":
             self._add(way, f"{path}.train({self.chance(0.5)})")
         elif way == "deepcopy":
-            self._add(way, f"copied = copy.deepcopy({model})")
+            self._deepcopy(self.rng.choice(self.models))
         elif way == "fail":
             self._fail(path)
         elif way == "hand":
@@ -417,17 +467,29 @@ class _Generator:
         elif way == "forget":
             self._add(way, f"for p in {path}.parameters(): p.grad = None")
         elif way == "to":
+            if self.has_doubles:
+                self.slots.clear()  # not there and back: what is float64 becomes float32
             kind = self.rng.choice(("float64", "bfloat16"))
             self._add(way, f"{model}.to(torch.{kind}).to(torch.float32)")
         elif way == "hook":
             self._add(way, f"{path}.register_forward_hook(lambda module, args, out: out * 1.5)")
+
+    def _deepcopy(self, model: Model) -> None:
+        """A copy computes, goes backward, and leaves its original alone."""
+        if any(node.kind == "Recursive" for _, node in model.nodes()):
+            return  # its copy would call the original
+        # As deepcopy does; torch, which refuses it, must not go on with older unsharded parameters.
+        self._add("reshard", "; ".join(f"{unit.modules[0]}.reshard()" for unit in model.units()))
+        slot, self.next_slot = self.next_slot, self.next_slot + 1
+        code = f"copied = copy.deepcopy({model.name}); part = loss_of(copied({self._x()}, {self._route(model)}))"
+        self._add("deepcopy", f"{code}; part.backward(); loss[{slot}] = part.detach()", makes=slot)
 
     def _fail(self, path: str) -> None:
         self._add("fail", f'{path}.fails = "{self.rng.choice(("forward", "backward"))}"')
         self._forward()
         self._backward()
         for model in self.models:
-            self._add("reset_iter_state", f"{model.name}.reset_iter_state()")
+            self._add("reset_iter_state", "; ".join(f"{root}.reset_iter_state()" for root in model.roots()))
         self._add("fail", f'{path}.fails = ""')  # the block may not have run
         self.slots.clear()
         self._add("zero_grad", "; ".join(f"{model.name}.zero_grad()" for model in self.models))
@@ -455,6 +517,8 @@ SETTERS = {
     "set_all_reduce_hook": 1,
     "set_modules_to_forward_prefetch": 3,
     "set_modules_to_backward_prefetch": 3,
+    "set_custom_all_gather": 1,
+    "set_custom_reduce_scatter": 1,
 }
 ODD = {
     "unshard": 3,
@@ -468,4 +532,5 @@ ODD = {
     "forget": 1,
     "to": 1,
     "hook": 1,
+    "deepcopy": 2,
 }

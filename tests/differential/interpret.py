@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,15 +20,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from tests.differential import models
-from tests.differential.compare import Observation, Seen, compare, compare_with_whole, is_coarse
+from tests.differential.compare import (
+    Observation,
+    Seen,
+    compare,
+    compare_with_whole,
+    forms_differ,
+    is_coarse,
+    is_sharded,
+    left_unreduced,
+    zeros_for_none,
+)
 from tests.differential.known import (
+    GOES_ON,
     Situation,
+    fills_zeros,
     fsdp2_refuses,
     tolerates_form,
     tolerates_type,
     torch_cannot,
     torch_gives_up,
     torch_is_lost,
+    why_left,
 )
 from tests.differential.one_process import OneProcess
 from tests.differential.program import Action, Program
@@ -146,9 +159,17 @@ class _Run:
             if not all(slot in ours.namespace["loss"] for slot in action.needs):
                 continue
             waiting = plain.unsure or bool(plain.waiting or plain.partial)
-            situation = Situation(waiting, any(not isinstance(p, DTensor) for p in self._observe(ours).params.values()))
+            situation = Situation(waiting, any(not is_sharded(p) for p in self._observe(ours).params.values()))
             if situation.unsharded and action.kind in ("clip", "step", "zero_grad", "hand", "forget", "scaler"):
                 plain.lost = True  # the optimizer's parameters are not those that the model has now
+            if theirs is not None and action.kind in ("step", "scaler", "load_state_dict"):
+                apart = forms_differ(self._observe(ours), self._observe(theirs))
+                if self._any(apart):  # only one of them will compute with what the unsharded ones were
+                    return Result(
+                        "same", at=at, ran=self.ran, ended="parameters change while one side has unsharded ones"
+                    )
+            if plain.unsure and action.kind in ("clip", "step", "scaler"):
+                plain.lost = True  # gradients that one process does not have change parameters
             if "autograd.grad" in action.code and self.program.kinds() & {"Tiled", "GradByHand"}:
                 plain.lost = True  # these write gradients of weights, of which one process keeps no account here
             errors: list[Exception | None] = [None, None, None]
@@ -160,18 +181,34 @@ class _Run:
             self._note(at, "fsdp2")
             errors[0] = ours.execute(action.code)
             self._note(at, "compare")
+            situation = replace(situation, only_partials=plain.only_partials)
             self.ran.append(action.kind)
-            known = torch_gives_up(errors[1], errors[0], errors[2]) or torch_is_lost(self.program, action, situation)
+            known = torch_gives_up(self.program, errors[1], errors[0], errors[2])
+            if not known and (errors[0] is None or type(errors[0]) is not type(errors[1])):
+                known = torch_is_lost(self.program, action, situation)
+            if not known and theirs is not None and action.kind == "backward" and (plain.lost or not plain.waiting):
+                left = left_unreduced(self._observe(ours), self._observe(theirs))
+                known = why_left(self.program) if self._any(left) else ""
+            if not known and theirs is not None and fills_zeros(self.program):
+                some_zero = zeros_for_none(self._observe(ours), self._observe(theirs))
+                known = "`set_reduce_scatter_unused_params`, a unit that has never run" if self._any(some_zero) else ""
             if known and theirs is not None:
                 self.used.append(known)
-                theirs = None
+                if known in GOES_ON and action.makes is not None and errors[0] is None:
+                    theirs.namespace["loss"][action.makes] = ours.namespace["loss"][action.makes]
+                    theirs.rng, errors[1] = ours.rng, None
+                else:
+                    theirs = None
             if refused := fsdp2_refuses(errors[0], errors[1]):
                 self.used.append(refused)
                 return Result("same", at=at, ran=self.ran, ended=refused)
-            if theirs is None and errors[0] is not None and errors[2] is None and is_coarse(self.program):
+            is_alone = theirs is None or "support deepcopy" in str(errors[1])
+            if is_alone and errors[0] is not None and errors[2] is None and is_coarse(self.program):
                 return Result("same", at=at, ran=self.ran, ended="one process computes in one dtype")
+            if theirs is None and "storage of size 0" in str(errors[0]) and not _unshards(self.program):
+                return Result("same", at=at, ran=self.ran, ended="backward reads what it was told not to unshard")
             if theirs is None and plain.lost:
-                return Result("same", at=at, ran=self.ran, ended="nothing to compare with: an all-reduce hook")
+                return Result("same", at=at, ran=self.ran, ended="nothing to compare with: one process does not know")
             if theirs is None and "inplace operation" in str(errors[2]):
                 return Result(
                     "same", at=at, ran=self.ran, ended="one process cannot: a step between forward and backward"
@@ -290,6 +327,11 @@ class _Run:
         if "norm" in side.namespace:
             values["norm"] = side.namespace["norm"]
         return Observation(params, buffers, values, flags, side.rng)
+
+
+def _unshards(program: Program) -> bool:
+    """Whether all units may unshard in backward."""
+    return not any(action.kind == "set_unshard_in_backward" and not action.value for action in program.actions)
 
 
 def build_lines(program: Program, is_sharded: bool = True) -> Iterator[str]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from tests.differential.program import Action, Program
 
 __all__ = [
+    "GOES_ON",
     "KNOWN",
     "Known",
     "Situation",
+    "fills_zeros",
     "fsdp2_refuses",
     "table",
     "tolerates_form",
@@ -22,15 +24,20 @@ __all__ = [
     "torch_cannot",
     "torch_gives_up",
     "torch_is_lost",
+    "why_left",
 ]
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Before an action: whether gradients have not been reduced, and whether some parameter is unsharded."""
+    """Before an action: whether gradients have not been reduced, and whether some parameter is unsharded.
+
+    After it: whether some unit's gradients had waited for an all-reduce, and the backward brought it no new ones.
+    """
 
     waiting: bool
     unsharded: bool
+    only_partials: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,8 @@ class Known:
     """A known difference: what differs, and why.
 
     From a known difference on, one process alone is the reference. `in_program` says in which programs torch is none
-    from the start, `torch_raises` is a pattern of what it raises where fsdp2 and one process do not, `at_action` says
+    from the start, `torch_raises` is a pattern of what it raises where fsdp2 and one process do not (in the programs of
+    `raises_in`), `at_action` says
     after which action of a program torch's state is no longer the documented one, and `forms` in which programs the
     two may differ in when they give unsharded parameters back.
     """
@@ -48,6 +56,7 @@ class Known:
     fsdp2: str
     in_program: Callable[[Program], bool] = lambda program: False
     torch_raises: str = ""
+    raises_in: Callable[[Program], bool] = lambda program: True
     fsdp2_raises: str = ""
     at_action: Callable[[Program, Action, Situation], bool] = lambda program, action, situation: False
     forms: Callable[[Program, Action], bool] = lambda program, action: False
@@ -76,6 +85,15 @@ def _runs_twice(program: Program) -> bool:
             return True
     return False
 
+
+def _calls_part(program: Program) -> bool:
+    """Whether a module is called that is one of several in a unit."""
+    parts = [path for unit in program.units() if len(unit.modules) > 1 for path in unit.modules]
+    return any(f"{path}(" in action.code for path in parts for action in program.actions)
+
+
+TRANSFORMS = "transforms of torch.func, and units that are unsharded when their backward comes"
+LISTS = "a backward that comes to a part of a unit of several modules, called by itself"
 
 KNOWN = (
     Known(
@@ -116,8 +134,9 @@ KNOWN = (
         "HSDP gradients that wait for their all-reduce, and a backward that brings no new ones",
         "they wait on",
         "they are all-reduced",
-        at_action=lambda program, action, waiting: (
-            "autograd.grad" in action.code and waiting and "replicate" in program.axes
+        at_action=lambda program, action, situation: (
+            situation.only_partials
+            or ("autograd.grad" in action.code and situation.waiting and "replicate" in program.axes)
         ),
     ),
     Known(
@@ -128,13 +147,26 @@ KNOWN = (
         forms=lambda program, action: any("torch.func" in each.code for each in program.actions),
     ),
     Known(
-        "transforms of torch.func that run a backward, and `set_reshard_after_backward(False)`",
-        "leaves gradients unreduced, and `reshard` forgets them",
+        TRANSFORMS,
+        "may leave gradients unreduced; `reshard` forgets them",
         "reduces them",
         at_action=lambda program, action, situation: (
             action.kind in ("torch.func.vjp", "torch.func.grad", "torch.func.jacrev")
             and any(a.kind == "set_reshard_after_backward" and not a.value for a in program.actions)
         ),
+    ),
+    Known(
+        LISTS,
+        "may leave gradients unreduced, and the unit unsharded",
+        "reduces them",
+        forms=lambda program, action: _calls_part(program),
+    ),
+    Known(
+        "transforms of torch.func that run a backward while gradients wait unreduced",
+        "fails: the reduction copies within the transform",
+        "reduces them outside of it",
+        torch_raises=r"attempted to call in-place operation \(aten::copy_\)",
+        raises_in=lambda program: any("torch.func" in action.code for action in program.actions),
     ),
     Known(
         "a custom backward that writes `weight.grad` in the compute dtype, under another reduce dtype",
@@ -201,12 +233,65 @@ KNOWN = (
         in_program=lambda program: "reentrant=True" in program.source() and _runs_twice(program),
     ),
     Known(
-        "a net that calls itself, and `to` between forward and backward: when unsharded parameters are given back",
-        "at the end of the inner call",
-        "at the end of the outer call",
-        forms=lambda program, action: "Recursive" in program.kinds() or any(a.kind == "to" for a in program.actions),
+        "a net that calls itself",
+        "works where the outer call needs nothing more of what the inner one reshards, in forward and in backward; "
+        "else fails, or dies of a segmentation fault",
+        "the inner call leaves the parameters to the outer one",
+        in_program=lambda program: "Recursive" in program.kinds(),
+    ),
+    Known(
+        "a backward without gradient sync that passes a unit which has never been unsharded, with a reduce dtype",
+        "fails: there is no unsharded parameter",
+        "nothing to do",
+        torch_raises="'FSDPParam' object has no attribute '_unsharded_param'",
+        raises_in=lambda program: "mp_policy" in program.options(),
+    ),
+    Known(
+        "autocast around a unit's first forward without gradients, and one with gradients",
+        "its weights get no gradient in that step",
+        "gradients as in one process",
+        at_action=lambda program, action, situation: (
+            action.kind == "forward in autocast" and "Teacher" in program.kinds()
+        ),
+    ),
+    Known(
+        "an int for `reshard_after_forward`, uneven parameters: what the module holds between forward and backward",
+        "padded rows, at wrong places",
+        "the rows of this rank in the smaller group",
+    ),
+    Known(
+        "HSDP gradients that wait for their all-reduce, and a backward that brings some of a unit's parameters alone",
+        "fails, or adds them to other parameters' gradients",
+        "each waits for itself",
+        torch_raises=r"The size of tensor a \(\d+\) must match the size of tensor b",
+        raises_in=lambda program: any(action.kind == "set_requires_all_reduce" for action in program.actions),
+    ),
+    Known(
+        "`copy.deepcopy`",
+        "refused",
+        "a sharded model of its own",
+        torch_raises="does not support deepcopy",
+    ),
+    Known(
+        "`set_reduce_scatter_unused_params`, a unit that has never run",
+        "takes no part until it has run once",
+        "zeros, as for units that have run before",
+    ),
+    Known(
+        "after a backward that `set_is_last_backward(False)` precedes: units that it has not gone through",
+        "resharded",
+        "what is unsharded stays so for the next backward",
+        forms=lambda program, action: any(a.kind == "set_is_last_backward" and not a.value for a in program.actions),
+    ),
+    Known(
+        "the unsharded parameter's `.grad` while gradients wait unreduced, with a reduce dtype",
+        "None: kept elsewhere",
+        "the gradient that waits",
     ),
 )
+
+
+GOES_ON = ("`copy.deepcopy`",)  # torch refuses these, and remains the reference
 
 
 def table() -> str:
@@ -223,13 +308,13 @@ def torch_cannot(program: Program) -> str:
     return ""
 
 
-def torch_gives_up(theirs: Exception | None, ours: Exception | None, plain: Exception | None) -> str:
+def torch_gives_up(program: Program, theirs: Exception | None, ours: Exception | None, plain: Exception | None) -> str:
     """The known difference by which torch raises where fsdp2 does what one process does; empty if there is none."""
     cannot = plain is not None and "inplace operation" in str(plain)
     if theirs is None or (type(ours) is not type(plain) and not cannot):
         return ""
     for known in KNOWN:
-        if known.torch_raises and re.search(known.torch_raises, str(theirs)):
+        if known.torch_raises and known.raises_in(program) and re.search(known.torch_raises, str(theirs)):
             return known.name
     return ""
 
@@ -247,6 +332,18 @@ def torch_is_lost(program: Program, action: Action, situation: Situation) -> str
         if known.at_action(program, action, situation):
             return known.name
     return ""
+
+
+def why_left(program: Program) -> str:
+    """The known difference by which torch leaves gradients unreduced, on parameters that it has not resharded."""
+    if any("torch.func" in action.code for action in program.actions) or "Transforms" in program.kinds():
+        return TRANSFORMS
+    return LISTS if _calls_part(program) else ""
+
+
+def fills_zeros(program: Program) -> bool:
+    """Whether parameters may get zeros as gradients: see the row of `set_reduce_scatter_unused_params`."""
+    return any(action.kind == "set_reduce_scatter_unused_params" and action.value for action in program.actions)
 
 
 def tolerates_form(program: Program, action: Action) -> bool:

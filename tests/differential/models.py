@@ -223,28 +223,32 @@ class WritesGrad(torch.autograd.Function):
     """Adds the weight's gradient to `weight.grad` by itself, as fused weight-gradient accumulation does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, hidden: list[Tensor]) -> Tensor:
+        weight = hidden[0] if hidden else weight
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, saved = ctx.saved_tensors
         weight = ctx.weight
         with torch.no_grad():
             new = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
             weight.grad = new if weight.grad is None else weight.grad + new
-        return grad @ saved, None
+        return grad @ saved, None, None
 
 
 class GradByHand(Block):
-    def __init__(self) -> None:
+    """A hidden weight is none of the function's inputs: autograd knows nothing of it."""
+
+    def __init__(self, hidden: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / 3)
+        self.hidden = hidden
 
     def compute(self, x: Tensor) -> Tensor:
-        return WritesGrad.apply(x, self.weight)
+        return WritesGrad.apply(x, None, [self.weight]) if self.hidden else WritesGrad.apply(x, self.weight, [])
 
 
 class InTiles(torch.autograd.Function):
@@ -456,6 +460,24 @@ class Views(Block):
             out = {"left": each(x)[..., :3], "right": x[..., 3:]}
             x = torch.cat([out["right"], out["left"]], -1)
         return x
+
+
+class Gathers:
+    """An all-gather of the user's own."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return torch.distributed.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatters(Gathers):
+    """A reduce-scatter of the user's own."""
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        scatter = torch.distributed.reduce_scatter_tensor
+        return scatter(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
 def loss_of(out: Tensor) -> Tensor:

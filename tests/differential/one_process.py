@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.differential.models import Boom
 from tests.differential.program import Action, Program
 
 __all__ = ["OneProcess"]
@@ -20,12 +21,13 @@ __all__ = ["OneProcess"]
 class _Unit:
     """What one process has to know of a unit's settings."""
 
-    def __init__(self, modules: list[nn.Module], model: str) -> None:
+    def __init__(self, modules: list[nn.Module], root: str) -> None:
         self.modules = modules
-        self.model = model
+        self.root = root
         self.sync = True
         self.all_reduce = True
         self.factor: float | None = None
+        self.unused = False
         self.params: list[nn.Parameter] = []
 
 
@@ -44,10 +46,11 @@ class OneProcess:
         self.waiting: dict[nn.Parameter, Tensor] = {}
         self.partial: dict[nn.Parameter, Tensor] = {}
         self.unsure = False
+        self.only_partials = False  # a unit's partial gradients were reduced in this action, and it got no new ones
         self.failed = False  # a backward failed, and gradients have not been zeroed since
         # A hook changes gradients in a way that one process does not know.
         self.lost = "Hooked" in program.kinds()
-        self.late: set[str] = set()  # models whose gradients the last backward will hand over
+        self.late: set[str] = set()  # roots whose gradients the last backward will hand over
         self._is_last: dict[str, bool] = {}
         self._units: list[_Unit] = []
 
@@ -56,7 +59,8 @@ class OneProcess:
         owned: set[nn.Parameter] = set()
         for unit in self.program.units():
             modules = [eval(expression, self.namespaces[0]) for expression in unit.modules]
-            new = _Unit(modules, unit.modules[0].partition(".")[0])
+            roots = [root for model in self.program.models for root in model.roots()]
+            new = _Unit(modules, next(root for root in roots if unit.modules[0].startswith(root)))
             for module in modules:
                 new.params += [p for p in module.parameters() if p not in owned]
                 owned.update(new.params)
@@ -64,6 +68,9 @@ class OneProcess:
 
     def execute(self, action: Action) -> Exception | None:
         torch.set_rng_state(self.rng)
+        self.only_partials = False
+        if (self.waiting or self.partial) and self._goes_backward_within(action):
+            self.unsure = True  # what waits may have been reduced there, by the factor that held then
         try:
             if action.kind.startswith("set_"):
                 self._set(action)
@@ -80,12 +87,19 @@ class OneProcess:
                 if action.kind == "zero_grad":
                     self.unsure = self.failed = False
         except Exception as error:
-            if action.kind == "backward":
+            if action.kind == "backward" or isinstance(error, Boom):
                 self.unsure = self.failed = True
             return error
         finally:
             self.rng = torch.get_rng_state()
         return None
+
+    def _goes_backward_within(self, action: Action) -> bool:
+        """Whether a forward runs backwards of its own, under a divide factor that may change later."""
+        if not any("divide_factor" in each.kind for each in self.program.actions):
+            return False
+        words = ("autograd.grad", "torch.func", "part.backward")
+        return any(word in action.code for word in words) or "Transforms" in self.program.kinds()
 
     def knows_gradients(self) -> bool:
         return not self.unsure and not self.waiting and not self.partial
@@ -134,23 +148,32 @@ class OneProcess:
             p.grad = arrived[p]
         if errors:
             raise errors[0]
-        models = {unit.model for unit in self._units if any(p in totals for p in unit.params)}
-        for name in models:
-            (self.late.discard if self._is_last.get(name, True) else self.late.add)(name)
+        roots = {unit.root for unit in self._units if any(p in totals for p in unit.params)}
+        for root in roots:
+            is_last = self._is_last.get(root.partition(".")[0], True)
+            (self.late.discard if is_last else self.late.add)(root)
         for p, total in totals.items():
             self.waiting[p] = self.waiting[p] + total if p in self.waiting else total
         for unit in self._units:
-            if unit.model in models and unit.sync:
+            if unit.root in roots and unit.sync:
                 self._reduce(unit)
 
     def _reduce(self, unit: _Unit) -> None:
+        if not any(p in self.waiting for p in unit.params):
+            self.only_partials |= unit.all_reduce and any(p in self.partial for p in unit.params)
         for p in unit.params:
+            if unit.unused and p.requires_grad and p not in self.waiting:
+                self.waiting[p] = torch.zeros_like(p)
             if p in self.waiting:
                 reduced = self.waiting.pop(p) / (unit.factor or self.ranks)
                 self.partial[p] = self.partial[p] + reduced if p in self.partial else reduced
-            if p in self.partial and (unit.all_reduce or "replicate" not in self.program.axes):
+            if p in self.partial and (unit.all_reduce or not self._is_replicated(p)):
                 reduced = self.partial.pop(p)
                 p.grad = reduced if p.grad is None else p.grad + reduced
+
+    def _is_replicated(self, p: nn.Parameter) -> bool:
+        """0-dim parameters are on every mesh, and all at stage 0 of ZeRO."""
+        return p.dim() == 0 or "replicate" in self.program.axes or "stage=0" in self.program.options()
 
     def _set(self, action: Action) -> None:
         if action.kind == "set_is_last_backward":
@@ -166,5 +189,7 @@ class OneProcess:
                 unit.all_reduce = action.value
             elif action.kind in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
                 unit.factor = action.value
+            elif action.kind == "set_reduce_scatter_unused_params":
+                unit.unused = action.value
             elif action.kind == "set_all_reduce_hook":
                 self.lost = True

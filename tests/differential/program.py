@@ -45,7 +45,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Model:
-    """A `Net`: its blocks, which of them form one unit together, and the options of the root (None: not a unit)."""
+    """A `Net`: its blocks, which of them form one unit together, and the options of the root.
+
+    None: it is not a unit itself, and each of its blocks is a root. What the net has beside them is frozen.
+    """
 
     name: str
     blocks: tuple[Node, ...]
@@ -53,11 +56,20 @@ class Model:
     options: str | None = ""
 
     def source(self) -> str:
-        return f"{self.name} = Net({', '.join(block.source() for block in self.blocks)})"
+        source = f"{self.name} = Net({', '.join(block.source() for block in self.blocks)})"
+        if self.options is None:
+            source += f"; {self.name}.embed.requires_grad_(False); {self.name}.head.requires_grad_(False)"
+        return source
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         for index, block in enumerate(self.blocks):
             yield from block.nodes(f"{self.name}.blocks[{index}]")
+
+    def roots(self) -> list[str]:
+        """The modules that are roots, as expressions."""
+        if self.options is not None:
+            return [self.name]
+        return [f"{self.name}.blocks[{index}]" for index, block in enumerate(self.blocks) if block.unit]
 
     def units(self) -> list[Unit]:
         """In the order in which fully_shard is called."""
