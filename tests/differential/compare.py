@@ -53,7 +53,7 @@ def compare(
     if ours.params.keys() != theirs.params.keys():
         return "form", f"names: {sorted(ours.params)} and {sorted(theirs.params)}"
     for name, param in theirs.params.items():
-        if forms_may_differ and form_of(ours.params[name]) != form_of(param):
+        if forms_may_differ and form_of(ours.params[name], program) != form_of(param, program):
             continue
         if seen := _params(name, ours.params[name], param, program, _is_late(name, late)):
             return seen
@@ -67,16 +67,16 @@ def compare(
     return None
 
 
-def is_sharded(param: Tensor) -> bool:
+def is_sharded(param: Tensor, program: Program) -> bool:
     """Whether a parameter has its sharded form."""
-    return form_of(param) == "sharded"
+    return form_of(param, program) == "sharded"
 
 
-def form_of(param: Tensor) -> str:
+def form_of(param: Tensor, program: Program) -> str:
     """With tensor parallelism an unsharded parameter is a DTensor too; one on the smaller mesh is so in any case."""
     if not isinstance(param, DTensor) or param.device_mesh.mesh_dim_names == ("tp",):
         return "unsharded"
-    return "sharded" if param.device_mesh.size() == torch.distributed.get_world_size() else "resharded"
+    return "sharded" if program.has_tp or param.device_mesh.shape == program.mesh else "resharded"
 
 
 def _is_late(name: str, roots: set[str]) -> bool:
@@ -85,15 +85,15 @@ def _is_late(name: str, roots: set[str]) -> bool:
 
 
 def _params(name: str, ours: nn.Parameter, theirs: nn.Parameter, program: Program, is_late: bool) -> Seen | None:
-    if form_of(ours) != form_of(theirs):
-        return "form", f"{name}: {form_of(ours)} with fsdp2, {form_of(theirs)} with torch"
+    if form_of(ours, program) != form_of(theirs, program):
+        return "form", f"{name}: {form_of(ours, program)} with fsdp2, {form_of(theirs, program)} with torch"
     if ours.requires_grad != theirs.requires_grad:
         return "flag", f"{name}.requires_grad: fsdp2 {ours.requires_grad}, torch {theirs.requires_grad}"
-    if form_of(ours) == "resharded":
+    if form_of(ours, program) == "resharded":
         return None  # torch puts uneven rows at wrong places there
     if text := _values(ours, theirs, program):
         return "param", f"{name}: {text}"
-    if is_late or (not is_sharded(ours) and "mp_policy" in program.options()):
+    if is_late or (not is_sharded(ours, program) and "mp_policy" in program.options()):
         return None  # not handed over; or unreduced, which torch keeps elsewhere where the reduce dtype is another
     if (ours.grad is None) != (theirs.grad is None):
         have = {True: "None", False: "a gradient"}
@@ -134,18 +134,18 @@ def zeros_for_none(ours: Observation, theirs: Observation) -> bool:
     )
 
 
-def forms_differ(ours: Observation, theirs: Observation) -> bool:
+def forms_differ(ours: Observation, theirs: Observation, program: Program) -> bool:
     """Whether some parameter is unsharded on one side alone."""
     both = ours.params.keys() & theirs.params.keys()
-    return any(is_sharded(ours.params[name]) != is_sharded(theirs.params[name]) for name in both)
+    return any(form_of(ours.params[name], program) != form_of(theirs.params[name], program) for name in both)
 
 
-def left_unreduced(ours: Observation, theirs: Observation) -> bool:
+def left_unreduced(ours: Observation, theirs: Observation, program: Program) -> bool:
     """Whether a parameter is sharded here, and torch holds an unsharded one with a gradient."""
     return any(
-        is_sharded(param)
+        is_sharded(param, program)
         and name in theirs.params
-        and not is_sharded(theirs.params[name])
+        and not is_sharded(theirs.params[name], program)
         and theirs.params[name].grad is not None
         for name, param in ours.params.items()
     )
@@ -166,12 +166,12 @@ def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program:
     for model in program.models:
         for name, whole in plain.namespaces[0][model.name].named_parameters():
             param = seen.params[f"{model.name}.{name}"]
-            if not isinstance(param, DTensor) or form_of(param) == "unsharded" or param.dtype != whole.dtype:
+            if not isinstance(param, DTensor) or form_of(param, program) == "unsharded" or param.dtype != whole.dtype:
                 continue
             if not _close(param.to_local().detach(), local_part(whole.detach(), param), loose, loose):
                 return "param", f"{model.name}.{name}: sharded {_show(param.to_local())}, one process {_show(whole)}"
             if (
-                form_of(param) == "resharded"
+                form_of(param, program) == "resharded"
                 or not plain.knows_gradients()
                 or _is_late(f"{model.name}.{name}", plain.late)
             ):

@@ -159,11 +159,13 @@ class _Run:
             if not all(slot in ours.namespace["loss"] for slot in action.needs):
                 continue
             waiting = plain.unsure or bool(plain.waiting or plain.partial)
-            situation = Situation(waiting, any(not is_sharded(p) for p in self._observe(ours).params.values()))
+            situation = Situation(
+                waiting, any(not is_sharded(p, self.program) for p in self._observe(ours).params.values())
+            )
             if situation.unsharded and action.kind in ("clip", "step", "zero_grad", "hand", "forget", "scaler"):
                 plain.lost = True  # the optimizer's parameters are not those that the model has now
             if theirs is not None and action.kind in ("step", "scaler", "load_state_dict"):
-                apart = forms_differ(self._observe(ours), self._observe(theirs))
+                apart = forms_differ(self._observe(ours), self._observe(theirs), self.program)
                 if self._any(apart):  # only one of them will compute with what the unsharded ones were
                     return Result(
                         "same", at=at, ran=self.ran, ended="parameters change while one side has unsharded ones"
@@ -187,7 +189,7 @@ class _Run:
             if not known and (errors[0] is None or type(errors[0]) is not type(errors[1])):
                 known = torch_is_lost(self.program, action, situation)
             if not known and theirs is not None and action.kind == "backward" and (plain.lost or not plain.waiting):
-                left = left_unreduced(self._observe(ours), self._observe(theirs))
+                left = left_unreduced(self._observe(ours), self._observe(theirs), self.program)
                 known = why_left(self.program) if self._any(left) else ""
             if not known and theirs is not None and fills_zeros(self.program):
                 some_zero = zeros_for_none(self._observe(ours), self._observe(theirs))

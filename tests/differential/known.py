@@ -201,6 +201,7 @@ KNOWN = (
         "the next step fails, or computes in the other dtype",
         "computes in the dtype of the parameters",
         torch_raises="Expected out tensor to have dtype",
+        at_action=lambda program, action, situation: action.kind == "to" and "HalfDouble" in program.kinds(),
     ),
     Known(
         "a forward in inference mode, then training",
@@ -265,6 +266,11 @@ KNOWN = (
         "each waits for itself",
         torch_raises=r"The size of tensor a \(\d+\) must match the size of tensor b",
         raises_in=lambda program: any(action.kind == "set_requires_all_reduce" for action in program.actions),
+    ),
+    Known(
+        "the infinity norm, by `torch.nn.utils.clip_grad_norm_`, where a rank has no rows of a parameter",
+        "fails on that rank, and the others hang (not generated)",
+        "`fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
         "`copy.deepcopy`",

@@ -234,9 +234,10 @@ class WritesGrad(torch.autograd.Function):
         x, saved = ctx.saved_tensors
         weight = ctx.weight
         with torch.no_grad():
-            new = (grad.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+            grad = grad.to(saved.dtype)  # under autocast another
+            new = grad.flatten(0, -2).t() @ x.to(saved.dtype).flatten(0, -2)
             weight.grad = new if weight.grad is None else weight.grad + new
-        return grad @ saved, None, None
+        return (grad @ saved).to(x.dtype), None, None
 
 
 class GradByHand(Block):
