@@ -148,6 +148,26 @@ def test_backward_that_does_not_reshard(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("loss", [vmap, jvp, jacrev])
+def test_frozen_since_forward(rank: int, world_size: int, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """A block is frozen, or unfrozen, before a unit is gathered within a transform. What follows that in the unsharded
+    parameter was `requires_grad_`, which torch refuses there."""
+    torch.manual_seed(0)
+    model = Velocity()
+    shard(fsdp2, model)
+    model.body[0].requires_grad_(False)
+    loss(model, batch(0, rank, 4)).backward()
+    value = loss(model, batch(1, rank, 4))
+    model.body[0].requires_grad_(True)
+    model.body[1].requires_grad_(False)
+    value.backward()
+    model.zero_grad()
+    loss(model, batch(2, rank, 4)).backward()
+    assert all(param.grad is not None for param in model.body[0].parameters())
+    assert all(param.grad is None for param in model.body[1].parameters())
+
+
+@on_ranks(2)
 def test_checkpointed(rank: int, world_size: int) -> None:
     """Blocks that are recomputed in the backward of a transform, and in the backward through it."""
 

@@ -62,7 +62,7 @@ class Gradients:
         self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
         for index, (unsharded, trainable) in enumerate(zip(self._unsharded, wanted, strict=True)):
             if unsharded.requires_grad != trainable:
-                unsharded.requires_grad_(trainable)
+                unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
             self._note_trainable(index, unsharded)
 
     def follow_unsharded(self) -> None:
@@ -75,7 +75,7 @@ class Gradients:
             unsharded = param.unsharded
             assert unsharded is not None
             if unsharded.requires_grad != (index in self._trainable):
-                param.sharded.requires_grad_(unsharded.requires_grad)
+                param.sharded.requires_grad = unsharded.requires_grad
                 self._note_trainable(index, unsharded)
 
     def _note_trainable(self, index: int, unsharded: torch.Tensor) -> None:

@@ -273,6 +273,19 @@ KNOWN = (
         "`fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
+        "an int for `reshard_after_forward`, and `set_reshard_after_forward` before backward",
+        "fails: it has lost the smaller group",
+        "holds from the next forward on",
+        torch_raises="Expected mesh_info to be FSDPMeshInfo",
+    ),
+    Known(
+        "a parameter that was frozen when its unit was first gathered, and trains later in mixed precision",
+        "fails: the dtype of its gradient was not set",
+        "trains",
+        torch_raises="attempting to assign a gradient with dtype",
+        raises_in=lambda program: any(a.kind == "freeze" and "(True)" in a.code for a in program.actions),
+    ),
+    Known(
         "`copy.deepcopy`",
         "refused",
         "a sharded model of its own",

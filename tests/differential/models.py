@@ -236,7 +236,8 @@ class WritesGrad(torch.autograd.Function):
         with torch.no_grad():
             grad = grad.to(saved.dtype)  # under autocast another
             new = grad.flatten(0, -2).t() @ x.to(saved.dtype).flatten(0, -2)
-            weight.grad = new if weight.grad is None else weight.grad + new
+            if weight.requires_grad:
+                weight.grad = new if weight.grad is None else weight.grad + new
         return (grad @ saved).to(x.dtype), None, None
 
 
