@@ -1,8 +1,8 @@
-"""Tensors that stand end to end in memory, seen as one: an elementwise operation on that is the same operation on each
-of them, and costs one call. Layer: below the layout.
+"""Tensors that are contiguous in memory, seen as one: an elementwise operation on the merged tensor equals the
+operation on each of them, and costs one call. Layer: below the layout.
 
-Neighbours are found, never assumed: callers get merged tensors where they are contiguous, and the tensors
-themselves where it does not. Two kinds of tensors can be neighbours:
+Neighbours are detected, never assumed: callers get merged tensors where they are contiguous, otherwise the originals.
+Two kinds of tensors can be neighbours:
 
 * views of one tensor, such as the gradients of a group, which its reduction leaves in one flat output;
 * tensors that `carve` made, such as the shards of a group. Each has a storage of its own, so that to all others they
@@ -38,14 +38,15 @@ _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _nbytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes")
 
-# From each carved tensor to what it was carved from.
+# Maps each carved tensor to the tensor that it was carved from.
 _carved = WeakIdKeyDictionary()
 
 
 def can_carve(tensor: torch.Tensor) -> bool:
-    """Whether parts of `tensor` can have storages of their own on its memory (by DLPack). On the CPU only, until it has
-    been tried on others: who records streams or shares handles with other processes looks for whole allocations."""
-    # The storage's device: a stand-in of `fsdp2.init.deferred` says that it is on another.
+    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU, until it
+    has been tried elsewhere: code that records streams or shares handles with other processes expects whole
+    allocations."""
+    # The storage's device: a stand-in of `fsdp2.init.deferred` reports a different one.
     return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
 
 
@@ -70,7 +71,7 @@ def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The carved tensor at whose beginning `tensor` stands, without gaps."""
+    """The carved tensor at whose beginning `tensor` is, without gaps."""
     base = base_of(tensor)
     if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
         return None
@@ -97,8 +98,8 @@ def span_of(tensor: torch.Tensor) -> Span | None:
 
 
 def over(whole: torch.Tensor, address: int, nbytes: int) -> torch.Tensor | None:
-    """What stands at these addresses, 1-D; None if that is not in the storage of `whole`. (What was said to lie there
-    may have been given other memory: by `.data`, or by `share_memory_`.)"""
+    """The elements at these addresses, 1-D; None if they are not in the storage of `whole`. (The tensors may have been
+    given other memory, through `.data` or `share_memory_`.)"""
     storage = whole.untyped_storage()
     offset, itemsize = address - storage.data_ptr(), whole.itemsize
     if offset < 0 or offset + nbytes > storage.nbytes() or offset % itemsize:
@@ -114,7 +115,7 @@ class Run(NamedTuple):
     """Neighbours.
 
     Attributes:
-        tensor: over all of them, 1-D; one that has no neighbours is itself.
+        tensor: a 1-D tensor over all of them; a tensor without neighbours is returned itself.
         indices: which of the tensors, in memory order.
     """
 
@@ -123,9 +124,9 @@ class Run(NamedTuple):
 
 
 def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
-    """The tensors as runs, as few as there can be; each tensor is in one. Their order depends on the order of the
-    tensors and on what lies beside what, never on addresses: ranks must add up norms in one order. (By operations on
-    whole lists, since clipping does this to all gradients in each step.)"""
+    """The tensors as runs, as few as possible; each tensor is in one. Their order depends on the order of the tensors
+    and on which are neighbours, never on addresses, because ranks must add up norms in the same order. (Uses operations
+    on whole lists, since clipping does this for all gradients in each step.)"""
     bases = [tensor if base is None else base for tensor, base in zip(tensors, map(base_of, tensors), strict=True)]
     distinct = dict(zip(map(id, bases), bases, strict=True))
     origins = {key: _carved.get(base, base) for key, base in distinct.items()}
@@ -157,7 +158,7 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where each begins; None within transforms of `torch.func`, whose tensors have no memory that one can see."""
+    """The address of each; None within transforms of `torch.func`, whose tensors have no accessible memory."""
     try:
         return list(map(_address_of, tensors))
     except RuntimeError:
@@ -167,7 +168,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 def joint_copies(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same copies, as few as there can be: where both sides go on where those before ended, they are one copy.
+    """The same copies, as few as possible: copies whose two sides both continue the previous ones are merged.
 
     Args:
         destinations, sources: 1-D; of each pair the same size.

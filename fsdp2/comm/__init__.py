@@ -1,4 +1,4 @@
-"""How a unit's operands travel: the `Comm` protocol and its implementations. Layer: comm."""
+"""How a unit's operands are communicated: the `Comm` protocol and its implementations. Layer: comm."""
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ _FLAT = FlatComm()
 
 
 def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    """The implementation for `device`'s backend in `group`; `FlatComm` serves every backend that has none."""
+    """The implementation for `device`'s backend in `group`; `FlatComm` for every backend without one."""
     for part in dist.get_backend_config(group).split(","):
         device_type, _, backend = part.rpartition(":")
         if device_type in ("", device.type):

@@ -1,16 +1,16 @@
-"""The `Comm` protocol: how a unit's operands travel. Layer: comm.
+"""The `Comm` protocol: how a unit's operands are communicated. Layer: comm.
 
-A unit hands over *operands*: flat tensors of which each rank owns one contiguous range. What the range means (a
-parameter's rows on the direct lane, one rank's segment of a packed buffer) is the runtime's business, so that an
-implementation only moves bytes and sums. Every rank of the group calls the same methods with operands of the same
-sizes in the same order. Picture for two ranks, ``|`` between the ranges::
+A unit passes *operands*: flat tensors in which each rank owns one contiguous range. The runtime defines what a range
+means (a parameter's rows on the direct lane, one rank's segment of a packed buffer), so an implementation only moves
+bytes and sums. Every rank of the group calls the same methods with operands of the same sizes in the same order.
+Picture for two ranks, ``|`` between the ranges::
 
     all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the call
                      rank 1  [ . | b1]   ->  [a0 | b1]
     reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      sums run in rank order
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
-A reduce-scatter's sources may be of a narrower dtype than its outputs. Then the rows travel as they are, and are summed
+A reduce-scatter's sources may have a narrower dtype than its outputs. Then the rows are sent in that dtype, and summed
 and divided in the outputs' dtype: half the bytes on the wire, and no rounding but that of the rows. See `comm.wire`.
 
 Methods return a `Pending`; the result may be read after its `wait`. On an accelerator `wait` only makes the current
@@ -45,7 +45,7 @@ class Operand:
         self._row: tuple[int, torch.Tensor] | None = None
 
     def row(self, rank: int) -> torch.Tensor:
-        """View of what `rank` owns."""
+        """A view of the range that `rank` owns."""
         if self._row is None or self._row[0] != rank:
             start, end = self.bounds[rank], self.bounds[rank + 1]
             self._row = rank, self.full[start:end]
@@ -53,7 +53,7 @@ class Operand:
 
     @cached_property
     def rows(self) -> list[torch.Tensor]:
-        """`row` of every rank, made once."""
+        """`row` of every rank, computed once."""
         return list(torch.split(self.full, [end - start for start, end in pairwise(self.bounds)]))
 
 
@@ -62,7 +62,7 @@ class Scatter:
     """One operand of a reduce-scatter: `source` is summed over ranks, this rank's range goes to `output`.
 
     Attributes:
-        source: in the dtype that travels.
+        source: in the dtype that is sent.
         output: 1-D, of this rank's range's size; the sum runs in its dtype, which may be wider (bf16 rows, fp32 sums).
     """
 
@@ -71,7 +71,7 @@ class Scatter:
 
 
 class Pending(Protocol):
-    """Communication under way."""
+    """Communication in flight."""
 
     def wait(self) -> None:
         """Return when the results may be read by what the caller enqueues next. Call it once."""
@@ -90,7 +90,7 @@ class Works:
 
 
 class AllReduce(Works):
-    """An all-reduce under way, with the division that the backend leaves to us."""
+    """An all-reduce in flight, with the division if the backend does not divide."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor, divisor: int):
         super().__init__([work])
@@ -108,8 +108,8 @@ class Comm(ABC):
     """How operands travel within one kind of process group; holds no reference to a group.
 
     Attributes:
-        direct_min_bytes: smallest shard that pays for an operand of its own in an all-gather; None where all must
-            share one.
+        direct_min_bytes: the smallest shard for which a separate operand in an all-gather is worthwhile; None if all
+            must share one.
         direct_allows_uneven: whether ranks may own ranges of different sizes.
         has_average: whether the backend divides by the group's size itself.
     """
@@ -120,17 +120,17 @@ class Comm(ABC):
 
     @property
     def scatter_direct_min_bytes(self) -> int | None:
-        """`direct_min_bytes` for reduce-scatters; the same, unless an implementation treats them apart."""
+        """`direct_min_bytes` for reduce-scatters; the same, unless an implementation distinguishes them."""
         return self.direct_min_bytes
 
     def with_direct_min_bytes(self, num_bytes: int | None) -> Self:
-        """The same with another limit; memory that it keeps for later calls is shared."""
+        """The same `Comm` with another limit; memory that it keeps for later calls is shared."""
         other = copy.copy(self)
         other.direct_min_bytes = num_bytes
         return other
 
     def release(self) -> None:  # noqa: B027 - most keep nothing
-        """Give back the memory that is kept for later calls."""
+        """Free the memory that is kept for later calls."""
 
     @abstractmethod
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
@@ -139,7 +139,7 @@ class Comm(ABC):
     @abstractmethod
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """Sum every source over the ranks and put this rank's range into its output, divided by the group's size
-        with `average`. Sources must be left alone until the wait.
+        with `average`. Sources must not be changed until the wait.
 
         All scatters of a call have the same two dtypes, of source and of output.
         """

@@ -1,8 +1,8 @@
-"""The user's own collectives: two interfaces, and the `Comm` that calls what implements them. Layer: comm.
+"""Custom collectives: two interfaces, and the `Comm` that calls their implementations. Layer: comm.
 
 Both interfaces are those of torch's FSDP2 (`torch.distributed.fsdp`'s ``set_custom_all_gather`` and
-``set_custom_reduce_scatter``), so that an object made for the one serves the other; only the methods count, a subclass
-is not required. All of a group travels in one flat tensor, because that is what the interfaces are about::
+``set_custom_reduce_scatter``), so that an object written for one library works with the other; only the methods matter,
+and no subclass is required. A whole group is sent in one flat tensor, as the interfaces require::
 
     all-gather       operand's own range --copy--> own slice of what `allocate` gave ==call==> all --copy--> operand
     reduce-scatter   source --copy--> what `allocate` gave ==call==> what `allocate` gave --copy--> output
@@ -21,7 +21,7 @@ __all__ = ["AllGather", "CustomComm", "ReduceScatter"]
 
 
 class AllGather(ABC):
-    """An all-gather of the user's own, for `FSDPModule.set_custom_all_gather`.
+    """A custom all-gather, for `FSDPModule.set_custom_all_gather`.
 
     Each all-gather of the unit calls `allocate` and then the object, on the all-gather stream, on every rank of the
     shard group in the same order::
@@ -40,7 +40,7 @@ class AllGather(ABC):
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A contiguous tensor of `size` (1-D), of any content: the output of the call that follows. It is dropped when
-        it has been copied out; whoever keeps it to give it out again must give out another one meanwhile."""
+        it has been copied out; an implementation that reuses it must not return it again before that."""
 
     @abstractmethod
     def __call__(
@@ -50,7 +50,7 @@ class AllGather(ABC):
 
         Args:
             input_tensor: this rank's slice of `output_tensor`, filled.
-            async_op: True: the call may return before it is done.
+            async_op: True: the call may return before the all-gather is complete.
 
         Returns:
             A handle whose `wait` is called before the output is read, or None if it may be read at once (on an
@@ -59,7 +59,7 @@ class AllGather(ABC):
 
 
 class ReduceScatter(ABC):
-    """A reduce-scatter of the user's own, for `FSDPModule.set_custom_reduce_scatter`.
+    """A custom reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`.
 
     Each reduction of the unit calls `allocate` for the input, then for the output, and then the object, on the
     reduce-scatter stream, on every rank of the shard group in the same order. Example: see `AllGather`.
@@ -82,7 +82,7 @@ class ReduceScatter(ABC):
 
         Args:
             op: ``ReduceOp.AVG`` to divide by the number of ranks, otherwise ``ReduceOp.SUM``.
-            async_op: is left at its default, as torch's FSDP2 does.
+            async_op: not passed, as in torch's FSDP2.
 
         Returns:
             As `AllGather.__call__`.
@@ -92,10 +92,10 @@ class ReduceScatter(ABC):
 def allocated(
     allocate: Callable[..., torch.Tensor], numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """What the user's `allocate` gives for `numel` elements.
+    """The tensor that the user's `allocate` returns for `numel` elements.
 
     Raises:
-        ArgumentError: it is not what was asked for.
+        ArgumentError: it is not as requested.
     """
     tensor = allocate((numel,), dtype=dtype, device=device)
     if tensor.shape != (numel,) or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
@@ -108,7 +108,7 @@ def allocated(
 
 
 class CopyOut:
-    """A custom collective under way: at `wait`, what it left in the allocated tensors is copied to where it belongs.
+    """A custom collective in flight: `wait` copies its results from the allocated tensors to their destinations.
 
     Args:
         copies: (destination, source).
@@ -136,9 +136,9 @@ class CopyOut:
 
 
 class CustomComm(Comm):
-    """`base` with the user's all-gather, the user's reduce-scatter, or both, in the place of its own.
+    """`base` with its all-gather, its reduce-scatter, or both replaced by custom ones.
 
-    The direct lane is off for what is replaced. Every rank must replace the same.
+    The direct lane is off for the replaced collectives. Every rank must replace the same.
     """
 
     def __init__(self, base: Comm, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None):
@@ -155,7 +155,7 @@ class CustomComm(Comm):
         return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """See `Comm.all_gather`; one call for each operand, of which the packed lane makes one."""
+        """See `Comm.all_gather`; one call per operand (the packed lane has only one)."""
         gather = self.custom_all_gather
         if gather is None:
             return self.base.all_gather(operands, group)
@@ -170,10 +170,10 @@ class CustomComm(Comm):
         return CopyOut(works, copies)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`; one call for each scatter, of which the packed lane makes one.
+        """See `Comm.reduce_scatter`; one call per scatter (the packed lane has only one).
 
         Raises:
-            UnsupportedError: the source is of another dtype than the output.
+            UnsupportedError: source and output have different dtypes.
         """
         scatter_by_user = self.custom_reduce_scatter
         if scatter_by_user is None:

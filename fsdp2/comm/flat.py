@@ -1,4 +1,4 @@
-"""`FlatComm`: one flat all-gather and one flat reduce-scatter a unit; any backend. Layer: comm.
+"""`FlatComm`: one flat all-gather and one flat reduce-scatter per unit; any backend. Layer: comm.
 
 Everything takes the packed lane, so there is exactly one operand of equal ranges.
 """
@@ -16,7 +16,7 @@ __all__ = ["FlatComm"]
 
 
 class ReduceScatter(Works):
-    """A reduce-scatter under way, with the division that not every backend does."""
+    """A reduce-scatter in flight, with the division for backends that do not divide."""
 
     def __init__(self, works: Sequence[dist.Work], outputs: Sequence[torch.Tensor], divisor: int):
         super().__init__(works)
@@ -32,7 +32,7 @@ class ReduceScatter(Works):
 
 
 class FlatComm(Comm):
-    """The backend's own flat collectives, one after another for each operand."""
+    """The backend's own flat collectives, one call per operand."""
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         """See `Comm.all_gather`."""

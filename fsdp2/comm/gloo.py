@@ -2,11 +2,11 @@
 
 gloo's own all-gather and reduce-scatter stage their data and take up to twice as long (its reduce-scatter is slower
 than its all-reduce), see docs/decisions/gloo.md. Here each rank sends its range to every other rank and receives theirs
-in place; in a reduce-scatter it receives what the others have for its range and sums in rank order, so that the result
-does not depend on who was first.
+in place; in a reduce-scatter it receives the others' data for its range and sums in rank order, so that the result does
+not depend on the order of arrival.
 
-All-gathers and reduce-scatters use different tags: several may be under way at once, and those of one kind are issued
-in the same order on every rank.
+All-gathers and reduce-scatters use different tags, because several may be in flight at once; those of one kind are
+issued in the same order on every rank.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,10 @@ _SCATTER_TAG = 0x46530002
 
 
 class ScratchPool:
-    """Receive buffers, used again: a fresh large CPU tensor costs page faults, about as much as the copy into it.
+    """Reusable receive buffers: a fresh large CPU tensor causes page faults that cost about as much as the copy into
+    it.
 
-    A buffer belongs to its taker until it is given back; the pool keeps the few largest.
+    A buffer belongs to its user until it is returned; the pool keeps the few largest.
     """
 
     def __init__(self, max_kept: int = 4):
@@ -35,7 +36,7 @@ class ScratchPool:
         self.max_kept = max_kept
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of at least `nbytes`: the smallest free one that serves, otherwise a new one."""
+        """A flat uint8 tensor of at least `nbytes`: the smallest free one that is large enough, otherwise a new one."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         fitting = [index for index, buffer in enumerate(self.free) if buffer.numel() >= nbytes]
@@ -52,7 +53,7 @@ class ScratchPool:
 
 
 class ReduceScatter:
-    """A reduce-scatter under way: at `wait`, what the other ranks sent is summed in rank order."""
+    """A reduce-scatter in flight: `wait` sums the data of all ranks in rank order."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class ReduceScatter:
 class GlooComm(Comm):
     """Point-to-point on gloo. CPU tensors only."""
 
-    direct_min_bytes = 512 * 1024  # below, a message of its own costs more than the copies: docs/decisions/gloo.md
+    direct_min_bytes = 512 * 1024  # below, a separate message costs more than the copies: docs/decisions/gloo.md
     direct_allows_uneven = True
 
     def __init__(self) -> None:
@@ -109,8 +110,8 @@ class GlooComm(Comm):
         return Works(works)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`. The first row that comes is received in the output itself, where it has its dtype:
-        two ranks need no memory beside it."""
+        """See `Comm.reduce_scatter`. The first row is received in the output itself if it has the output's dtype, so
+        two ranks need no other memory."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
         if size == 1:
@@ -118,7 +119,7 @@ class GlooComm(Comm):
             return Works([])
         in_place = not is_narrow(scatters)
         spare = size - 1 - in_place
-        sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # what travels has the source's dtype
+        sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # rows are sent in the source's dtype
         buffer = self.pool.take(sum(sizes) * spare)
         received, offset = [], 0
         for scatter, nbytes in zip(scatters, sizes, strict=True):

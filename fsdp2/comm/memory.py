@@ -1,12 +1,12 @@
 """Where a unit's communication buffers come from: the process group's own memory, or symmetric memory. Layer: comm.
 
-Both let a backend do better than with any memory (NCCL: zero-copy over NVLink SHARP and InfiniBand; copy-engine
-all-gathers). They are kinds of *memory* below the backend's own flat collectives::
+Both allow a backend to be faster than with ordinary memory (NCCL: zero-copy over NVLink SHARP and InfiniBand;
+copy-engine all-gathers). They are kinds of *memory* below the backend's own flat collectives::
 
     memory = GroupMemory(group, device)
     comm = CustomComm(base, FlatAllGather(memory), FlatReduceScatter(memory))
 
-What a GPU must still confirm: everything but the errors, because no backend of the CPU has such memory.
+Not yet confirmed on a GPU: everything but the errors, because no CPU backend has such memory.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ __all__ = ["FlatAllGather", "FlatReduceScatter", "GroupMemory", "Memory", "Symme
 
 
 class Memory(Protocol):
-    """Gives out buffers; every rank of the group asks for the same ones in the same order."""
+    """Allocates buffers; every rank of the group requests the same ones in the same order."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D tensor of any content."""
+        """An uninitialised 1-D tensor."""
 
 
 class GroupMemory:
@@ -57,7 +57,7 @@ class GroupMemory:
 
 
 class SymmetricMemory:
-    """Memory that all ranks of `group` have mapped (``set_symm_mem_for_comm``). To make one is a collective call.
+    """Memory that all ranks of `group` have mapped (``set_symm_mem_for_comm``). Creating one is collective.
 
     Raises:
         ArgumentError: `backend` is not ``"NCCL"``.
@@ -99,7 +99,7 @@ class FlatAllGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See `AllGather.__call__`; a handle in any case."""
+        """See `AllGather.__call__`; always returns a handle."""
         return all_gather_flat(output_tensor, input_tensor, group)
 
 
@@ -121,5 +121,5 @@ class FlatReduceScatter(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """See `ReduceScatter.__call__`; a handle in any case."""
+        """See `ReduceScatter.__call__`; always returns a handle."""
         return reduce_scatter_flat(output_tensor, input_tensor, op, group)

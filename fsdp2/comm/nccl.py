@@ -1,8 +1,8 @@
-"""`NcclComm`: one coalesced group of collectives a unit, straight into and out of the parameters. Layer: comm.
+"""`NcclComm`: one coalesced group of collectives per unit, straight into and out of the parameters. Layer: comm.
 
-What a GPU must still confirm: that the coalesced calls overlap with compute as one kernel, the threshold between the
-lanes, and that an exchange of narrow rows (`comm.wire`) beats a reduce-scatter of wide ones. The calls themselves run
-in the tests on a fake process group.
+Not yet confirmed on a GPU: that the coalesced calls overlap with compute as one kernel, the threshold between the
+lanes, and that an exchange of narrow rows (`comm.wire`) is faster than a reduce-scatter of wide ones. In the tests the
+calls run on a fake process group.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ __all__ = ["NcclComm"]
 
 
 class NcclComm(Comm):
-    """NCCL's flat all-gather and reduce-scatter, coalesced. An in-place gather: the input is this
-    rank's range of the output, which NCCL knows and does not copy."""
+    """NCCL's flat all-gather and reduce-scatter, coalesced. The gather is in place: the input is this rank's range of
+    the output, which NCCL detects and does not copy."""
 
     direct_min_bytes = 256 * 1024
     has_average = True

@@ -1,8 +1,8 @@
-"""int8 with one scale for each block: an all-gather of a quarter of the bytes of fp32, half those of bf16. Layer: comm.
+"""int8 with one scale per block: an all-gather with a quarter of the bytes of fp32, half those of bf16. Layer: comm.
 
-Symmetric, by the largest magnitude of the block, as the quantised weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1): with
-one scale for a whole tensor an outlier would leave no digits for all others. Pure functions; every dim but the last is
-a batch, so that what several ranks sent is dequantised in one call::
+Symmetric, by the largest magnitude of the block, like the quantised weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1):
+with one scale for a whole tensor an outlier would leave no precision for all others. Pure functions; every dim but the
+last is a batch dim, so that the data of several ranks is dequantised in one call::
 
     x  [..., n]   ->   q int8 [..., n],  scales fp32 [..., ceil(n / block)]         x is near q * scale
 
@@ -29,9 +29,8 @@ def quantise(values: torch.Tensor, block: int = DEFAULT_BLOCK) -> tuple[torch.Te
         block: elements of the last dim that share a scale; the last block may be shorter.
 
     Returns:
-        int8 ``[..., n]`` and fp32 ``[..., ceil(n / block)]``. A finite value differs from what `dequantise` makes of it
-        by half a scale at most (and fp32's rounding). A block with an infinity or a NaN has scale NaN and comes
-        back as NaN.
+        int8 ``[..., n]`` and fp32 ``[..., ceil(n / block)]``. A finite value differs from its dequantised value by at
+        most half a scale (and fp32 rounding). A block with an infinity or a NaN has scale NaN and comes back as NaN.
 
     Raises:
         ArgumentError: `values` are not floating point, have no dim, or `block` is less than 1.
@@ -49,7 +48,7 @@ def quantise(values: torch.Tensor, block: int = DEFAULT_BLOCK) -> tuple[torch.Te
     blocks = pad(values.float(), (0, num_blocks * block - numel)) if numel % block else values.float()
     blocks = blocks.unflatten(-1, (num_blocks, block))
     largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # on the CPU a tenth of an infinity norm's time
-    # Never less than the smallest normal number: blocks of zeros divide by it, and subnormal scales would lose digits.
+    # At least the smallest normal number: blocks of zeros divide by it, and subnormal scales would lose precision.
     scales = largest.div_(_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
     scales.masked_fill_(scales.isinf(), float("nan"))
     # Within -127..127, because nothing exceeds the largest of its block.
@@ -63,8 +62,8 @@ def dequantise(q: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Ten
     Args:
         q: int8 ``[..., n]``, contiguous.
         scales: fp32 ``[..., ceil(n / block)]``.
-        block: as it was for `quantise`.
-        out: ``[..., n]``, floating point; its strides may be any.
+        block: as for `quantise`.
+        out: ``[..., n]``, floating point, with any strides.
 
     Raises:
         ArgumentError: the shapes do not belong together.

@@ -1,7 +1,7 @@
 """Where the sum of gradients is divided: pure arithmetic (docs/behaviour.md, 124-131). Layer: comm.
 
-fp32 and bf16 sums are averaged by each collective in turn. fp16 overflows at 65504, so about the square root of the
-divisor is divided away before the sum and the rest after it.
+fp32 and bf16 sums are averaged by each collective in turn. fp16 overflows at 65504, so values are divided by about the
+square root of the divisor before the sum and by the rest after it.
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class Scaling:
     post: float = 1.0
 
     def after_scatter(self, replicate_size: int) -> float:
-        """What a sum over the replicas is to be divided by, when the reduce-scatter is done."""
+        """The divisor of a sum over the replicas, once the reduce-scatter is done."""
         return self.post * (replicate_size if self.all_reduce_averages else 1)
 
 
 def fp16_factors(factor: float) -> tuple[float, float]:
-    """Split `factor` in a power of two before the sum and the rest after it, as equal as can be.
+    """Split `factor` into a power of two before the sum and the rest after it, as equal as possible.
 
     >>> fp16_factors(8)
     (4.0, 2.0)
@@ -45,14 +45,14 @@ def fp16_factors(factor: float) -> tuple[float, float]:
     return float(pre), factor / pre
 
 
-@lru_cache(maxsize=256)  # the factor may be another one in each step
+@lru_cache(maxsize=256)  # the factor may differ in each step
 def scaling_for(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
 ) -> Scaling:
     """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks.
 
     Args:
-        factor: what the sum over all ranks is to be divided by; None for the number of ranks.
+        factor: the divisor of the sum over all ranks; None for the number of ranks.
         force_sum: let no collective divide.
     """
     ranks = shard_size * replicate_size

@@ -1,9 +1,9 @@
 """Narrow on the wire, wide in the sum: the reduce-scatter of bf16 or fp16 rows into fp32 outputs. Layer: comm.
 
-A backend's reduce-scatter sums in the dtype that travels: in bf16 every addition rounds to 8 bits, and the error grows
-with the number of ranks. Here each rank sends its rows to their owners unsummed, an all-to-all, and the owner sums them
-in the dtype of its output. As many bytes travel as in a bf16 reduce-scatter on a ring, half as many as in an fp32 one;
-the price is a buffer of the size of the source. Asked for in VeOmni#1167, which measured 12-14 % over an fp32
+A backend's reduce-scatter sums in the dtype that is sent: in bf16 every addition rounds to 8 bits, and the error grows
+with the number of ranks. Here each rank sends its rows unsummed to their owners, an all-to-all, and the owner sums them
+in the dtype of its output. This sends as many bytes as a bf16 reduce-scatter on a ring, half as many as an fp32 one;
+the price is a buffer of the size of the source. Requested in VeOmni#1167, which measured 12-14 % over an fp32
 reduce-scatter on 2 x 8 H100::
 
     rank 0  [g0 | g1]  --bf16-->  [g0 | h0]  ->  float(g0) + float(h0)
@@ -19,11 +19,11 @@ from fsdp2.comm.base import Scatter, Works
 
 __all__ = ["Exchange", "is_narrow", "sum_rows"]
 
-_BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 stay in a core's cache
+_BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit in a core's cache
 
 
 def is_narrow(scatters: Sequence[Scatter]) -> bool:
-    """Whether what travels has another dtype than the sum (the same for all scatters of a call)."""
+    """Whether rows are sent in a different dtype than the sum's (the same for all scatters of a call)."""
     return any(scatter.source.full.dtype != scatter.output.dtype for scatter in scatters)
 
 
@@ -38,7 +38,7 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
         for row in rows[2:]:
             output.add_(row)
         return
-    # An addition of two dtypes is not vectorised, and takes four times as long as a copy that widens and an addition.
+    # An addition of two dtypes is not vectorised, and takes four times as long as a widening copy and an addition.
     wide = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
     for total, first, *others in zip(output.split(_BLOCK), *(row.split(_BLOCK) for row in rows), strict=True):
         total.copy_(first)
@@ -47,7 +47,7 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 
 
 class Exchange(Works):
-    """A reduce-scatter as an all-to-all under way, and the sum that follows. Any backend; equal ranges only.
+    """A reduce-scatter in flight as an all-to-all, and the sum that follows. Any backend; equal ranges only.
 
     The sum runs in rank order on the CPU. On an accelerator it is one kernel, which reads each row once; its order is
     `torch.sum`'s, the same in every run.

@@ -1,4 +1,4 @@
-"""`Channel`: over which process groups, and through which `Comm`, a group's parameters travel. Layer: runtime."""
+"""`Channel`: the process groups and the `Comm` through which a group's parameters are communicated. Layer: runtime."""
 
 import torch.distributed as dist
 
@@ -12,11 +12,11 @@ __all__ = ["Channel"]
 
 
 class Channel:
-    """What the `set_custom_*` methods and their like change; one per param group.
+    """What the `set_custom_*` methods and similar ones change; one per param group.
 
     Attributes:
         roles: mesh and axes.
-        base: the backend's; what travels over the replicate axis uses it in any case.
+        base: the backend's; communication over the replicate axis always uses it.
         comm: that, or the user's collectives around it.
         scatter_group: the ranks of the shard axis in the process group that reduce-scatters use; None without one.
     """
@@ -37,16 +37,17 @@ class Channel:
 
     @property
     def has_custom(self) -> bool:
-        """Whether collectives of the user's own are set."""
+        """Whether custom collectives are set."""
         return self._custom != (None, None)
 
     def customise(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
-        """Use these in place of the backend's, and of those set before; None leaves what there is."""
+        """Use these instead of the backend's, or of those set before; None changes nothing."""
         self._custom = (all_gather or self._custom[0], reduce_scatter or self._custom[1])
         self._choose()
 
     def use_memory(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these, the backend's own in other memory, where the user has set none; None for both ends it."""
+        """Use these (the backend's collectives in other memory) if the user has set none; None for both removes
+        them."""
         self._memory = (all_gather, reduce_scatter)
         self._choose()
 
@@ -62,7 +63,7 @@ class Channel:
         self._choose()
 
     def separate_reduce_scatter(self, enable: bool) -> None:
-        """Give reduce-scatters a process group of their own, or let them share that of the all-gathers again.
-        Collective when it makes the group."""
+        """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Collective
+        when it creates the group."""
         group = self.roles.shard_group
         self.scatter_group = separate_group(group) if enable and group is not None else group

@@ -1,7 +1,7 @@
 """`Context`: what the units below one root share. Layer: runtime, top.
 
-It owns the order of the iteration, the storage that waits to be freed, and the reductions in flight, each in an object
-of its own.
+It owns the order of the iteration, the storage that waits to be freed, and the reductions in flight, each in a separate
+object.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ __all__ = ["Context"]
 
 
 class Member(Protocol):
-    """What a context needs of its units."""
+    """What a context needs from its units."""
 
     settings: UnitSettings
     fqn: str
@@ -41,7 +41,7 @@ class Member(Protocol):
         """Give unsharded parameters back."""
 
     def complete_forward(self) -> None:
-        """The root's forward is over: finish a unit of which some modules did not run."""
+        """The root's forward is over: finish a unit if some of its modules did not run."""
 
     def forget_uses(self) -> None:
         """No backward will come to the forwards so far."""
@@ -50,7 +50,7 @@ class Member(Protocol):
         """The backward pass is over: reduce and reshard what is left."""
 
     def check_no_partials(self) -> None:
-        """Raise where gradients wait for an all-reduce."""
+        """Raise if gradients wait for an all-reduce."""
 
     def has_unreduced(self, params: set[int]) -> bool:
         """Whether gradients of parameters among these (their ids) wait to be reduced."""
@@ -61,13 +61,14 @@ class Context:
 
     Args:
         units: the root first, then the others in the order of the module tree. Held weakly: modules own their units.
-        in_flight: shared with other roots; None for one of its own.
-        is_provisional: made for a unit that was unsharded before any forward; a root's forward replaces it.
+        in_flight: shared with other roots; None creates a new one.
+        is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
-        recomputed: units whose forward a checkpoint ran again in this backward, and which were not resharded after it.
-        model: the outermost module around the root, weak, until its first backward has been looked at.
-        post_optim_event: waited for by the next root forward's all-gathers in place of the compute stream.
+        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded
+        afterwards.
+        model: a weak reference to the outermost module around the root, until its first backward has been checked.
+        post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
     """
 
     def __init__(
@@ -88,17 +89,17 @@ class Context:
 
     @property
     def units(self) -> list[Member]:
-        """The units that still live, root first."""
+        """The units that are still alive, root first."""
         return [unit for weak in self._units if (unit := weak()) is not None]
 
     @property
     def root(self) -> Member | None:
-        """The root, while it lives."""
+        """The root, while it is alive."""
         return self._units[0]()
 
     @property
     def is_last_backward(self) -> bool:
-        """Whether this backward is the last of a step: the user says so, or, in manual mode, finalises it."""
+        """Whether this backward is the last of a step: set by the user or, in manual mode, while it is finalised."""
         if self.finalization.is_manual or self.finalization.is_ending:
             return self.finalization.is_ending
         root = self.root
@@ -116,19 +117,21 @@ class Context:
             if not self.finalization.awaits_backward:
                 unit.forget_uses()
             if has_raised:
-                unit.reshard()  # prefetched and not used: parameters may have changed since
+                unit.reshard()  # prefetched but not used: parameters may have changed since
         self.schedule.begin_forward()
         self.follow_compute(self.post_optim_event)
         self.post_optim_event = None
 
     def follow_compute(self, event: torch.Event | None = None) -> None:
-        """Let all-gathers start only after `event`, or what compute was given so far (it changed the shards)."""
+        """Let all-gathers start only after `event`, or after all work enqueued on the compute stream (it changed the
+        shards)."""
         event = event or self.streams.record()
         with self.streams.gathering():
             self.streams.wait(event)
 
     def predict(self, unit: Member) -> list[Member]:
-        """`unit` starts in the root's forward: the unit that ran after it in the last iterations, if they agree."""
+        """`unit` starts in the root's forward: return the unit that ran after it in the last iterations, if they
+        agree."""
         root = self.root
         if not self.schedule.in_root_forward or root is None or not root.settings.predicts_forward:
             return []
@@ -136,7 +139,7 @@ class Context:
         return [other for other in self.units if fqn is not None and other.fqn == fqn]
 
     def _give_up_wrong_guesses(self) -> None:
-        """Reshard what was prefetched by prediction and did not run."""
+        """Reshard units that were prefetched by prediction but did not run."""
         unused = self.schedule.unused_predictions()
         for unit in self.units if unused else ():
             if unit.fqn in unused and unit.settings.reshard_after_forward is not False:
@@ -149,7 +152,7 @@ class Context:
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
         if not torch.is_grad_enabled():
-            self.memory.free_all()  # no backward comes, whose all-gathers would give it back
+            self.memory.free_all()  # no backward follows, whose all-gathers would free it
         self.finalization.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ class Context:
         """Called from within a backward pass: `end_backward` will run at its end.
 
         Raises:
-            UnsupportedError: compiled autograd runs it, which never calls what is to run at the end.
+            UnsupportedError: it runs under compiled autograd, which never calls callbacks at the end.
         """
         if not self._callback_queued:
             if torch.compiler.is_compiling():
@@ -172,7 +175,7 @@ class Context:
         """Called before a forward.
 
         Raises:
-            OrderError: the last backward raised, and nothing was reset since.
+            OrderError: the last backward raised, and `reset_iter_state` was not called.
         """
         if self._callback_queued and not backward_is_running():
             raise OrderError(
@@ -215,17 +218,17 @@ class Context:
         return list(found.items())
 
     def finish_reductions(self) -> None:
-        """Make all sharded gradients complete, and give back what was released."""
+        """Complete all sharded gradients, and free released storage."""
         with outside_transforms():
             self.in_flight.finish_all()
             self.memory.free_all()
 
     def finalize(self, is_async: bool) -> Ticket | None:
-        """Reduce and reshard what manual backwards left. Returns the ticket for `finish_ticket`, None where nobody has
-        to wait.
+        """Reduce and reshard what manual backwards left. Returns the ticket for `finish_ticket`, None if there is
+        nothing to wait for.
 
         Raises:
-            OrderError: not at this time (see `Finalization`), or HSDP gradients wait for an all-reduce.
+            OrderError: called at the wrong time (see `Finalization`), or HSDP gradients wait for an all-reduce.
         """
         root = self.units[0]
         wanted = root.settings.manual_finalization
@@ -255,7 +258,7 @@ class Context:
         """Wait for an asynchronous finalisation; does nothing the second time.
 
         Raises:
-            OrderError: its reductions were thrown away.
+            OrderError: its reductions were discarded.
         """
         if ticket.is_void:
             raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
@@ -267,10 +270,10 @@ class Context:
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, throw their results away, and forget the iteration.
+        """Wait for reductions, discard their results, and forget the iteration.
 
         Raises:
-            OrderError: the reductions are those of another root that shares them, and has a handle out.
+            OrderError: the reductions belong to another root that shares them, whose handle has not been waited for.
         """
         ticket, self.in_flight.ticket = self.in_flight.ticket, None
         if ticket is not None and ticket.owner() is not self.finalization:

@@ -1,8 +1,8 @@
 """`copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: runtime, top.
 
-A copy is a sharded module like its original: on the same mesh, with shards, units and hooks of its own. No
-communication. `deepcopy` copies modules from the outside in and knows nothing of units, so a unit's copy begins empty
-(`Unit.__deepcopy__`) and is filled each time one of its modules has been copied.
+A copy is a sharded module on the same mesh, with its own shards, units and hooks. No communication. `deepcopy` copies
+modules from the outside in and does not handle units, so a unit's copy starts empty (`Unit.__deepcopy__`) and is filled
+whenever one of its modules has been copied.
 """
 
 import copy
@@ -18,7 +18,7 @@ from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["copy_module"]
 
-_COPIED_UNITS = object()  # its id is the key in `memo` of the units that were met
+_COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far
 
 
 def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
@@ -47,14 +47,14 @@ def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[i
 
 
 def _lent(unit: Unit, memo: dict[int, Any]) -> list[ParamGroup]:
-    """The groups that `unit` borrows, and whose owner is copied too."""
+    """The groups that `unit` borrows and whose owner is also copied."""
     owners = [(group, owner_of(group.params[0])[0]) for group in unit.borrowed]
     return [group for group, owner in owners if any(id(module) in memo for module in owner.modules)]
 
 
 def _fill(old: Unit, memo: dict[int, Any]) -> None:
-    """Give the copy of a unit what `old` manages, as far as it has been copied; and of the groups that it borrows,
-    those whose owner has not been."""
+    """Give the copy of a unit the copied part of what `old` manages, and those borrowed groups whose owner has not been
+    copied."""
     new: Unit = memo[id(old)]
     lent = _lent(old, memo)
     kept = []

@@ -1,9 +1,9 @@
-"""Memory that `to_empty` gave, and that nobody has written to: found at the first forward, before it trains. Layer:
+"""Memory from `to_empty` that was never written to: detected at the first forward, before training on it. Layer:
 runtime, below the hooks.
 
-A mark of a few bytes, at both ends of each tensor, tells: any way to fill the tensor overwrites it, also those that
-leave no other trace (`.data`, NumPy, a file read into memory). Only tensors of less than `SMALLEST` bytes, which could
-hold the mark by chance, and subclasses, whose memory is their own, go without.
+It is detected by a mark of a few bytes at both ends of each tensor: any way to fill the tensor overwrites it, including
+those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST` bytes, which
+could hold the mark by chance, and subclasses, whose memory only their operators may access, are not marked.
 """
 
 import warnings
@@ -28,7 +28,7 @@ Place = tuple[nn.Module, str]
 
 
 def can_mark(tensor: torch.Tensor) -> bool:
-    """Whether a parameter or buffer is one that `mark` marks."""
+    """Whether `mark` can mark a parameter or buffer."""
     local = _local(tensor)
     return not (is_wrapper(local) or local.is_meta or local.nbytes < SMALLEST) and (
         local.is_contiguous() or dense_strides(local.shape, local.stride()) == local.stride()
@@ -36,7 +36,7 @@ def can_mark(tensor: torch.Tensor) -> bool:
 
 
 def mark(tensor: torch.Tensor) -> None:
-    """Note in a tensor's memory that it has no values yet."""
+    """Mark a tensor's memory as having no values yet."""
     if can_mark(tensor):
         with torch.inference_mode():
             for end in _ends(tensor):
@@ -44,7 +44,7 @@ def mark(tensor: torch.Tensor) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether nobody has written to it since."""
+    """Whether it has not been written to since."""
     if not can_mark(tensor):
         return False
     with torch.inference_mode():
@@ -66,8 +66,8 @@ def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def places_left(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> set[Place]:
-    """Parameters and buffers of a sharded module that will have no values after ``module._apply(fn)``: all after
-    `to_empty`, those that have none now after `to`. Without those of sharded modules below, which say so themselves."""
+    """Parameters and buffers of a sharded module that will have no values after ``module._apply(fn)``: after `to_empty`
+    all of them, after `to` those that have none now. Sharded modules below handle their own."""
     unit, empties = unit_of(module), makes_empty(fn)
     if unit is None or not (empties or unit.was_emptied):
         return set()
@@ -99,11 +99,11 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[Place, torch.Te
 
 
 def check_filled(unit: Unit) -> None:
-    """Before the first forward after `to_empty`: see that all of the unit's modules and below has been given values.
+    """Before the first forward after `to_empty`: check that everything in and below the unit's modules has values.
 
     Raises:
-        OrderError: parameters or persistent buffers have not. (Other buffers, which some modules make again in forward,
-            only warn.)
+        OrderError: parameters or persistent buffers have none. (Other buffers, which some modules recompute in forward,
+            only cause a warning.)
     """
     garbage: dict[str, None] = {}
     scratch: dict[str, None] = {}

@@ -1,7 +1,8 @@
-"""`Geometry`: how one parameter lies in memory and is cut over the ranks. Layer: runtime, below the parameter.
+"""`Geometry`: the memory layout of one parameter and how it is split over the ranks. Layer: runtime, below the
+parameter.
 
-Inside, a tensor's dims stand in *memory order*, so that everything is contiguous, and a shard of the outermost dim is
-one piece of memory also where the user's strides are others (channels_last).
+Internally a tensor's dims are in *memory order*, so that everything is contiguous, and a shard of the outermost dim is
+one block of memory even if the user's strides are different (channels_last).
 """
 
 import torch
@@ -14,18 +15,18 @@ __all__ = ["Geometry"]
 
 
 class Geometry:
-    """How one parameter lies in memory on this rank.
+    """The memory layout of one parameter on this rank.
 
     Args:
         data: the whole parameter.
         dim: to shard, of `data` as it is.
 
     Attributes:
-        layout: how it is cut over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
-        outer: with replicas that are sharded too, how this rank's piece of that is cut again; otherwise None.
-        local: the cut that makes the sharded parameter, and which piece of it is this rank's.
+        layout: how it is split over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
+        outer: with sharded replicas, how this rank's piece is split again; otherwise None.
+        local: the layout of the sharded parameter, and which piece of it is this rank's.
         local_numel: of that piece.
-        as_is: the user's dims stand in memory order already.
+        as_is: the user's dims are already in memory order.
     """
 
     def __init__(self, data: torch.Tensor, dim: int, roles: MeshRoles):
@@ -59,15 +60,15 @@ class Geometry:
         return tensor.permute(self._back) if self._order else tensor.view(())
 
     def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """The local piece as the user sees it, which stands in `flat` (1-D, at the start of its storage) from element
-        `offset` on. One call where slicing, viewing and permuting would be three: gradients need it in each step."""
+        """The local piece as the user sees it, which starts in `flat` (1-D, at the start of its storage) at element
+        `offset`. One call instead of three (slice, view, permute), because gradients need it in each step."""
         shape, stride = self._view
         return flat.as_strided(shape, stride, offset)
 
     def cut(self, data: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the whole, dims in memory order."""
         dim, rank = self.layout.dim, self._shard_rank
-        if is_wrapper(data):  # these know how to be chunked rather than narrowed
+        if is_wrapper(data):  # these support chunk rather than narrow
             chunks = torch.chunk(data, self.layout.parts, dim)
             return chunks[rank] if rank < len(chunks) else data.narrow(dim, 0, 0)
         piece = self.to_memory(data).narrow(dim, self.layout.bounds[rank], self.layout.local_size(rank))

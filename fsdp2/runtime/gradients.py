@@ -142,8 +142,8 @@ class Gradients:
         return post_accumulate_grad_hooks(self._unsharded[index])[-1] is hook
 
     def keep_hooks_last(self) -> None:
-        """Move our hooks behind hooks that the model has added to unsharded parameters since forward. All ranks behave
-        the same even if only some have added hooks: the order of reductions does not change."""
+        """Move our hooks behind hooks that the model has added to unsharded parameters since forward. The order of
+        reductions stays the same, even if only some ranks have added hooks."""
         if sum(map(len, filter(None, map(hooks_of, self._unsharded)))) != len(self._hooks):
             for index, handle in self._hooks.items():
                 handle.remove()

@@ -5,15 +5,16 @@
     forward      inputs --> [_BackwardEnd] --> the unit's modules --> outputs
     backward     inputs <-- [_BackwardEnd] <-- the unit's modules <-- hook on each output
 
-The hook on an output runs when its gradient is there, before the unit's backward. `_BackwardEnd` passes gradients of
-the inputs through after it. Inputs that need no gradient have no such end; the root's final callback serves instead.
+The hook on an output runs when its gradient is available, before the unit's backward. `_BackwardEnd` passes the inputs'
+gradients through afterwards. If the inputs need no gradient there is no such end, and the root's final callback takes
+its place.
 
-A backward with a graph of its own (``create_graph=True``) can be gone through too. That begins where this one ended, at
+A backward that builds a graph (``create_graph=True``) can itself be run backward. That begins where this one ended, at
 the gradients of the inputs, which therefore get the hook of an output.
 
-Under `torch.func` a tensor is a stack of tensors, one for each transform, and says of the uppermost alone whether it
-requires a gradient; in forward mode it has a tangent with a graph of its own. So the same hooks are functions there,
-which torch applies at every level, to every tensor.
+Under `torch.func` a tensor is a stack of tensors, one per transform, whose `requires_grad` refers only to the
+uppermost; in forward mode it has a tangent with a separate graph. So there the same hooks are autograd functions, which
+torch applies to every tensor at every level.
 """
 
 from collections.abc import Callable
@@ -48,14 +49,14 @@ class _BackwardEnd(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _end: None, _begin: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Autograd runs last what was recorded first: all that the unit computes of the tangents comes before this.
-        # What autograd is given must not be what it gave.
+        # Autograd runs last what was recorded first: everything that the unit computes from the tangents runs before
+        # this. What autograd is given must not be what it gave.
         views = tuple(tangent.view_as(tangent) for tangent in tangents)
         return on_backward_end(ctx.end, ctx.begin, views, {})[0]
 
 
 class _BackwardEndOfLevels(torch.autograd.Function):
-    """The same as torch.func asks for it. Calling it costs four times as much."""
+    """The same in the form that torch.func requires. Calling it costs four times as much."""
 
     generate_vmap_rule = True
 
@@ -98,8 +99,8 @@ class _BackwardBeginOfLevels(torch.autograd.Function):
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a forward, such that `end` runs when backward has come through all of them, and `begin` when a
-    backward through that backward comes to them."""
+    """The inputs of a forward, such that `end` runs when backward has passed through all of them, and `begin` when a
+    backward through that backward reaches them."""
     levels = tensors_have_levels()
     matters = _is_differentiable if levels else _requires_grad
     tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if matters(tensor)]
@@ -113,12 +114,13 @@ def on_backward_end(
 
 
 def on_backward_begin(callback: Callback, output: Any) -> Any:
-    """`output`, such that `callback` runs in backward when the gradient of a tensor in it is there; once for each."""
+    """`output`, such that `callback` runs in backward when the gradient of a tensor in it is available; once for
+    each."""
     if tensors_have_levels():
         begin: Any = _BackwardBeginOfLevels.apply
         return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
     for tensor in tensors_in(output):
-        # A parameter that is returned as it is has no backward of its own, and would keep the hook for life.
+        # A parameter that is returned unchanged has no backward of its own, and would keep the hook for life.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(lambda _grad: callback())
             base = base_of(tensor)

@@ -1,4 +1,4 @@
-"""`InFlight`: the reductions of one root that are under way, oldest first. Layer: runtime."""
+"""`InFlight`: the reductions of one root that are in flight, oldest first. Layer: runtime."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """Named owner of every reduction, hence of its buffers, until it has been finished. Several roots may share one.
+    """The owner of every reduction, and so of its buffers, until it is finished. Several roots may share one.
 
     Attributes:
-        ticket: of the finalisation that somebody must wait for before anything else happens.
+        ticket: of the finalisation that must be waited for before anything else happens.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class InFlight:
         self._reductions: deque[Reduction] = deque()
 
     def limit(self, user: object, max_reductions: int) -> None:
-        """`user` lets that many be under way before compute waits for the oldest; the largest of all counts."""
+        """`user` allows this many in flight before compute waits for the oldest; the largest number of all users
+        applies."""
         self._limits[user] = max_reductions
         self._max_reductions = max(self._limits.values())
 
@@ -34,7 +35,7 @@ class InFlight:
         """Before a forward or another finalisation.
 
         Raises:
-            OrderError: gradients are being reduced for a handle that nobody has waited for.
+            OrderError: gradients are being reduced for a handle that has not been waited for.
         """
         if self.ticket is not None and self.ticket.owner() is None:
             self.ticket = None  # its root is gone
@@ -45,7 +46,7 @@ class InFlight:
             )
 
     def start(self, reductions: Sequence[Reduction]) -> None:
-        """Start reductions; those in flight move on, and the oldest are finished when there are too many."""
+        """Start reductions; those in flight advance, and the oldest are finished if there are too many."""
         for reduction in reductions:
             num_due = len(self._reductions) - self._max_reductions + 1
             if num_due > 0:
@@ -58,11 +59,11 @@ class InFlight:
 
     @property
     def is_busy(self) -> bool:
-        """Whether reductions are under way."""
+        """Whether reductions are in flight."""
         return bool(self._reductions)
 
     def fqns_of(self, params: set[int]) -> list[str]:
-        """The units of reductions under way for parameters among these (their ids)."""
+        """The units of reductions in flight for parameters among these (their ids)."""
         return [each.fqn for each in self._reductions if any(param.is_among(params) for param in each.params)]
 
     def _advance_oldest(self) -> None:

@@ -1,5 +1,5 @@
-"""`InnerShards`: with replicas that are sharded too, the shards of the shard axis, gathered over the replicate axis.
-Layer: runtime, below the assembly.
+"""`InnerShards`: with sharded replicas, the shards of the shard axis, gathered over the replicate axis. Layer: runtime,
+below the assembly.
 
 They are gathered once and stay until the parameters change.
 """
@@ -18,7 +18,7 @@ __all__ = ["InnerShards"]
 
 
 class InnerShards:
-    """The inner shards of a group: padded pieces of the shard axis, in the compute dtype. All memory belongs to the
+    """The inner shards of a group: padded pieces of the shard axis, in the compute dtype. All memory is owned by the
     all-gather stream.
 
     Attributes:
@@ -30,7 +30,7 @@ class InnerShards:
         offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
         self._storage = FlatStorage(total, channel.roles.device)
         self._storage.alloc()
-        self._at: list[int] | None = None  # the versions of the shards that they are of
+        self._at: list[int] | None = None  # the versions of the shards that they were gathered from
         self.flats: list[torch.Tensor] = []
         fulls = []
         for param, offset in zip(params, offsets, strict=True):
@@ -41,7 +41,7 @@ class InnerShards:
         self._storage.free()
 
     def gather(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
-        """Fill them for unit `fqn` from its flat `shards`, which are of these `versions`, unless they are."""
+        """Fill them for unit `fqn` from its flat `shards`, which have these `versions`, unless they are up to date."""
         if self._at == versions:
             return
         self._storage.alloc()
@@ -49,6 +49,6 @@ class InnerShards:
         self._at = versions
 
     def free(self) -> None:
-        """The shards will change, or did: gather them again next time."""
+        """The shards will change, or have changed: gather them again next time."""
         self._at = None
         self._storage.free()

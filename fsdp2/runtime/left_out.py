@@ -1,9 +1,9 @@
 """Trainable parameters that no unit manages, in a model where units do manage others. Layer: runtime.
 
-Where `fully_shard` was called on the blocks and not on the model that holds them, its other parameters (embedding,
-head) stay plain: nobody reduces their gradients, so they drift apart between ranks while the loss falls. The same
-happens to what is added after `fully_shard`. Each such parameter is named once: after the first backward, in a clip and
-in a save. Not those that the user excluded with `ignored_params`, nor those of modules that DDP reduces.
+If `fully_shard` was called on the blocks but not on the model that holds them, the model's other parameters (embedding,
+head) stay plain. Their gradients are not reduced, so they diverge between ranks while the loss falls. The same happens
+to parameters that are added after `fully_shard`. Each such parameter is named once: after the first backward, in a clip
+or in a save. Parameters in `ignored_params`, and those that DDP reduces, are not reported.
 """
 
 import inspect
@@ -26,27 +26,27 @@ __all__ = ["note_ignored", "outermost_model", "warn_after_backward", "warn_in_cl
 
 _CALL: Any = nn.Module.__call__
 
-_known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or was told of
+_known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or that were reported
 _models: WeakSet[nn.Module] = WeakSet()  # those of `outermost_model`
-_trained: WeakSet[nn.Module] = WeakSet()  # those of which a backward was looked at
-# Lists of parameters that were clipped: the id of the first, and how many these were. No weak reference: torch cannot
+_trained: WeakSet[nn.Module] = WeakSet()  # those whose backward was checked
+# Lists of parameters that were clipped: the id of the first, and their number. No weak references, because torch cannot
 # move parameters that have one (`module.to` swaps tensors).
 _clipped: set[tuple[int, int]] = set()
 
 
 def note_ignored(params: Iterable[nn.Parameter]) -> None:
-    """The user excluded these, and sees to them."""
+    """Note parameters that the user excluded."""
     for param in params:
         if not isinstance(param, DTensor):  # a weak reference to one would keep `module.to` from swapping it
             _known[param] = True
 
 
 def outermost_model(module: nn.Module) -> nn.Module:
-    """The outermost module whose call is running now and that holds `module`; otherwise `module` itself."""
+    """The outermost module that contains `module` and whose call is running now; otherwise `module` itself."""
     found = module
     frame = inspect.currentframe()
     while frame is not None:
-        # Only in frames of `Module.__call__`: asking one for its locals keeps these alive until it returns.
+        # Only look at frames of `Module.__call__`: reading a frame's locals keeps them alive until it returns.
         if frame.f_code is _CALL.__code__:
             caller = frame.f_locals["self"]
             if any(each is module for each in caller.modules()):
@@ -57,14 +57,14 @@ def outermost_model(module: nn.Module) -> nn.Module:
 
 
 def warn_after_backward(model: nn.Module) -> None:
-    """Warn of those in `model` that got a gradient in its first backward; called for each root in it."""
+    """Warn about those in `model` that got a gradient in its first backward; called for each root in it."""
     if model not in _trained:
         _trained.add(model)
         _warn("backward", [each for each in _reduced_by_nobody(model) if each[1].grad is not None])
 
 
 def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
-    """Warn of those among `params` that have a gradient; looks once at the same list."""
+    """Warn about those among `params` that have a gradient; checks the same list only once."""
     if not params or not _models or (id(params[0]), len(params)) in _clipped:
         return
     _clipped.add((id(params[0]), len(params)))
@@ -77,12 +77,12 @@ def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
 
 
 def warn_in_save(model: nn.Module) -> None:
-    """Warn of those in `model`, of which one rank's values will be saved."""
+    """Warn about those in `model`, because only one rank's values will be saved."""
     _warn("save", list(_reduced_by_nobody(model)))
 
 
 def _reduced_by_nobody(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Trainable parameters of `model` that neither we nor DDP reduce, and that nobody was told of."""
+    """Trainable parameters of `model` that neither we nor DDP reduce, and that were not reported yet."""
     stack = [("", model)]
     seen: set[nn.Module] = set()
     while stack:

@@ -1,4 +1,4 @@
-"""`ReleasedMemory`: unsharded storage that compute may still read, until it can be given back. Layer: runtime."""
+"""`ReleasedMemory`: unsharded storage that compute may still read, until it can be freed. Layer: runtime."""
 
 from collections import deque
 
@@ -12,8 +12,8 @@ __all__ = ["ReleasedMemory"]
 
 
 class ReleasedMemory:
-    """Named owner of storage between a reshard and the moment when the all-gather stream may free it: when that stream
-    has waited for the event that marks compute's last use.
+    """The owner of storage between a reshard and the moment when the all-gather stream may free it, which is when that
+    stream has waited for the event that marks compute's last use.
 
     Attributes:
         streams: of the device.
@@ -24,8 +24,8 @@ class ReleasedMemory:
         self._released: deque[tuple[Storage, torch.Event | None]] = deque()
 
     def make_room(self, storage: Storage | None, prefetching: bool) -> None:
-        """On the all-gather stream, before `storage` (None: one not made yet) is taken: free what was released, until
-        no more than two units are alive. `storage` itself, if released, is taken back."""
+        """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
+        until at most two units are alive. `storage` itself, if released, is taken back."""
         for entry in [entry for entry in self._released if entry[0] is storage]:
             self._released.remove(entry)
             self.streams.wait(entry[1])
@@ -39,7 +39,7 @@ class ReleasedMemory:
             self._free_oldest()
 
     def free_all(self) -> None:
-        """Free all released storage, once compute is through with it."""
+        """Free all released storage, once compute has finished with it."""
         with self.streams.gathering():
             while self._released:
                 self._free_oldest()

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor stand in a packed buffer. Layer: runtime."""
+"""Where the elements of a tensor are in a packed buffer. Layer: runtime."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ def interleave(
     """Pairs of equally shaped views, (in the packed buffer, in the whole tensor), that hold the same elements.
 
     Args:
-        packed: ``[parts, segment numel]``; the chunk of rank r stands in row r from column `offset` on.
+        packed: ``[parts, segment numel]``; the chunk of rank r is in row r, from column `offset` on.
         full: the whole tensor, of ``layout.shape``.
 
-    At most two pairs, whatever the number of ranks: all full chunks, and the smaller last one.
+    At most two pairs for any number of ranks: all full chunks, and the smaller last one.
     """
     if layout.numel == 0:
         return []

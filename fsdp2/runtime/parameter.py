@@ -11,7 +11,7 @@ resharded   `resharded`, a DTensor on the post-  this rank's rows of the smaller
 ==========  ===================================  ==================================================================
 
 `sharded` and `unsharded` keep their identity for life, unless the user puts another parameter there: optimizers hold
-the one, autograd graphs the other. Which form the module holds now is the group's to know.
+the former, autograd graphs the latter. The group knows which form the module currently holds.
 """
 
 import copy
@@ -43,8 +43,8 @@ from fsdp2.specs import ParamSpecs
 
 __all__ = ["ManagedParameter", "Partial", "Plan", "check_stand_in", "managed_by", "num_replaced"]
 
-# From original and unsharded parameters, and sharded ones that were replaced, to what manages them now. Weak on both
-# sides: a later parameter at the same address is not taken for an earlier one.
+# Maps original and unsharded parameters, and replaced sharded ones, to their managed parameter. Weak on both sides, so
+# that a later parameter at the same address is not mistaken for an earlier one.
 _managed = WeakIdKeyDictionary()
 _num_replaced = 0
 
@@ -104,7 +104,8 @@ class _Kind:
 
     @staticmethod
     def of(original: nn.Parameter) -> "_Kind":
-        """The kind of `original`; for tensor subclasses that only pose as parameters the class belongs to the data."""
+        """The kind of `original`. A tensor subclass that only poses as a parameter counts as a plain one: its data
+        keeps the class."""
         if nn.Parameter not in type(original).__mro__:
             return _Kind(nn.Parameter, {})
         return _Kind(type(original), dict(original.__dict__))

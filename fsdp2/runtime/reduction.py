@@ -173,12 +173,12 @@ class Reduction:
         return grads
 
     def _keep(self, grads: Sequence[torch.Tensor]) -> None:
-        """Until the end: on an accelerator everything that other streams read; on the CPU what is sent as it is, since
-        what is packed has been read by then."""
+        """Keep tensors alive until the end: on an accelerator everything that other streams read; on the CPU what is
+        sent without packing, since packed gradients have been copied by then."""
         self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
 
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
-        """Make the flat output and issue the reduce-scatter of `grads` into it."""
+        """Create the flat output and issue the reduce-scatter of `grads` into it."""
         roles, plan = self.roles, self._plan
         flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
         self._flat = flat
@@ -211,7 +211,7 @@ class Reduction:
     def _packed_scatter(
         self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
     ) -> Scatter:
-        """Several tensors in one buffer, of which each rank gets its segment."""
+        """Several tensors in one buffer; each rank gets its segment."""
         buffer = packed(tensors, layouts, tensors[0].dtype)
         self._kept.append(buffer)
         bounds = range(0, (layouts[0].parts + 1) * output.numel(), output.numel())
@@ -227,12 +227,12 @@ class Reduction:
             operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
             numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
-                output[numel:].zero_()  # padding is seen by the all-reduce and its hook
+                output[numel:].zero_()  # the all-reduce and its hook read the padding
             scatters.append(Scatter(operand, output[:numel]))
         return scatters
 
     def _keep_partial(self, divisor: float) -> None:
-        """Add the outputs to what waits for an all-reduce; `divisor` is what they are still to be divided by."""
+        """Add the outputs to the partials, which wait for an all-reduce; they still have to be divided by `divisor`."""
         if self._is_abandoned:
             return
         for param, output in zip(self._plan.params, self._outputs(), strict=True):
@@ -240,7 +240,7 @@ class Reduction:
             param.partial = Partial(total, divisor)
 
     def _over_replicas(self, scaling: Scaling) -> Pending:
-        """Issue what sums the flat output over the replicas, with what earlier backwards left."""
+        """Issue the sum of the flat output over the replicas, including what earlier backwards left."""
         assert self._flat is not None
         average = scaling.all_reduce_averages
         if any(partial is not None for partial in self._partials):
@@ -265,7 +265,7 @@ class Reduction:
             layouts.append(param.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
         sizes = [layout.padded_numel for layout in layouts]
-        # The inner output was made on the reduce-scatter stream and is read here, on the all-reduce stream.
+        # The inner output was allocated on the reduce-scatter stream and is read here, on the all-reduce stream.
         self._kept.append(self._flat)
         flat = torch.empty(sum(sizes), dtype=self._plan.dtype, device=inner[0].device)
         self._flat, self._sizes = flat, sizes
@@ -277,7 +277,7 @@ class Reduction:
             return self._plan.channel.base.reduce_scatter([scatter], axis.group, average)
 
     def _scale(self, post: float) -> None:
-        """Divide what is left to divide, run the user's hook, cast to the parameters' dtype."""
+        """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
         assert self._flat is not None
         if post != 1:
             self._flat.div_(post)
@@ -285,7 +285,7 @@ class Reduction:
         dtypes = self._plan.grad_dtypes
         if not self._plan.casts_outputs:
             return
-        self._kept.append(self._flat)  # made on the reduce-scatter stream, read on the all-reduce stream
+        self._kept.append(self._flat)  # allocated on the reduce-scatter stream, read on the all-reduce stream
         if len(set(dtypes)) == 1:
             self._flat = self._at_home(self._flat.to(dtypes[0]))
         else:
@@ -299,7 +299,7 @@ class Reduction:
         if stream is None or self._streams.lazy:
             hook(flat)
             return
-        # `flat` belongs to the current stream, which goes on only when the hook's stream is through with it.
+        # `flat` is owned by the current stream, which continues only when the hook's stream has finished with it.
         ready = self._streams.record()
         with stream:
             self._streams.wait(ready)
@@ -308,7 +308,7 @@ class Reduction:
         self._streams.wait(done)
 
     def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient where the sharded parameter lives; offloaded, the copy is complete at `_hand_over`."""
+        """A reduced gradient on the sharded parameter's device; with offload, the copy is complete at `_hand_over`."""
         plan = self._plan.params[0].plan
         if grad.device == plan.home:
             return grad
@@ -316,15 +316,15 @@ class Reduction:
         return torch.empty_like(grad, device=plan.home, pin_memory=plan.pins).copy_(grad, non_blocking=True)
 
     def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
-        """Where the result for each contribution is: in which 1-D tensor, from which element on."""
+        """Where the result for each contribution is: the 1-D tensor, and the first element in it."""
         if self._apart is not None:
-            # Views where nothing was cast.
+            # Views, if nothing was cast.
             return self._apart, [int(output.storage_offset()) for output in self._apart]
         assert self._flat is not None
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
     def _hand_over(self) -> None:
-        """Set `sharded.grad`, or add to the one that is there."""
+        """Set `sharded.grad`, or add to the existing one."""
         if self._is_abandoned:
             return
         old, new = [], []

@@ -1,4 +1,4 @@
-"""`ReductionPlan`: what is the same each time that the same parameters of a group are reduced. Layer: runtime."""
+"""`ReductionPlan`: what stays the same whenever the same parameters of a group are reduced. Layer: runtime."""
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -14,8 +14,8 @@ __all__ = ["Contribution", "ReductionPlan"]
 
 
 class Contribution(NamedTuple):
-    """What one parameter brings to a reduction: a whole gradient (dims in memory order), or what an earlier backward
-    left for this all-reduce, or both."""
+    """What one parameter contributes to a reduction: a whole gradient (dims in memory order), or a partial gradient
+    that an earlier backward left for this all-reduce, or both."""
 
     param: ManagedParameter
     grad: torch.Tensor | None
@@ -23,20 +23,20 @@ class Contribution(NamedTuple):
 
 
 class ReductionPlan:
-    """For contributions that are, or are not, gradients of the same parameters as those it was made for.
+    """Valid only for the parameters, and the set of present gradients, that it was built from.
 
     Attributes:
-        channel: how they travel.
-        dtype: in which they are summed: that to which the reduce dtypes of the parameters promote.
-        wire_dtype: in which they travel to be summed.
-        order: of the contributions: packed ones first, so that their outputs are one piece of the flat output; those
+        channel: how they are communicated.
+        dtype: in which they are summed: the promotion of the parameters' reduce dtypes.
+        wire_dtype: in which they are sent.
+        order: of the contributions: packed ones first, so that their outputs are contiguous in the flat output; those
             without a gradient last.
         params: in that order.
         sizes: elements of the outputs, in that order.
         scattered_numel, packed_numel: elements of the outputs with a gradient, of the packed ones.
         packed_layouts: of the packed ones.
         grad_dtypes, grad_specs: of the sharded gradients.
-        casts_outputs: whether these, or where they live, differ from the reduction's.
+        casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
     """
 
     def __init__(self, contributions: Sequence[Contribution], channel: Channel):

@@ -1,10 +1,10 @@
 """Replicas that start from different parameters: found before the first forward. Layer: runtime.
 
-Reductions keep replicas as equal as they were. Ranks that built their models from different seeds, or loaded different
-files, train as many models, and nothing else would tell: each has a loss that falls. So one number for each unit goes
-over the replicate axis, once, and one flag over the shard axis, so that all ranks learn of it.
+Reductions do not make replicas equal that started different. Ranks that built their models from different seeds, or
+loaded different files, silently train different models: each loss falls. So one checksum per unit is compared over the
+replicate axis, once, and one flag is sent over the shard axis, so that all ranks learn the result.
 
-Without a replicate axis no rank holds what another holds, and there is nothing to compare.
+Without a replicate axis no two ranks hold the same data, and there is nothing to compare.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def check_replicas(groups: Sequence[ParamGroup]) -> None:
         if group.roles.replicate_size > 1 and not group.roles.sharded_replicas:
             by_roles.setdefault(group.roles, _Replicated(group.roles, [])).groups.append(group)
     with torch.no_grad():
-        # All meshes before an error: ranks of one may wait for those of another.
+        # Compare all meshes before raising: ranks of one may wait for those of another.
         found = [text for each in by_roles.values() if (text := each.find_differences())]
     if found:
         raise ArgumentError(
@@ -88,9 +88,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[int]]:
-    """Which of several combined checksums are another on some replicas than on the first, and on which."""
+    """Which of several combined checksums differ on some replicas from the first, and on which."""
     ours = torch.stack([_combined(each) for each in checksums]).to(roles.device)
-    gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group leaves them as they are
+    gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group does not change them
     dist.all_gather(gathered, ours, group=roles.replicate.group)
     table = torch.stack(gathered)
     differs = (table != table[0]).T.tolist()
@@ -98,7 +98,7 @@ def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) ->
 
 
 def _combined(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number for several, such that it matters which is whose."""
+    """One number for several checksums, which depends on their order."""
     weights = torch.arange(1, 2 * len(checksums), 2, device=checksums[0].device)
     return (torch.stack(list(checksums)) * weights).sum()
 
@@ -107,7 +107,7 @@ def _checksum(param: ManagedParameter) -> torch.Tensor:
     """The sum of the shard's bits as 64-bit numbers, which wraps around; one pass at the speed of memory."""
     flat = param.flat[: param.local_numel]
     if is_wrapper(local_tensor(param.sharded)) or is_wrapper(flat):
-        return torch.zeros((), dtype=torch.int64, device=param.plan.home)  # its memory is its own affair
+        return torch.zeros((), dtype=torch.int64, device=param.plan.home)  # only its own operators may read its memory
     data = flat.view(torch.uint8)
     whole = data.numel() // _WORD * _WORD
     if data.storage_offset() % _WORD or data.data_ptr() % _WORD:

@@ -29,13 +29,13 @@ class Pass(Generic[Unit]):
         self._order: list[Unit] = []
 
     def record(self, unit: Unit) -> int:
-        """`unit` finished its forward; returns its position, which its backward hands to `before`."""
+        """`unit` finished its forward; returns its position, which its backward passes to `before`."""
         self._order.append(unit)
         return len(self._order) - 1
 
     def before(self, position: int) -> Unit | None:
-        """The unit whose backward comes after that of the one at `position`; None for the first. The same unit several
-        times in a row counts once: the modules of a list finish one by one."""
+        """The unit whose backward follows that of the unit at `position`; None for the first. The same unit several
+        times in a row counts once, because the modules of a list finish one by one."""
         unit = self._order[position]
         return next((other for other in reversed(self._order[:position]) if other is not unit), None)
 
@@ -60,7 +60,7 @@ class Schedule(Generic[Unit]):
         self._guesses = set()
 
     def end_forward(self) -> None:
-        """The root's forward is over; from here on the pass lives with the hooks that will need it."""
+        """The root's forward is over; from now on the hooks that need the pass keep it alive."""
         self._pass = Pass()
         self._in_root_forward = False
 
@@ -70,18 +70,18 @@ class Schedule(Generic[Unit]):
         return self._in_root_forward
 
     def finished(self, unit: Unit) -> tuple[Pass[Unit], int]:
-        """`unit` finished a forward: the pass and the position for its backward.
+        """`unit` finished a forward: return the pass and the position for its backward.
 
-        A forward outside of the root's (a unit called alone, the recomputation of a reentrant checkpoint) stands in a
-        pass of its own: what ran before it has nothing to do with its backward.
+        A forward outside of the root's (a unit called alone, the recomputation of a reentrant checkpoint) has its own
+        pass, because what ran before it is unrelated to its backward.
         """
         current = self._pass if self._in_root_forward else Pass[Unit]()
         return current, current.record(unit)
 
     @staticmethod
     def backward_targets(explicit: Sequence[Unit], current: Pass[Unit], position: int) -> Sequence[Unit]:
-        """What a unit's backward prefetches once its own parameters are there: its explicit list, otherwise the unit
-        that ran just before it in forward."""
+        """What a unit's backward prefetches once its own parameters are available: its explicit list, otherwise the
+        unit that ran just before it in forward."""
         if explicit:
             return explicit
         implicit = current.before(position)
@@ -90,8 +90,8 @@ class Schedule(Generic[Unit]):
     # --- prediction --------------------------------------------------------------------------------------------------
 
     def started(self, name: str) -> str | None:
-        """The unit of that name starts in the root's forward; the name of the one to prefetch now, if the last two
-        iterations ran in one order and this one has followed it so far."""
+        """The unit of that name starts in the root's forward. Returns the name of the unit to prefetch now, if the last
+        two iterations ran in the same order and this one has followed it so far."""
         position = len(self._starts)
         self._starts.append(name)
         if not self._follows or position + 1 >= len(self._last) or self._last[position] != name:
@@ -102,14 +102,14 @@ class Schedule(Generic[Unit]):
         return guess
 
     def unused_predictions(self) -> set[str]:
-        """The names that were predicted in this forward, and did not start."""
+        """The names that were predicted in this forward but did not start."""
         return self._guesses.difference(self._starts)
 
 
 def num_kept(prefetching: bool) -> int:
-    """How many units that were resharded but whose storage has not been given back may stay so when another unshards.
+    """How many resharded units whose storage has not been freed yet may remain so when another unit unshards.
 
-    Two units may be alive. When a unit unshards for itself, the one before may still be computing: one may stay while
-    the new one is gathered. When it is prefetched, the prefetching unit is the one that computes: none may.
+    Two units may be alive. When a unit unshards for itself, the previous one may still be computing, so one may remain
+    while the new one is gathered. When it is prefetched, the prefetching unit is the one that computes, so none may.
     """
     return 0 if prefetching else 1

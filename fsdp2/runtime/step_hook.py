@@ -1,7 +1,7 @@
-"""What looks at every optimizer before it steps, by torch's hooks for all optimizers. Layer: runtime.
+"""Checks of every optimizer before it steps, through torch's hooks for all optimizers. Layer: runtime.
 
-Installed when the first unit is made: a program that shards nothing pays nothing. Compiled steps are not looked at:
-Dynamo finds that the hooks return at once.
+Installed when the first unit is created, so a program that shards nothing pays nothing. Compiled steps are not checked:
+under Dynamo the hooks return at once.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ _installed: list[object] = []
 
 
 def before_each_step(check: Check) -> None:
-    """Let `check` look at each optimizer that is about to step."""
+    """Call `check` with each optimizer that is about to step."""
     _before.append(check)
 
 
 def when_gradients_are_final(check: Check) -> None:
-    """The same, but after a step that was given a closure, which computes the gradients."""
+    """The same, but after a step with a closure, which computes the gradients."""
     _final.append(check)
 
 
 def install_step_hooks() -> None:
-    """From now on optimizers are looked at. Calling it again does nothing."""
+    """Install the hooks. Calling it again does nothing."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))
         _installed.append(register_optimizer_step_post_hook(_after_step))

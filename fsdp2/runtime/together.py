@@ -1,8 +1,8 @@
-"""The small shards of a group in one piece of memory, in the order in which their gradients come out of a reduction.
-Layer: runtime, below the param group.
+"""The small shards of a group in one block of memory, in the order in which a reduction writes their gradients. Layer:
+runtime, below the param group.
 
-Nothing depends on it. But an optimizer can then step a group, a clip scale it, and an all-gather copy it in, as one
-tensor (`fsdp2.adjacent`) where there would be one for each parameter.
+Nothing depends on it, but it lets an optimizer step, a clip scale and an all-gather copy a group as one tensor
+(`fsdp2.adjacent`) instead of one per parameter.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,15 +20,15 @@ from fsdp2.runtime.parameter import ManagedParameter
 
 __all__ = ["Places", "in_memory_order", "lay_together"]
 
-# Of a shard. For a larger one a call of its own is nothing beside the arithmetic, and to move it is a copy that one
-# would notice: `fully_shard` of a billion parameters took half as long again.
+# Of a shard. For a larger one a separate call is negligible next to the arithmetic, and moving it is a noticeable copy:
+# `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20
 
 
 def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:
-    """The parameters of a group, the same way on all ranks, so that those that may become one are neighbours: what is
-    reduced through one buffer before what is reduced directly, as in the reduction's output; and matrices before
-    vectors, since weight decay often differs between them."""
+    """The parameters of a group, in the same order on all ranks, such that those that can be merged are neighbours:
+    packed before direct ones, as in the reduction's output, and matrices before vectors, since weight decay often
+    differs between them."""
 
     def place(param: ManagedParameter) -> tuple[bool, bool]:
         comm, itemsize = channel.comm, param.reduce_dtype.itemsize
@@ -39,10 +39,11 @@ def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> lis
 
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:
-    """Move shards into one piece of memory for each dtype and device, one after the other with their padding. Where
-    they are already, or are on the meta device, nothing happens. Returns whether any moved.
+    """Move shards into one block of memory per dtype and device, one after the other with their padding. Does nothing
+    for shards that are already placed so, or are on the meta device. Returns whether any moved.
 
-    Only for shards that nobody but the parameters knows yet: who holds a local tensor would hold a copy.
+    Only for shards that nothing but the parameters refers to yet: other holders of a local tensor would keep a stale
+    copy.
     """
     kinds = _kinds([param for param in params if can_carve(param.flat)], lambda param: param.flat.device)
     moving = [members for members in kinds if not _are_together(members)]
@@ -56,8 +57,8 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
 
 
 class Places:
-    """Memory for shards that are on the meta device: one piece for each dtype and device of a group, taken when the
-    first of its parameters asks. So nothing has to move afterwards, and no group is there twice.
+    """Memory for shards that are on the meta device: one block per dtype and device of a group, allocated when the
+    first of its parameters asks. So nothing has to move afterwards, and no group is in memory twice.
 
     Args:
         groups: the parameters of each group that will ask.
@@ -73,7 +74,7 @@ class Places:
         self._pieces: dict[ManagedParameter, torch.Tensor] = {}
 
     def parameter_for(self, param: ManagedParameter) -> nn.Parameter | None:
-        """A sharded parameter to take the place of `param`'s, zero with its padding; None for one that is special."""
+        """A sharded parameter, zero including its padding, to replace `param`'s; None for a special one."""
         if param not in self._kinds:
             return None
         if param not in self._pieces:
@@ -103,15 +104,15 @@ def _kinds(
 
 
 def _should_have_neighbours(param: ManagedParameter) -> bool:
-    """Small shards, which are plain tensors; not used in place, where alignment matters, and not pinned: copies from
-    pinned memory are waited for by allocation."""
+    """Whether the shard is small and a plain tensor. Not if it is used in place, where alignment matters, or pinned,
+    because copies from pinned memory are tracked per allocation."""
     if is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
         return False
     return 0 < param.flat.nbytes <= MOST_BYTES
 
 
 def _pieces(members: Sequence[ManagedParameter], device: torch.device) -> list[torch.Tensor]:
-    """Memory for each, zero, end to end where that can be."""
+    """Zeroed memory for each, contiguous if possible."""
     sizes, dtype = [param.flat.numel() for param in members], members[0].dtype
     with torch.inference_mode(False), torch.no_grad():
         if can_carve(torch.empty(0, device=device)):

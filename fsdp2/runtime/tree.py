@@ -1,7 +1,7 @@
 """Walk over the tensors of a forward's inputs and outputs. Layer: runtime.
 
-Containers: list, tuple, named tuple, dict and their subclasses, dataclass instances. What holds no changed tensor is
-passed on as the very same object; otherwise a copy is made and the caller's is left alone.
+Containers: list, tuple, named tuple, dict and their subclasses, dataclass instances. A container without changed
+tensors is passed on as the same object; otherwise a copy is made and the caller's object is not modified.
 """
 
 import copy
@@ -51,7 +51,7 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> An
         return value
     result = copy.copy(value)
     for name, new in changed.items():
-        object.__setattr__(result, name, new)  # frozen ones too
+        object.__setattr__(result, name, new)  # also for frozen dataclasses
     return result
 
 

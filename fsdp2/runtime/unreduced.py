@@ -1,9 +1,9 @@
-"""Gradients that wait to be reduced while somebody uses the sharded ones. Layer: runtime.
+"""Gradients that wait to be reduced while the sharded ones are used. Layer: runtime.
 
-A backward with gradient sync or all-reduce turned off, one that is not the last, or one that is to be finalised by hand
-leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` then is a mistake that nothing else would
-tell: a program that never turns them on again trains nothing. Roots whose last backward left gradients are listed here,
-so that a use costs next to nothing where there are none.
+A backward with gradient sync or all-reduce turned off, one that is not the last, or one that will be finalised by hand
+leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` is then a silent mistake: a program that
+never turns them on again trains nothing. Roots whose last backward left gradients are listed here, so that the check
+costs almost nothing if there are none.
 """
 
 import warnings
@@ -36,13 +36,13 @@ class Unreduced:
     """What is known of unreduced gradients of one root.
 
     Attributes:
-        has_reduced: a reduction of this root has been issued whose result is for sharded gradients.
+        has_reduced: whether a reduction of this root into sharded gradients has been issued.
     """
 
     def __init__(self) -> None:
         self.has_reduced = False
         self._num_backwards = 0
-        self._used_after = 0  # so many backwards, gradients were last used while some waited
+        self._used_after = 0  # the number of backwards when gradients were last used while some waited
         self._num_uses = 0
         self._has_warned = False
 
@@ -52,13 +52,13 @@ class Unreduced:
         (_waiting.add if some_wait else _waiting.discard)(owner)
 
     def used_by(self, call: str, found: list[tuple[str, str]], is_read: bool) -> None:
-        """`call` came while the units of `found` have unreduced gradients.
+        """`call` was made while the units of `found` have unreduced gradients.
 
         Args:
-            is_read: it works with gradients, and not only clears them. Counts once for each backward.
+            is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
-            OrderError: the second time, where no gradient of this root has ever been reduced.
+            OrderError: the second time, if no gradient of this root has ever been reduced.
         """
         if is_read and self._used_after != self._num_backwards:
             self._used_after = self._num_backwards
@@ -84,12 +84,12 @@ def _message(call: str, found: list[tuple[str, str]]) -> str:
 
 
 def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = True) -> None:
-    """Warn where gradients of sharded `params` wait to be reduced while `call` uses those that are there; once a root.
+    """Warn if gradients of sharded `params` wait to be reduced while `call` uses the existing ones; once per root.
 
     Raises:
         OrderError: see `Unreduced.used_by`.
     """
-    if not _waiting or backward_is_running():  # an optimizer in backward steps what is ready
+    if not _waiting or backward_is_running():  # an optimizer that runs in backward steps parameters that are ready
         return
     ids = {id(param) for param in params}
     for owner in list(_waiting):
