@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -183,3 +184,40 @@ def test_names_that_ddp_gave(rank: int, world_size: int, tmp_path: Path) -> None
         assert all(torch.equal(one, other) for other in others)
     for one, two in zip(inner.parameters(), plain.parameters(), strict=True):
         assert torch.equal(optimizer.state[one]["exp_avg"], its.state[two]["exp_avg"])
+
+
+@pytest.mark.parametrize("where", ["model", "extra"])
+def test_a_nested_tensor_is_named(where: str, tmp_path: Path) -> None:
+    """Torch's own error was "NestedTensorImpl doesn't support sizes. Please file an issue"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    state: dict[str, Any] = {where: {"lengths": nested}}
+    with pytest.raises(ArgumentError, match=r"'lengths'.* a nested one"):
+        checkpoint.save(tmp_path / "a", **state)
+
+
+def test_plans_of_many_tensors_keep_the_collector_out(tmp_path: Path) -> None:
+    """It went over all objects of torch again and again: most of what a save of thousands of tensors cost."""
+    values = {f"layers.{number}.weight": torch.ones(2) for number in range(3000)}
+    checkpoint.save(tmp_path / "a", model=values)
+    full: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        full.extend([info["generation"]] if phase == "start" and info["generation"] else [])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        checkpoint.save(tmp_path / "b", model=values)
+        checkpoint.load(tmp_path / "b", model=values)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(full) < 10, full
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        checkpoint.load(tmp_path / "b", model=values)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

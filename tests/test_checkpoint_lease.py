@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -369,3 +370,12 @@ def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypat
     next((tmp_path / NAME).glob("model-*")).unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         value_at(tmp_path)
+
+
+def test_left_overs_of_a_name_with_a_line_break(tmp_path: Path) -> None:
+    """Nobody took them for what they are: what a save had set aside stayed for ever."""
+    for name in ("a\nb", "ü ", "x'\"y"):
+        for value in (1.0, 2.0):
+            checkpoint.save(tmp_path / name, model={"w": torch.full((3,), value)}, overwrite=True)
+        assert os.listdir(tmp_path) == [name]
+        shutil.rmtree(tmp_path / name)

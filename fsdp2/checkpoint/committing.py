@@ -17,6 +17,7 @@ from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import delete, is_complete, replace_folder, sweep
 from fsdp2.checkpoint.lease import check_lease, end_lease
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from fsdp2.checkpoint.memory import uncollected
 from fsdp2.checkpoint.storage import Storage
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
 
@@ -47,7 +48,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     tables: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in enumerate(records):
         tables[record["table"]].append(rank)
-    stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
+    with uncollected():
+        stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
     _check_values(stored)
     _check_copies(records)
     _check_tables(stored, [record["content"] for record in records])
@@ -104,6 +106,7 @@ def may_count(storage: Storage, agreement: Agreement) -> bool:
     return True
 
 
+@uncollected()
 def _encoded(body: Mapping[str, Any], file: str) -> bytes:
     """The manifest. One that could not be read again is refused now, while the values are still in memory."""
     try:
@@ -184,6 +187,7 @@ def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
     return dict(result)
 
 
+@uncollected()
 def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
     """All ranks of a tensor's mesh describe it in the same way: else rows of it would be missing, or there twice.
 

@@ -159,10 +159,11 @@ def extra_shares(extra: Mapping[str, Any]) -> list[ExtraShare]:
 
         def leaf(path: str, tensor: torch.Tensor, key: str = key, pieces: list[Piece] = pieces) -> dict[str, Any]:
             dtype = name_of(tensor.dtype)
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or dtype is None:
+            if tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or dtype is None:
+                kind = "a nested one" if tensor.is_nested else type(tensor).__name__
                 raise ArgumentError(
-                    f"extra '{key}' at '{path}': expected a plain tensor of a dtype of safetensors, got "
-                    f"{type(tensor).__name__} of {tensor.dtype}; sharded tensors belong to model= or optimizer="
+                    f"extra '{key}' at '{path}': expected a plain tensor of a dtype of safetensors, got {kind} of "
+                    f"{tensor.dtype}; sharded tensors belong to model= or optimizer="
                 )
             if tensor.layout is not torch.strided or tensor.is_meta:
                 raise ArgumentError(

@@ -59,7 +59,7 @@ OURS = re.compile(
 SHARED = re.compile(
     rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"
 )
-LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}")
+LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}", re.DOTALL)
 LOOKS = 20  # at a name under which something is moving
 ATTEMPTS = 100  # to take a name that others take too
 

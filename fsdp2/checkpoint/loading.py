@@ -19,7 +19,7 @@ from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.memory import wait_for
+from fsdp2.checkpoint.memory import uncollected, wait_for
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.reading import Request, read_all
 from fsdp2.checkpoint.replacing import READS, not_replaced
@@ -141,12 +141,14 @@ def _load(
                 stored = StoredExtra(catalog, world)
                 matching = Matching(catalog, world, how.cast, how.sources)
                 stored.check(extra, matching.missing, matching.mismatches)
-                matching.match(model, optimizer, how.strict)
+                with uncollected():
+                    matching.match(model, optimizer, how.strict)
                 _compare_twins(catalog, matching, how.verify)
                 agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
                 matching.allocate(model, optimizer)
                 wait_for({need.entry.local.device for need in matching.needs})
-                requests = [one for need in matching.needs for one in requests_for(catalog, need)]
+                with uncollected():
+                    requests = [one for need in matching.needs for one in requests_for(catalog, need)]
                 read_all(catalog.storage, requests, how.verify)
                 matching.finish()
                 values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers

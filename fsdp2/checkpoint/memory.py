@@ -1,13 +1,16 @@
 """The bytes of tensors, as buffers for reading, writing and hashing. Layer: checkpoint."""
 
 import ctypes
+import gc
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from fsdp2.checkpoint.box import Box, boxes_of_flat_range, whole
 
-__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "wait_for"]
+__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "uncollected", "wait_for"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -65,3 +68,20 @@ def wait_for(devices: Iterable[torch.device]) -> None:
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of a box of a tensor."""
     return tensor if box == whole(tensor.shape) else tensor[box.slices()]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, and as a decorator, Python looks for no cycles of garbage. Plans of thousands of tensors are many small
+    objects without any; the collector goes over all of the process each time their number has grown by a quarter.
+
+    In the main thread alone: another one would set a switch that this one may be setting.
+    """
+    pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()

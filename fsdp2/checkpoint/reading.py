@@ -17,7 +17,7 @@ from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.catalog import StoredPiece
 from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of, wait_for
+from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
 from fsdp2.checkpoint.storage import Reader, Storage
 from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import CorruptError
@@ -71,6 +71,7 @@ def read_all(
         files.close()
 
 
+@uncollected()
 def _lots(requests: Sequence[Request], verify: bool) -> list["_Lot"]:
     """The work for requests. Neighbours in a file are read one after the other."""
     tasks = [task for request in requests for task in _tasks(request, verify)]

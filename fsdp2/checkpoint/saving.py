@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any, SupportsIndex
 
 import torch
@@ -49,7 +50,7 @@ from fsdp2.checkpoint.files import (
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.lease import Lease, take_lease
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
-from fsdp2.checkpoint.memory import blocks_of, wait_for
+from fsdp2.checkpoint.memory import blocks_of, uncollected, wait_for
 from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.state import Entry, State, World, model_state, unwrapped
 from fsdp2.checkpoint.storage import Storage, storage_of
@@ -93,9 +94,10 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         for name, value in self.about.items():
-            if type(name) is not str or type(value) not in (str, int, float, bool) or value != value:
+            allowed = type(value) in (str, int, bool) or (type(value) is float and isfinite(value))
+            if type(name) is not str or not allowed:
                 raise ArgumentError(
-                    f"save: about= takes texts and numbers by name, got {value!r:.80} under {name!r:.80}"
+                    f"save: about= takes texts and finite numbers by name, got {value!r:.80} under {name!r:.80}"
                 )
         if self.max_file_bytes <= 0 or self.timeout_s <= 0:
             raise ArgumentError(f"save: max_file_bytes and timeout_s are positive, got {self}")
@@ -247,29 +249,34 @@ class _Job:
                 raise ArgumentError(
                     f"save: {name}= expects {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}"
                 )
-        states: dict[str, State] = {}
-        if model is not None:
-            states["model"] = model_state(model, world)
-        if optimizers := named_optimizers(optimizer):
-            states["optimizer"] = optimizers_state(model if isinstance(model, nn.Module) else None, optimizers, world)
-        elif isinstance(optimizer, Mapping):
-            states["optimizer"] = model_state(optimizer, world)
-        entries = {section: {**state.entries, **state.within} for section, state in states.items()}
-        for entry in (entry for own in entries.values() for entry in own.values() if entry.local.is_meta):
-            raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
-        tilings = {
-            section: {name: _tiling_for_writing(entry) for name, entry in own.items()}
-            for section, own in entries.items()
-        }
-        table = table_of(
-            {
-                section: {name: (own[name].dtype, tiling) for name, tiling in tilings[section].items()}
+        with uncollected():
+            states: dict[str, State] = {}
+            if model is not None:
+                states["model"] = model_state(model, world)
+            if optimizers := named_optimizers(optimizer):
+                states["optimizer"] = optimizers_state(
+                    model if isinstance(model, nn.Module) else None, optimizers, world
+                )
+            elif isinstance(optimizer, Mapping):
+                states["optimizer"] = model_state(optimizer, world)
+            entries = {section: {**state.entries, **state.within} for section, state in states.items()}
+            for entry in (entry for own in entries.values() for entry in own.values() if entry.local.is_meta):
+                raise ArgumentError(f"'{entry.name}': is on the meta device: it has no values to save")
+            tilings = {
+                section: {name: _tiling_for_writing(entry) for name, entry in own.items()}
                 for section, own in entries.items()
-            },
-            {section: state.aliases for section, state in states.items()},
-            {section: state.values for section, state in states.items()},
-        )
-        pieces = {section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()}
+            }
+            table = table_of(
+                {
+                    section: {name: (own[name].dtype, tiling) for name, tiling in tilings[section].items()}
+                    for section, own in entries.items()
+                },
+                {section: state.aliases for section, state in states.items()},
+                {section: state.values for section, state in states.items()},
+            )
+            pieces = {
+                section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()
+            }
         wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
@@ -350,6 +357,7 @@ class _Job:
             written.append(Written(name, len(content), f"{zlib.crc32(content):08x}", {}))
         return written
 
+    @uncollected()
     def _files(
         self,
         about: Mapping[str, Any],
@@ -368,6 +376,7 @@ class _Job:
             planned.append(rank_file("extra", tensors, about))
         return planned
 
+    @uncollected()
     def _record(
         self, about_model: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes
     ) -> str:

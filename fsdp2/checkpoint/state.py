@@ -279,6 +279,8 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
     if isinstance(tensor, DTensor):
         place, local = world.place(tensor, name, ranks), local_tensor(tensor)
     else:
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise ArgumentError(f"'{name}': a checkpoint holds dense tensors, got a nested one; save its parts")
         tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
         place = Place(tiling, tiling.box_of(world.rank))
     if place.box is None:
@@ -361,7 +363,8 @@ def checked(entry: Entry) -> Entry:
             "checkpoint holds plain tensors; keep it dequantized, or leave this state out"
         )
     if local.layout is not torch.strided or local.is_quantized:
-        raise ArgumentError(f"'{entry.name}': a checkpoint holds dense tensors, got one with layout {local.layout}")
+        kind = "a quantized one" if local.is_quantized else f"one with layout {local.layout}"
+        raise ArgumentError(f"'{entry.name}': a checkpoint holds dense tensors, got {kind}")
     return entry
 
 

@@ -19,6 +19,7 @@ from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
+from fsdp2.checkpoint.memory import uncollected
 from fsdp2.checkpoint.storage import PinnedStorage, Reader, Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
@@ -63,6 +64,7 @@ def _read_text(reader: Reader, path: str, offset: int, count: int) -> bytes:
     return bytes(content)
 
 
+@uncollected()
 def read_manifest(storage: Storage, path: str) -> Manifest:
     """The manifest of a folder; `CorruptError` if it is damaged."""
     file = storage.join(path, MANIFEST)
