@@ -1,9 +1,8 @@
 """How ranks agree on one save or load without a collective: through the key-value store. Layer: checkpoint.
 
-Each rank reports what it has done and goes on. The last rank to report has every record, and finishes the work
-for all; nobody has to wait for that but to learn the outcome. An error of one rank is everybody's outcome. Works from
-any thread (the store's client is a clone), needs no process group of its own, and leaves nothing in the store but a few
-words an attempt.
+Each rank reports what it has done and continues. The last rank to report has every record and finishes the work for
+all; other ranks wait only to learn the outcome. An error of one rank is the outcome on all ranks. Works from any thread
+(the store's client is a clone), needs no separate process group, and leaves only a few words per attempt in the store.
 """
 
 import uuid
@@ -70,7 +69,7 @@ class Agreement:
         self._before, self._prefix = self._begin(group, name)
 
     def _own_client(self) -> Any:
-        """A client of the store that nobody else waits with."""
+        """A separate client of the store, which no other thread waits with."""
         store = self._alive
         if store is None or self._world.size == 1:
             return dist.HashStore()  # type: ignore[attr-defined]  # public; the stubs lack it
@@ -158,7 +157,7 @@ class Agreement:
             return self._values.get(f"{self._prefix}/{key}")
 
     def forget(self, *keys: str) -> None:
-        """Delete claimed values that nobody needs any more. Never raises: the work counts already."""
+        """Delete claimed values that are no longer needed. Never raises, because the work is already committed."""
         with suppress(RuntimeError):
             for key in keys:
                 self._values.delete(f"{self._prefix}/{key}")
@@ -189,15 +188,15 @@ class Agreement:
             ) from error
 
     def check(self) -> None:
-        """See that nobody has abandoned the work by now; see `decide`."""
+        """Check that no rank has abandoned the work by now; see `decide`."""
         if self._decision(self._prefix) is not None:
             self.decide()
 
     def decide(self) -> None:
-        """For the last one, before it makes the work count: from here on nobody can abandon it.
+        """For the last rank, before it commits: from here on no rank can abandon the work.
 
         Raises:
-            CheckpointError: somebody has, in the meantime (it had waited for too long).
+            CheckpointError: a rank has abandoned it meanwhile (it had waited for too long).
         """
         if self.claim("decision", GO) != GO:
             self.wait()  # raises: that is why

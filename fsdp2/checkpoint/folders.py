@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, which are complete, how one takes another's place. Layer: checkpoint.
+"""Folders of checkpoints: their names, which are complete, and how one replaces another. Layer: checkpoint.
 
 In the folder of a run::
 
@@ -7,13 +7,13 @@ In the folder of a run::
     .tmp-step-00002000-<id>/  a save that is under way, or dead, or what is being deleted; never read
     .old-step-00001000-<id>/  was replaced, and is about to go; found again if that was cut off half-way
 
-Any number of processes may change this at the same time, and each may die at any moment. What keeps a checkpoint:
+Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
+safe:
 
-* A folder of the last two kinds belongs to the one that gave it its name, which nobody else ever uses.
-* Nothing is deleted, or taken apart, under a name that others use. It is renamed to a name of one's own first, which
-  happens or does not, and to one only.
-* What was replaced goes when its successor has been seen, under the common name and with all of its files, after it was
-  itself seen to be replaced: then it is older than that.
+* A folder of the last two kinds belongs to the process that chose its name, which no other process ever uses. * Nothing
+is deleted, or taken apart, under a name that others use. It is first renamed to a private name, which is atomic and
+succeeds for only one process. * A replaced checkpoint is deleted only after its successor was seen under the common
+name with all its files, later than the replacement itself was seen: then it is older than the successor.
 """
 
 import re
@@ -164,7 +164,7 @@ def age_of(storage: Storage, path: str) -> float:
 
 
 def _beside(storage: Storage, path: str, kind: str) -> str:
-    """A name that nobody else has or ever will have."""
+    """A unique name."""
     folder, name = storage.split(path)
     return storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
 

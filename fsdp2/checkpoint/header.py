@@ -143,7 +143,7 @@ def _short(value: Any) -> str:
 
 
 def parse_json(text: bytes, file: str) -> Any:
-    """Parse JSON that somebody else wrote.
+    """Parse untrusted JSON.
 
     Raises:
         CorruptError: it is no JSON, an object has a key twice, it is nested too deeply, or would take memory out of

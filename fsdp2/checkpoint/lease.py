@@ -1,16 +1,16 @@
-"""Who saves to a name: a file beside the folder, for as long as the save lasts. Layer: checkpoint.
+"""Which process saves to a name: a file next to the folder, for as long as the save lasts. Layer: checkpoint.
 
-The lease of ``step-00001000`` is ``.lease-step-00001000``. It says who has it: host, process, when that began, job,
-save. A second job that comes to the name is told so. The lease of a process that is gone (its own host can tell), or
-that has not been renewed for `LEASE_S` (for other hosts), is taken over.
+The lease of ``step-00001000`` is ``.lease-step-00001000``. It names its holder: host, process, start time, job, save. A
+second job that saves to the name gets an error with these. A lease is taken over if its process is gone (on the same
+host), or if it has not been renewed for `LEASE_S` (on other hosts).
 
-It is a courtesy, and nothing that a checkpoint hangs on: whoever commits renames only what is its own (see
-`folders.py`), so two who both believe that they have the lease lose nothing. That matters, since no file system can
-tell a process that is dead from one that has stopped for long. Such a one goes on some day: so the lease is looked at
-again before each change under the name.
+It is only advisory. The process that commits renames only its own folders (see `folders.py`), so nothing is lost if two
+processes both believe that they hold the lease. That matters, because no file system can distinguish a dead process
+from one that is suspended for long. Since a suspended process may resume, the lease is checked again before each change
+under the name.
 
-The file appears at once with its content (a hard link, else an exclusive create), which NFS does too. There is no
-lease in storages that rename no folders: nothing is replaced there, and their manifest is what only one can create.
+The file appears atomically with its content (a hard link, otherwise an exclusive create), also on NFS. Storages that
+cannot rename folders have no lease: nothing is replaced there, and only one process can create the manifest.
 """
 
 import errno
@@ -242,7 +242,7 @@ def end_lease(storage: Storage, path: str, save_id: str) -> None:
 
 
 def is_leased(storage: Storage, path: str) -> bool:
-    """Whether somebody may be saving to `path` now."""
+    """Whether a process may be saving to `path` now."""
     if not storage.renames:
         return False
     folder, name = storage.split(path)

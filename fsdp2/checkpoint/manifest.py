@@ -205,7 +205,7 @@ def table_of(
 
 
 def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], alike: dict[Any, Record], file: str) -> Record:
-    """A row of a table. Tensors that are alike share a record, whose tiling knows then what was asked of it before."""
+    """A row of a table. Equal rows share a record, so that its tiling's cached results are reused."""
     dtype, shape, mesh, cuts = row
     pairs = tuple([(int(axis), int(dim)) for axis, dim in cuts])
     key = (dtype, tuple(shape), mesh, pairs)

@@ -138,7 +138,7 @@ def check_table(table: Mapping[str, Any]) -> None:
 def _noting(
     param: torch.Tensor, fqn: str, state: State, world: World, ranks: tuple[int, ...]
 ) -> Callable[[str, torch.Tensor], dict[str, Any]]:
-    """What notes a tensor of a parameter's state among the entries, and how to make it anew."""
+    """A function that notes a tensor of a parameter's state among the entries, and how to create it."""
     like = entry_of(fqn, param, world, ranks)
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:

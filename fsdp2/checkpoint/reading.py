@@ -139,7 +139,7 @@ class OpenFiles:
                     self._files.pop(path).reader.close()
 
     def close(self) -> None:
-        """Close all; nobody is reading any more."""
+        """Close all; nothing is reading any more."""
         for file in self._files.values():
             file.reader.close()
         self._files.clear()

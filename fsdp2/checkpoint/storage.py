@@ -138,7 +138,7 @@ class PinnedStorage(Storage, Protocol):
     """See `Storage.pinned`."""
 
     def close(self) -> None:
-        """Release it; nobody reads any more."""
+        """Release it; nothing reads any more."""
         ...
 
 

@@ -28,7 +28,7 @@ class StoredExtra:
         self._shares: Mapping[str, Sequence[Mapping[str, Any]]] = manifest.extra if manifest is not None else {}
 
     def check(self, targets: Mapping[str, Any], missing: list[str], mismatches: list[str]) -> None:
-        """Before anything is read: note keys that are not stored, and those whose states nobody can distribute."""
+        """Before anything is read: note keys that are not stored, and those whose states cannot be redistributed."""
         for key, target in targets.items():
             if key not in self._shares:
                 missing.append(f"extra '{key}'")
@@ -70,7 +70,7 @@ class StoredExtra:
         return values
 
     def _mine(self, key: str) -> Mapping[str, Any] | None:
-        """What concerns this rank: its own on the same number of ranks, else what all had alike."""
+        """The state for this rank: its own on the same number of ranks, otherwise the state that was equal on all."""
         shares = self._shares[key]
         if len(shares) == 1 and len(shares[0]["ranks"]) == self._saved_world:
             return shares[0]

@@ -29,7 +29,7 @@ class Holder:
 
 
 def loaded(name: str) -> ModuleType | None:
-    """The module of this name, None if nobody has imported it."""
+    """The module of this name, None if it has not been imported."""
     return sys.modules.get(name)
 
 

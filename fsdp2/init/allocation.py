@@ -32,7 +32,7 @@ class Fresh:
     writes_on_meta: int
 
     def is_unwritten(self) -> bool:
-        """Whether nobody has written to it since it was marked: as far as torch knows, or behind its back (`.data`)."""
+        """Whether it has not been written to since it was marked, neither visibly to torch nor through `.data`."""
         return _writes(self.tensor) == self.writes and (is_marked(self.tensor) or not can_mark(self.tensor))
 
     def is_written_less(self) -> bool:

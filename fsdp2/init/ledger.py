@@ -133,7 +133,7 @@ class Ledger:
             self._by_place[module][name] = recorded
 
     def get(self, param: torch.Tensor) -> Recorded | None:
-        """The entry of a parameter that nobody has replaced."""
+        """The entry of a parameter that was not replaced."""
         return self._by_param.get(param)
 
     def managed(self) -> dict[ManagedParameter, Recorded]:

@@ -1,4 +1,5 @@
-"""Plain tensors beside DTensors: within `seeded` they are taken for the whole, which every rank has alike. Layer: init.
+"""Plain tensors together with DTensors: within `seeded` they are assumed to be whole and equal on every rank. Layer:
+init.
 
 Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole.
 """

@@ -223,7 +223,7 @@ class _Filling(TorchDispatchMode):
 
 
 def _spare(device: torch.device) -> torch.Generator:
-    """A generator whose numbers are nobody's."""
+    """A generator whose numbers are not used elsewhere."""
     return torch.Generator(device)
 
 

@@ -203,7 +203,8 @@ class SteppedRun:
 
 
 def _is_current(counter: _Counter) -> bool:
-    """Whether nobody has changed some parameters' counters and not others'. On the CPU also behind autograd's back."""
+    """Whether the parameters' counters are still equal. On the CPU this also detects changes that autograd does not
+    see."""
     first, rest, known = counter
     if version(rest) != known:
         return False

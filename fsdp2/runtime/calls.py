@@ -1,7 +1,7 @@
-"""Which calls are under way. Layer: runtime, ground.
+"""Which calls are running. Layer: runtime, ground.
 
-A forward that finds its unit in a forward comes either from within that one (a net that calls itself, an adapter that
-asks the whole model) or after one that raised. Only the stack tells.
+A forward whose unit is already in a forward is either nested in it (a net that calls itself, an adapter that calls the
+whole model), or follows one that raised. Only the call stack tells which.
 """
 
 import inspect
@@ -16,17 +16,17 @@ _entries: set[CodeType] = {nn.Module.__call__.__code__}  # functions whose `self
 
 
 def note_entry(function: Any) -> None:
-    """`function` runs a module too, which it knows as `self`."""
+    """Note that `function` also runs a module, its `self`."""
     _entries.add(function.__code__)
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether a call of `module` is under way."""
+    """Whether a call of `module` is running."""
     return _has_calls(module, 1)
 
 
 def is_within_itself(module: nn.Module) -> bool:
-    """Whether the call of `module` that is beginning comes from within another one of it."""
+    """Whether the call of `module` that is starting is nested in another call of it."""
     return _has_calls(module, 2)
 
 

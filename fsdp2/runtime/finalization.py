@@ -1,4 +1,4 @@
-"""`Finalization`: whether, and how far, the user ends backwards by hand (docs/behaviour.md, 192-197). Layer: runtime.
+"""`Finalization`: the state of backwards that the user finalises by hand (docs/behaviour.md, 192-197). Layer: runtime.
 
 ::
 
@@ -16,7 +16,7 @@ __all__ = ["Finalization", "Ticket"]
 
 
 class Ticket:
-    """An asynchronous finalisation that somebody is to wait for.
+    """An asynchronous finalisation that must be waited for.
 
     Attributes:
         owner: the finalization of the root that was finalised, weak: a root may go without having been waited for.
