@@ -10,10 +10,11 @@ In the folder of a run::
 Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
 safe:
 
-* A folder of the last two kinds belongs to the process that chose its name, which no other process ever uses. * Nothing
-is deleted, or taken apart, under a name that others use. It is first renamed to a private name, which is atomic and
-succeeds for only one process. * A replaced checkpoint is deleted only after its successor was seen under the common
-name with all its files, later than the replacement itself was seen: then it is older than the successor.
+* A folder of the last two kinds belongs to the process that chose its name, which no other process ever uses.
+* Nothing is deleted, or taken apart, under a name that others use. It is first renamed to a private name, which is
+  atomic and succeeds for only one process.
+* A replaced checkpoint is deleted only after its successor was seen under the common name with all its files, later
+  than the replacement itself was seen: then it is older than the successor.
 """
 
 import re
