@@ -205,9 +205,12 @@ KNOWN = (
     ),
     Known(
         "a forward in inference mode, then training",
-        "fails: unsharded parameters stay inference tensors",
+        "fails, or trains nothing: unsharded parameters stay inference tensors",
         "trains",
         torch_raises="[Ii]nference",
+        at_action=lambda program, action, situation: (
+            "inference" in action.code and action is next(each for each in program.actions if each.makes is not None)
+        ),
         forms=lambda program, action: any("inference" in each.code for each in program.actions),
     ),
     Known(

@@ -69,8 +69,8 @@ class OneProcess:
     def execute(self, action: Action) -> Exception | None:
         torch.set_rng_state(self.rng)
         self.only_partials = False
-        if (self.waiting or self.partial) and self._goes_backward_within(action):
-            self.unsure = True  # what waits may have been reduced there, by the factor that held then
+        if self._goes_backward_within(action):
+            self.unsure = True
         try:
             if action.kind.startswith("set_"):
                 self._set(action)
@@ -95,8 +95,11 @@ class OneProcess:
         return None
 
     def _goes_backward_within(self, action: Action) -> bool:
-        """Whether a forward runs backwards of its own, under a divide factor that may change later."""
-        if not any("divide_factor" in each.kind for each in self.program.actions):
+        """Whether a forward runs backwards of its own, which may reduce what waits, by the factor that holds then, or
+        zeros for unused parameters."""
+        waits = self.waiting or self.partial
+        factors = any("divide_factor" in each.kind for each in self.program.actions)
+        if not (waits and factors) and not any(unit.unused for unit in self._units):
             return False
         words = ("autograd.grad", "torch.func", "part.backward")
         return any(word in action.code for word in words) or "Transforms" in self.program.kinds()
