@@ -183,11 +183,12 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = F
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that is an `nn.Parameter`. `nn.Parameter` detaches, and what DTensor's dispatch makes of that has its
-    spec from a cache: the mesh is equal, but may be another object, with process groups of its own."""
-    param = nn.Parameter(make_dtensor(local, spec), requires_grad=requires_grad)
-    set_local_tensor(param, local, spec)
-    return param
+    """A DTensor that is an `nn.Parameter`, which for tensors of other classes says so in `_is_param`. It would detach
+    it first, and call `requires_grad_`: what DTensor's dispatch makes of the one has its spec from a cache, with a mesh
+    that may be another object, with process groups of its own; transforms of `torch.func` refuse the other."""
+    param: Any = make_dtensor(local, spec, requires_grad)
+    param._is_param = True
+    return param  # type: ignore[no-any-return]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,19 @@ def test_frozen_since_forward(rank: int, world_size: int, loss: Callable[[nn.Mod
     assert all(param.grad is None for param in model.body[1].parameters())
 
 
+@on_ranks(4)
+def test_smaller_group(rank: int, world_size: int) -> None:
+    """The copy that a unit keeps in a smaller group is made within the transform: an `nn.Parameter` of a DTensor, whose
+    constructor calls `requires_grad_`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp2.fully_shard(model[0], reshard_after_forward=2)
+    fsdp2.fully_shard(model, reshard_after_forward=2)
+    for loss in (vmap, jvp, jacrev):
+        loss(model, batch(0, rank, 4)).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 @on_ranks(2)
 def test_checkpointed(rank: int, world_size: int) -> None:
     """Blocks that are recomputed in the backward of a transform, and in the backward through it."""

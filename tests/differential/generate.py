@@ -173,7 +173,7 @@ class _Generator:
             options.append(f"reshard_after_forward={self.rng.choice(choices)}")
         if self.policy or (self.mixed and self.chance(0.8)):
             options.append(self.policy or self.rng.choice(POLICIES))
-        if self.chance(0.06):
+        if not self.has_tp and self.chance(0.06):
             last = f"Shard(p.ndim - 1) if p.shape[-1] % {self.shard_size} == 0 else Shard(0)"
             options.append(f"shard_placement_fn=lambda p: {last}")
         return ", ".join(options)
