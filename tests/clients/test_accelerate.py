@@ -154,11 +154,11 @@ def test_activation_checkpointing() -> None:
 
 
 def test_gradient_accumulation() -> None:
-    """Three microbatches a step; only the last one communicates gradients."""
-    both = run_both(train, 2, num=6, accumulate=3, **LAYERWISE)
+    """20 clipped steps of three microbatches; only the last one communicates gradients."""
+    both = run_both(train, 2, num=60, accumulate=3, **LAYERWISE)
     both.assert_equal()
-    assert len(both.ours[0].values["norms"]) == 2
-    assert both.ours[0].events["reduce_scatter"] == 2 * (LAYERS + 2)  # embedding; norm and head
+    assert len(both.ours[0].values["norms"]) == 20
+    assert both.ours[0].events["reduce_scatter"] == 20 * (LAYERS + 2)  # embedding; norm and head
 
 
 def test_mixed_precision() -> None:

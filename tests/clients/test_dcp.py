@@ -52,14 +52,18 @@ def make(seed: int, *, hsdp: bool = False, frozen: bool = False) -> tuple[nn.Mod
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, num: int) -> list[float]:
-    """Train from step `first` on; a batch for each data-parallel rank and step."""
+def steps(model: Any, optimizer: torch.optim.Optimizer, first: int, num: int) -> list[float]:
+    """Train from step `first` on, two micro-batches a step and clipped; a batch for each data-parallel rank and step.
+    The losses of the second ones."""
     losses = []
     for step in range(first, first + num):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            tokens = torch.randint(0, VOCABULARY, (4, SEQUENCE + 1), generator=generator)
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -147,20 +151,20 @@ def test_states_of_hsdp_with_frozen_parameters() -> None:
 
 
 def save(folder: str, asynchronous: bool = False, hsdp: bool = False) -> Run:
-    """Two steps, a checkpoint, and what the next two steps would be."""
+    """Ten steps, a checkpoint, and what the next ten steps would be."""
     dist.init_process_group("gloo")
     model, optimizer = make(0, hsdp=hsdp)
-    steps(model, optimizer, 0, 2)
+    steps(model, optimizer, 0, 10)
     model_states, optim_states = get_state_dict(model, optimizer)
     states = {"model": model_states, "optim": optim_states}
     if asynchronous:
         # It communicates beside the training, so on a group of its own.
         future: Any = dcp.async_save(states, checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
-        losses = steps(model, optimizer, 2, 2)  # the checkpoint has what was there when it was asked for
+        losses = steps(model, optimizer, 10, 10)  # the checkpoint has what was there when it was asked for
         future.result()
     else:
         dcp.save(states, checkpoint_id=folder)
-        losses = steps(model, optimizer, 2, 2)
+        losses = steps(model, optimizer, 10, 10)
     return Run(losses, library_of(model), {"parameters": whole(get_model_state_dict(model))})
 
 
@@ -173,7 +177,7 @@ def load(folder: str, hsdp: bool = False) -> Run:
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
     found = whole(states)
-    losses = steps(model, optimizer, 2, 2)
+    losses = steps(model, optimizer, 10, 10)
     return Run(losses, library_of(model), {"parameters": whole(get_model_state_dict(model))}, {"found": found})
 
 
@@ -186,7 +190,7 @@ def test_files_of_one_are_read_by_the_other(asynchronous: bool, tmp_path: Path) 
         for library, folder in folders.items()
     }
     expected = [(run.losses, run.values) for run in saved["torch"]]
-    assert len(expected[0][0]) == 2
+    assert len(expected[0][0]) == 10
     for writer, folder in folders.items():
         for reader in folders:
             runs = run_script(load, 2, reader, folder=folder)

@@ -157,31 +157,34 @@ def accelerated(folder: str, wrap: str) -> Run:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     set_seed(3)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
     model = get_peft_model(base_model(), lora())
     if wrap == "peft":
         plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optim, data = accelerator.prepare(model, optim, DataLoader(TensorDataset(tokens(64, 7)), batch_size=2))
-    losses = []
-    for (ids,), _ in zip(data, range(4), strict=False):
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optim.step()
-        optim.zero_grad()
+    model, optim, data = accelerator.prepare(model, optim, DataLoader(TensorDataset(tokens(160, 7)), batch_size=2))
+    losses, norms = [], []
+    for (ids,) in data:  # 20 steps of two micro-batches
+        with accelerator.accumulate(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optim.step()
+            optim.zero_grad()
         losses.append(loss.item())
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         model.save_pretrained(folder, state_dict=state)
     accelerator.wait_for_everyone()
-    return Run(losses, library_of(model), values={"adapter": adapter(model)})
+    return Run(losses, library_of(model), values={"norms": norms, "adapter": adapter(model)})
 
 
 @pytest.mark.parametrize("wrap", ["transformer", "peft"])
 def test_by_accelerate(tmp_path: Path, wrap: str) -> None:
     both = run_both(accelerated, 2, folder=str(tmp_path), wrap=wrap)
     both.assert_equal()
+    assert len(both.ours[0].losses) == 40 and len(both.ours[0].values["norms"]) == 20
     stored = load_file(tmp_path / "adapter_model.safetensors")
     assert stored
     assert all(torch.equal(value, both.ours[0].values["adapter"][name]) for name, value in stored.items())

@@ -53,15 +53,19 @@ def pipeline(schedule: str, pp: int, dp: int, steps: int, reshard: bool = False,
     optimizer = torch.optim.AdamW([param for model in stages.values() for param in model.parameters()], lr=1e-2)
     torch.manual_seed(100 + mesh.get_local_rank("dp"))
     losses: list[list[float]] = []
+    norms: list[float] = []
     for _ in range(steps):
         x, y = torch.randn(16, 8), torch.randn(16, 8)
         each: list[Tensor] = []
         last = num_stages - 1 in mine
         plan.step(*([x] if 0 in mine else []), **({"target": y, "losses": each} if last else {}))
+        for model in stages.values():  # each by itself: torch has no norm over the ranks of a pipeline
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append([loss.item() for loss in each])
-    values = {f"{i}.{n}": p.full_tensor() for i, model in stages.items() for n, p in model.state_dict().items()}
+    values: dict[str, Any] = {"norms": norms}
+    values |= {f"{i}.{n}": p.full_tensor() for i, model in stages.items() for n, p in model.state_dict().items()}
     return Run(losses, library_of(*stages.values()), values)
 
 
@@ -81,9 +85,10 @@ def test_schedules_that_split_backward(schedule: str) -> None:
 
 
 def test_two_ranks_and_mixed_precision() -> None:
-    """A pipeline of two ranks whose stages are sharded over one rank each, with the policy at work."""
-    both = run_both(pipeline, 2, schedule="ScheduleInterleaved1F1B", pp=2, dp=1, steps=3, bf16=True)
+    """A pipeline of two ranks whose stages are sharded over one rank each, with the policy at work: 20 steps."""
+    both = run_both(pipeline, 2, schedule="ScheduleInterleaved1F1B", pp=2, dp=1, steps=20, bf16=True)
     both.assert_equal()
+    assert len(both.ours[0].losses) == 20 and min(both.ours[0].values["norms"]) > 0.0
     assert not any(step for step in both.ours[0].losses) and all(step for step in both.ours[1].losses)
 
 
