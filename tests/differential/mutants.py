@@ -99,7 +99,7 @@ MISSED_BEFORE = (
         "fsdp2.runtime.param_group",
         (
             ("elif self._assembly.used_at is not None and versions", "elif versions"),
-            ("self._finish_gathering()  # prefetched and not used", "self.wait_for_unshard()"),
+            ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
         ),
     ),
     Mutant(
