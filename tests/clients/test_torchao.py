@@ -79,11 +79,17 @@ def local_values(model: nn.Module) -> dict[str, Any]:
     return values
 
 
-def steps(model: nn.Module, optim: Any, num: int = 3, x: Tensor | None = None, after: Any = None) -> list[float]:
+def steps(
+    model: Any, optim: Any, num: int = 3, x: Tensor | None = None, after: Any = None, accumulate: int = 1
+) -> list[float]:
     x, losses = batch() if x is None else x, []
     for _ in range(num):
-        loss = model(x).float().square().mean()
-        loss.backward()
+        for micro in range(accumulate):
+            model.set_requires_gradient_sync(micro + 1 == accumulate)
+            loss = model(x * (1 + micro)).float().square().mean()
+            loss.backward()
+        if accumulate > 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optim.step()
         optim.zero_grad()
         if after is not None:
@@ -128,7 +134,8 @@ def train_float8(gathers_float8: bool, precomputes: bool) -> Run:
     model = convert_to_float8_training(build(), config=config)
     shard(model)
     after = precompute_float8_dynamic_scale_for_fsdp if precomputes else None
-    losses = steps(model, torch.optim.AdamW(model.parameters(), lr=1e-2), after=after)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = steps(model, optim, 20, after=after, accumulate=2)  # clipped
     return Run(losses, library_of(model), values=local_values(model))
 
 
