@@ -60,7 +60,7 @@ def test_mutants_are_found(mutant: Mutant) -> None:
     ("num_ranks", "first"), [(ranks, seed) for ranks, count in CAMPAIGN.items() for seed in range(0, count, AT_ONCE)]
 )
 def test_more_seeds(num_ranks: int, first: int) -> None:
-    """As `test_fixed_seeds`, thousands: half an hour on two idle cores."""
+    """As `test_fixed_seeds`, thousands, in an hour and a half or so."""
     for seed in range(first, first + AT_ONCE):
         _check(seed, num_ranks)
 
