@@ -276,6 +276,13 @@ KNOWN = (
         "`fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
+        "an int for `reshard_after_forward`, under transforms of torch.func",
+        "fails: it makes parameters within the transform",
+        "makes them outside of it",
+        torch_raises=r"attempting to call Tensor.requires_grad_\(\)",
+        raises_in=lambda program: "reshard_after_forward=2" in program.options(),
+    ),
+    Known(
         "an int for `reshard_after_forward`, and `set_reshard_after_forward` before backward",
         "fails: it has lost the smaller group",
         "holds from the next forward on",
