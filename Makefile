@@ -1,7 +1,7 @@
 # make train    train a small language model on two ranks          make test      lint, types and the protective tests: what CI runs
 # make lint     ruff and mypy alone                                make test-all  these and the exhaustive tests
 # make docs     the documents as a site, build/site                 make bench     a short version of every benchmark, and figures
-# make fuzz     ten minutes of hostile checkpoints
+# make fuzz     ten minutes of hostile checkpoints                  make wheel    dist/fsdp2-*.whl, as a release has it
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
@@ -20,7 +20,7 @@ CLIENTS   := .venv-clients
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-clients lint bench docs fuzz fuzz-runtime clean
+.PHONY: train test test-all test-clients lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -74,6 +74,10 @@ fuzz-runtime: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/make_api.py > docs/api.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# As for .venv: setuptools at the pinned version builds it.
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info runs
