@@ -107,8 +107,10 @@ def _watch_optimizers() -> dict[int, tuple[Any, Any]]:
 
 
 def _local(param: Any) -> Any:
+    """This rank's values; quantised tensors of torchao's, which know no comparison, as plain numbers."""
     param = param.detach()
-    return param.to_local() if isinstance(param, DTensor) else param
+    local = param.to_local() if isinstance(param, DTensor) else param
+    return local if type(local) is torch.Tensor or not hasattr(local, "dequantize") else local.dequantize()
 
 
 if __name__ == "__main__":
