@@ -168,8 +168,8 @@ class Settings:
         Raises:
             UnsupportedError: the parameters are not on a CUDA device with NCCL, or torch has no symmetric memory.
             MisuseError: a custom collective was set before.
-            ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend` is
-            unknown.
+            ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
+                is unknown.
         """
         if unit_for(self).settings.max_input_buffers > 1:
             raise ArgumentError("set_symm_mem_for_comm: set_reduce_scatter_max_input_buffers must be 1 with it")

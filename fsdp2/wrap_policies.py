@@ -80,8 +80,8 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
     `transformer_auto_wrap_policy`, and Accelerate's `TRANSFORMER_BASED_WRAP`.
 
     Raises:
-        ArgumentError: no class is given, or something that is not a class; from `auto_shard`: the model has no module
-        of that class.
+        ArgumentError: no class is given, or something that is not a class; from `auto_shard`: the model has no
+            module of that class.
 
     Example::
 

@@ -54,8 +54,8 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         UserWarning: the disk cannot read a checkpoint; then, too, the next older one is considered.
 
     Raises:
-        OSError: there is no sound checkpoint, but one that the disk cannot read. (Returning None would restart the
-        run.)
+        OSError: there is no sound checkpoint, but one that the disk cannot read. (Returning None would restart
+            the run.)
 
     Example::
 
