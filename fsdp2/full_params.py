@@ -167,7 +167,6 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
     groups = [group for unit in units for group in unit.groups]
     contexts = [unit.context for unit in units if unit.context is not None]
     for unit in dict.fromkeys([*units, *(member for context in contexts for member in context.units)]):
-        assert isinstance(unit, Unit)
         if any(group in groups for group in unit.borrowed):  # weights that are tied over units
             change(unit, borrowed=[group for group in unit.borrowed if group not in groups])
     for unit in units:
@@ -176,7 +175,7 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
         change(unit, groups=[], policy=replace(unit.policy, param_dtype=None))
 
 
-def _complete_new_roots(contexts: Sequence[tuple[Unit, Context | None]]) -> None:
+def _complete_new_roots(contexts: Sequence[tuple[Unit, Context[Unit] | None]]) -> None:
     """A root that ran its first forward in the body saw units without parameters: name and check their parameters
     now."""
     new = {unit.context for unit, before in contexts if unit.context is not before}
@@ -184,9 +183,7 @@ def _complete_new_roots(contexts: Sequence[tuple[Unit, Context | None]]) -> None
         if context is None or context.is_provisional:
             continue
         root, *others = context.units
-        assert isinstance(root, Unit)
         for unit in others:
-            assert isinstance(unit, Unit)
             unit.context = None
         become_root(root)
 

@@ -87,7 +87,7 @@ class UnshardHandle:
 class GradientReductionHandle:
     """Reductions in flight, from ``module.finalize_backward(async_op=True)``."""
 
-    def __init__(self, context: Context | None, ticket: Ticket | None):
+    def __init__(self, context: "Context[Unit] | None", ticket: Ticket | None):
         self._context = context
         self._ticket = ticket  # None: there was nothing to reduce
 
@@ -207,7 +207,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
         context.reset()
         for each in context.units:
-            assert isinstance(each, Unit)
             each.reset()
 
     # --- gradients finished by hand ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class StageState:
         """
         context = self._unit.context
         if context is not None:
-            _check_split_backward([unit for unit in context.units if isinstance(unit, Unit)])
+            _check_split_backward(context.units)
             context.end_backward()
 
 

@@ -42,7 +42,7 @@ class Settings:
         """
         unit = unit_for(self)
         root = unit if unit.context is None else unit.context.root
-        assert isinstance(root, Unit)
+        assert root is not None
         root.settings = replace(root.settings, is_last_backward=boolean("is_last_backward", is_last_backward))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -6,7 +6,7 @@ object.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -56,7 +56,10 @@ class Member(Protocol):
         """Whether gradients of parameters among these (their ids) wait to be reduced."""
 
 
-class Context:
+Unit = TypeVar("Unit", bound=Member)
+
+
+class Context(Generic[Unit]):
     """The shared state of one root and the units below it.
 
     Args:
@@ -72,28 +75,28 @@ class Context:
     """
 
     def __init__(
-        self, units: Sequence[Member], device: torch.device, is_provisional: bool, in_flight: InFlight | None = None
+        self, units: Sequence[Unit], device: torch.device, is_provisional: bool, in_flight: InFlight | None = None
     ):
         self.streams = streams_for(device)
         self.memory = ReleasedMemory(self.streams)
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.finalization = Finalization()
-        self.unreduced = Unreduced()
-        self.schedule: Schedule[Member] = Schedule()
+        self.unreduced = Unreduced(self._find_unreduced)
+        self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
         self.model: ref[nn.Module] | None = None
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
-        self.recomputed: deque[ref[Member]] = deque()
+        self.recomputed: deque[ref[Unit]] = deque()
         self._callback_queued = False
 
     @property
-    def units(self) -> list[Member]:
+    def units(self) -> list[Unit]:
         """The units that are still alive, root first."""
         return [unit for weak in self._units if (unit := weak()) is not None]
 
     @property
-    def root(self) -> Member | None:
+    def root(self) -> Unit | None:
         """The root, while it is alive."""
         return self._units[0]()
 
@@ -129,7 +132,7 @@ class Context:
         with self.streams.gathering():
             self.streams.wait(event)
 
-    def predict(self, unit: Member) -> list[Member]:
+    def predict(self, unit: Unit) -> list[Unit]:
         """`unit` starts in the root's forward: return the unit that ran after it in the last iterations, if they
         agree."""
         root = self.root
@@ -207,9 +210,9 @@ class Context:
 
     def _note_unreduced(self) -> None:
         some_wait = self.in_flight.is_busy or any(unit.left_by for unit in self.units)
-        self.unreduced.after_backward(self, some_wait)
+        self.unreduced.after_backward(some_wait)
 
-    def find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
+    def _find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
         """Units that have unreduced gradients of parameters among these (their ids), and the call that left them."""
         found = {unit.fqn: unit.left_by for unit in self.units if unit.left_by and unit.has_unreduced(params)}
         late = "set_is_last_backward(False)" if self.in_flight.ticket is None else "a handle that was not waited for"

@@ -14,7 +14,6 @@ The phase is kept only here; a parameter's form follows from it.
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,13 +27,13 @@ from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.assembly import Assembly
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
+from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.slot import SlotTable
-from fsdp2.runtime.storage import Storage
-from fsdp2.runtime.streams import Streams, without_grad
+from fsdp2.runtime.streams import without_grad
 from fsdp2.runtime.together import in_memory_order, lay_together
 
-__all__ = ["Keep", "Memory", "ParamGroup", "Phase"]
+__all__ = ["Keep", "ParamGroup", "Phase"]
 
 
 class Phase(Enum):
@@ -62,18 +61,6 @@ class Keep(Enum):
     NOTHING = "nothing"
     STORAGE = "storage"  # the memory, at the same address
     FROZEN = "frozen"  # the memory and its contents, while no parameter requires a gradient
-
-
-class Memory(Protocol):
-    """What a group needs from its context: streams, and an owner for storage that compute may still read."""
-
-    streams: Streams
-
-    def make_room(self, storage: Storage | None, prefetching: bool) -> None:
-        """Called on the all-gather stream before `storage` (None: not created yet) is allocated."""
-
-    def release(self, storage: Storage) -> None:
-        """The compute stream's use of `storage` ends with what is enqueued now."""
 
 
 class ParamGroup:
@@ -115,7 +102,7 @@ class ParamGroup:
 
     # --- shard -> unshard -> reshard ---------------------------------------------------------------------------------
 
-    def unshard(self, memory: Memory, prefetching: bool = False) -> None:
+    def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
         `reshard(to_smaller=True)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
         if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
@@ -128,7 +115,7 @@ class ParamGroup:
         self._move(Phase.GATHERING)
 
     @profiled("FSDP::all_gather")
-    def _issue(self, memory: Memory, prefetching: bool) -> None:
+    def _issue(self, memory: ReleasedMemory, prefetching: bool) -> None:
         if not self._fits:
             self._assembly, self._fits = None, True
             self._refuse_gradients()
@@ -199,7 +186,7 @@ class ParamGroup:
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
 
-    def reshard(self, memory: Memory, to_smaller: bool = False) -> None:
+    def reshard(self, memory: ReleasedMemory, to_smaller: bool = False) -> None:
         """Free the unsharded parameters; the module holds the sharded ones, or those on the smaller mesh (with sharded
         replicas, the inner shards stay)."""
         self._finish_gathering()  # prefetched but not used
@@ -258,7 +245,7 @@ class ParamGroup:
         """A parameter got another name."""
         self._table = None
 
-    def forget_kept(self, memory: Memory) -> None:
+    def forget_kept(self, memory: ReleasedMemory) -> None:
         """Sharded parameters will change: free what was kept of the unsharded ones."""
         if self.phase is Phase.SHARDED and self._assembly is not None and self._assembly.complete_at is not None:
             self._assembly.complete_at = None

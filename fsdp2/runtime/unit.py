@@ -15,6 +15,7 @@ them unsharded. So does a forward nested in a forward of the same unit, which st
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -27,10 +28,9 @@ from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.holding import Holding
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.in_flight import InFlight
-from fsdp2.runtime.param_group import ParamGroup
+from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
@@ -68,10 +68,15 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
 
 
-class Unit(Holding):
+class Unit:
     """One module, or a list of modules that gather and reduce together.
 
     Attributes:
+        groups: the parameters, one group per mesh; none for a unit without parameters.
+        borrowed: groups of other units, with parameters that modules of this unit also hold (tied weights). This unit
+            gathers them too; their owner reduces them.
+        fqn: relative to the root once there is one; ``""`` for the root.
+        context: shared with the root; None until the first forward or unshard.
         settings: what the `set_*` methods change.
         policy: mixed precision.
         left_by: the call that let its last backward leave gradients unreduced; "" for none.
@@ -81,6 +86,7 @@ class Unit(Holding):
         forward_prefetch, backward_prefetch: explicit lists, of weak references, since two units may name each other.
         was_emptied: `to_empty` was called, and it is not known yet whether everything was filled (see
         `runtime.emptied`).
+        stage: where it is in its iteration.
     """
 
     def __init__(
@@ -91,7 +97,11 @@ class Unit(Holding):
         policy: MixedPrecisionPolicy,
         settings: UnitSettings,
     ):
-        super().__init__(modules, param_lists)
+        self._modules: list[ref[nn.Module]] = []
+        self.groups: list[ParamGroup] = []
+        self.borrowed: list[ParamGroup] = []
+        self.fqn = ""
+        self.context: Context[Unit] | None = None
         self.device = device
         self.policy = policy
         self.settings = settings
@@ -101,11 +111,29 @@ class Unit(Holding):
         self.left_by = ""
         self.was_emptied = False
         self.split_backward = False
-        self._stage = Stage.IDLE
-        self._to_run: set[int] = set()
+        self.stage = Stage.IDLE
+        self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
+        self.adopt(modules, param_lists)
 
-    def ready_context(self) -> Context:
+    def adopt(self, modules: Sequence[nn.Module], param_lists: Sequence[Sequence[ManagedParameter]]) -> None:
+        """Manage these modules and parameters, and no others."""
+        self._modules = [ref(module) for module in modules]
+        self.groups = []
+        for params in param_lists:
+            self.groups.append(ParamGroup(params, partial(_gradients_ready, ref(self), len(self.groups))))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are still alive."""
+        return [module for weak in self._modules if (module := weak()) is not None]
+
+    @property
+    def params(self) -> list[ManagedParameter]:
+        """The parameters of all groups."""
+        return [param for group in self.groups for param in group.params]
+
+    def ready_context(self) -> "Context[Unit]":
         """The context; a provisional one for a unit that no root's forward has reached yet.
 
         Raises:
@@ -116,21 +144,11 @@ class Unit(Holding):
             self.context = Context([self], self.device, is_provisional=True)
         return self.context
 
-    @property
-    def stage(self) -> Stage:
-        """Where it is in its iteration."""
-        return self._stage
-
     def _in_backward(self) -> UnitSettings:
         """The settings for this backward."""
         context = self.ready_context()
         settings = self.settings.in_backward(context.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if context.finalization.is_manual else settings
-
-    def _is_recomputation(self) -> bool:
-        assert self.context is not None
-        self.context.check_backward_ended()
-        return self._stage is Stage.BACKWARD
 
     def _reshard_after_forward(self) -> None:
         how = self.settings.reshard_after_forward
@@ -138,8 +156,95 @@ class Unit(Holding):
             self.reshard(to_smaller=how is not True, within_step=torch.is_grad_enabled())
 
     def _move(self, stage: Stage) -> None:
-        assert stage in _MOVES[self._stage], f"{self.fqn}: {self._stage} -> {stage}"
-        self._stage = stage
+        assert stage in _MOVES[self.stage], f"{self.fqn}: {self.stage} -> {stage}"
+        self.stage = stage
+        self._to_run.clear()
+
+    # --- following the modules ---------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Adopt parameters that were moved, converted or replaced.
+
+        Raises:
+            OrderError: parameters are still on the meta device.
+        """
+        on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
+        if on_meta:
+            raise OrderError(
+                f"unit '{self.fqn}': parameters are still on the meta device: {on_meta}. Materialise them first: "
+                "fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model)."
+            )
+        elsewhere = [each for group in self.groups for each in group.not_at_home()]
+        if elsewhere:
+            raise OrderError(
+                f"unit '{self.fqn}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
+                f"{elsewhere}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them there itself."
+            )
+        self.refresh_groups()
+
+    def refresh_groups(self) -> None:
+        """The same without the checks, for when a model is being materialised or loaded."""
+        for group in self._sharded_groups():
+            group.refresh()
+
+    def move_groups(self) -> None:
+        """The same after the module was moved or converted. Shards are then in new memory that nothing else refers to,
+        so they can be placed contiguously."""
+        for group in self._sharded_groups():
+            if group.refresh():
+                group.lay_together()
+
+    def _sharded_groups(self) -> list[ParamGroup]:
+        return [group for group in (*self.groups, *self.borrowed) if group.phase is Phase.SHARDED]
+
+    # --- forms -------------------------------------------------------------------------------------------------------
+
+    def unshard(self, prefetching: bool = False) -> None:
+        """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
+        context = self.ready_context()
+        groups = [*self.groups, *self.borrowed] if self.borrowed else self.groups
+        with outside_transforms():
+            for group in reversed(groups) if prefetching and backward_is_running() else groups:
+                group.users.add(id(self))
+                group.unshard(context.memory, prefetching)
+
+    def wait_for_unshard(self) -> None:
+        """Make the parameters usable."""
+        with outside_transforms():
+            for group in self.groups:
+                group.wait_for_unshard()
+            for group in self.borrowed:
+                group.wait_for_unshard()
+
+    def forget_uses(self) -> None:
+        """No backward will come to the forwards so far."""
+        for group in self.groups:
+            group.forget_use()
+
+    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
+        """Free unsharded parameters that no other unit computes with.
+
+        Args:
+            to_smaller: keep a copy on the smaller mesh.
+            within_step: the parameters will not change before the next unshard, so inner shards may stay.
+        """
+        if self.context is None:
+            return
+        with outside_transforms():
+            for group in (*self.groups, *self.borrowed):
+                group.users.discard(id(self))
+                if not group.users:
+                    small = (to_smaller and group.smaller is not None) or (within_step and group.roles.sharded_replicas)
+                    group.reshard(self.context.memory, small)
+
+    def reshard_all(self) -> None:
+        """Free all unsharded parameters, even those that other units use or that were kept, because the sharded ones
+        will be read or changed."""
+        if self.context is not None:
+            for group in (*self.groups, *self.borrowed):
+                group.users.clear()
+                group.reshard(self.context.memory)
+                group.forget_kept(self.context.memory)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -149,9 +254,10 @@ class Unit(Holding):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
         context = self.ready_context()
-        is_recomputation = self._is_recomputation()
+        context.check_backward_ended()
+        is_recomputation = self.stage is Stage.BACKWARD
         # A forward that raised leaves the unit in this stage as well.
-        is_nested = self._stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)
+        is_nested = self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)
         self._depth = self._depth + 1 if is_nested else 0
         is_new = not is_recomputation and not is_nested
         if context.root is self and is_new:
@@ -177,7 +283,7 @@ class Unit(Holding):
             args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
         return args, kwargs
 
-    def _prefetch_in_forward(self, context: Context) -> None:
+    def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
         predicted = context.predict(self)  # also if a list takes precedence: it records what starts
         for unit in _alive(self.forward_prefetch) or predicted:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
@@ -187,7 +293,7 @@ class Unit(Holding):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output, "FSDP::cast_forward_outputs")
-        if self._stage is Stage.BACKWARD:  # recomputation
+        if self.stage is Stage.BACKWARD:  # recomputation
             for group in self.groups:
                 group.gradients.keep_hooks_last()
             return output
@@ -220,9 +326,8 @@ class Unit(Holding):
     def complete_forward(self) -> None:
         """The root's forward is over: modules that did not run will not run any more."""
         # The root may have been called from within this unit's own forward, which goes on then.
-        if self._stage is Stage.FORWARD and not any(map(is_running, self.modules)):
+        if self.stage is Stage.FORWARD and not any(map(is_running, self.modules)):
             emit("post_forward", self.fqn)
-            self._to_run.clear()
             self._move(Stage.IDLE)
             self._reshard_after_forward()
 
@@ -250,10 +355,9 @@ class Unit(Holding):
         """Hook on the outputs' gradients: unshard, prefetch."""
         assert self.context is not None
         self.context.expect_end_of_backward()
-        if self._stage is Stage.BACKWARD:
+        if self.stage is Stage.BACKWARD:
             return
         emit("pre_backward", self.fqn)
-        self._to_run.clear()
         self._move(Stage.BACKWARD)
         for group in self.groups:
             group.gradients.begin_backward()
@@ -292,7 +396,6 @@ class Unit(Holding):
     def post_backward(self) -> None:
         """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
-        self._to_run.clear()
         self._move(Stage.DONE)
         settings = self._in_backward()
         if settings.reshard_after_backward:
@@ -308,7 +411,7 @@ class Unit(Holding):
         Parameters that were prefetched but not used stay for the next backward, if there is one.
         """
         assert self.context is not None
-        if self._stage is Stage.BACKWARD:
+        if self.stage is Stage.BACKWARD:
             self.post_backward()
         settings = self._in_backward()
         if settings.reshard_after_backward and self.context.is_last_backward:
@@ -316,12 +419,11 @@ class Unit(Holding):
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
-        if self._stage is Stage.DONE and self.groups and not settings.requires_gradient_sync:
+        if self.stage is Stage.DONE and self.groups and not settings.requires_gradient_sync:
             self.split_backward |= all(group.gradients.none_arrived for group in self.groups)
         for group in self.groups:
             group.gradients.end_backward()
         self.left_by = "" if settings.ends_step else self._what_left_gradients()
-        self._to_run.clear()
         self._move(Stage.IDLE)
 
     def _what_left_gradients(self) -> str:
@@ -338,8 +440,7 @@ class Unit(Holding):
 
     def reset(self) -> None:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
-        self._to_run.clear()
-        self._stage = Stage.IDLE
+        self._move(Stage.IDLE)
         self.left_by = ""
         self.reshard_all()
         for group in self.groups:
@@ -368,14 +469,20 @@ class Unit(Holding):
         return copied
 
 
+def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
+    unit = weak_unit()
+    if unit is not None:
+        unit.gradients_ready(index)
+
+
 def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
     return [unit for weak in weak_units if (unit := weak()) is not None]
 
 
-def _make_room_for_recomputation(context: Context) -> None:
+def _make_room_for_recomputation(context: Context[Unit]) -> None:
     """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once. The last
     two recomputed units stay unsharded, so that backward does not gather them again."""
     while len(context.recomputed) > 1:
         unit = context.recomputed.popleft()()
-        if isinstance(unit, Unit) and unit._stage is Stage.IDLE:
+        if unit is not None and unit.stage is Stage.IDLE:
             unit._reshard_after_forward()

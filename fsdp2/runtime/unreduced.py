@@ -7,9 +7,8 @@ costs almost nothing if there are none.
 """
 
 import warnings
-from collections.abc import Iterable
-from typing import Protocol
-from weakref import WeakSet
+from collections.abc import Callable, Iterable
+from weakref import WeakMethod, WeakSet
 
 import torch
 
@@ -20,46 +19,47 @@ from fsdp2.runtime.step_hook import when_gradients_are_final
 __all__ = ["Unreduced", "check_reduced"]
 
 
-class Owner(Protocol):
-    """A root's context."""
-
-    unreduced: "Unreduced"
-
-    def find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
-        """Units that have unreduced gradients of parameters among these (their ids), and the call that left them."""
-
-
-_waiting: WeakSet[Owner] = WeakSet()
+_waiting: "WeakSet[Unreduced]" = WeakSet()
 
 
 class Unreduced:
     """What is known of unreduced gradients of one root.
 
+    Args:
+        find: a method, held weakly: units that have unreduced gradients of parameters among these (their ids), and the
+            call that left them.
+
     Attributes:
         has_reduced: whether a reduction of this root into sharded gradients has been issued.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find: Callable[[set[int]], list[tuple[str, str]]]) -> None:
         self.has_reduced = False
+        self._find = WeakMethod(find)
         self._num_backwards = 0
         self._used_after = 0  # the number of backwards when gradients were last used while some waited
         self._num_uses = 0
         self._has_warned = False
 
-    def after_backward(self, owner: Owner, some_wait: bool) -> None:
+    def after_backward(self, some_wait: bool) -> None:
         """A backward has ended, or was finalised: `some_wait` if it may have left gradients."""
         self._num_backwards += 1
-        (_waiting.add if some_wait else _waiting.discard)(owner)
+        (_waiting.add if some_wait else _waiting.discard)(self)
 
-    def used_by(self, call: str, found: list[tuple[str, str]], is_read: bool) -> None:
-        """`call` was made while the units of `found` have unreduced gradients.
+    def check(self, call: str, params: set[int], is_read: bool) -> None:
+        """`call` is made with parameters of these ids.
 
         Args:
             is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
-            OrderError: the second time, if no gradient of this root has ever been reduced.
+            OrderError: some of their gradients are unreduced, the second time, and no gradient of this root has ever
+                been reduced.
         """
+        find = self._find()
+        found = [] if find is None else find(params)
+        if not found:
+            return
         if is_read and self._used_after != self._num_backwards:
             self._used_after = self._num_backwards
             self._num_uses += 1
@@ -87,14 +87,13 @@ def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = Tru
     """Warn if gradients of sharded `params` wait to be reduced while `call` uses the existing ones; once per root.
 
     Raises:
-        OrderError: see `Unreduced.used_by`.
+        OrderError: see `Unreduced.check`.
     """
     if not _waiting or backward_is_running():  # an optimizer that runs in backward steps parameters that are ready
         return
     ids = {id(param) for param in params}
-    for owner in list(_waiting):
-        if found := owner.find_unreduced(ids):
-            owner.unreduced.used_by(call, found, is_read)
+    for unreduced in list(_waiting):
+        unreduced.check(call, ids, is_read)
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

@@ -47,8 +47,8 @@ MISSED = (
         "fsdp2.runtime.unit",
         (
             (
-                'emit("post_forward", self.fqn)\n            self._to_run.clear()\n            self._move',
-                'emit("post_forward", self.fqn)\n            self._move',
+                "self.stage = stage\n        self._to_run.clear()\n",
+                "self.stage = stage\n        if stage is not Stage.IDLE:\n            self._to_run.clear()\n",
             ),
         ),
     ),
@@ -112,7 +112,7 @@ MISSED_BEFORE = (
         "fsdp2.runtime.unit",
         (
             (
-                "self._stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)",
+                "self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)",
                 "False",
             ),
         ),
