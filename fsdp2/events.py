@@ -91,7 +91,9 @@ def record() -> Iterator[list[Event]]:
 class Named(Protocol):
     """What `profiled` methods belong to: units and param groups."""
 
-    fqn: str
+    @property
+    def fqn(self) -> str:
+        """Of the unit."""
 
 
 Owner = TypeVar("Owner", bound=Named)

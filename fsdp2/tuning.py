@@ -116,7 +116,7 @@ def _agreed(key: str, roles: MeshRoles, comm: Comm, file: Path | None) -> int | 
     most, least = _over_ranks([mine, -mine], roles)
     if most == -least and mine != -1:
         return None if mine == -2 else mine
-    times = [*_measure(roles, comm, 0).items(), *_measure(roles, comm, None).items()]
+    times = [*_measure(roles, 0).items(), *_measure(roles, None).items()]
     slowest = _over_ranks([seconds for _, seconds in times], roles)
     half = len(times) // 2
     sizes = [size for size, _ in times[:half]]
@@ -159,26 +159,29 @@ def _over_ranks(values: list[float], roles: MeshRoles) -> list[float]:
     return result
 
 
-def _measure(roles: MeshRoles, comm: Comm, direct_min_bytes: int | None) -> dict[int, float]:
+def _measure(roles: MeshRoles, direct_min_bytes: int | None) -> dict[int, float]:
     """Seconds of an all-gather and a reduce-scatter, by bytes of a shard, on one lane."""
-    comm = comm.with_direct_min_bytes(direct_min_bytes)
+    channel = Channel(roles)
+    channel.fqn = "tune_lanes"
+    channel.set_direct_min_bytes(direct_min_bytes)
     sizes = [size for size in _SHARD_BYTES if size * roles.shard_size <= _MAX_BYTES] or _SHARD_BYTES[:1]
-    return {size: _time(roles, _exchange(roles, comm, size)) for size in sizes}
+    return {size: _time(roles, _exchange(channel, size)) for size in sizes}
 
 
-def _exchange(roles: MeshRoles, comm: Comm, shard_bytes: int) -> Callable[[], None]:
+def _exchange(channel: Channel, shard_bytes: int) -> Callable[[], None]:
     """What a unit of a few parameters of that size does in backward."""
+    roles, comm = channel.roles, channel.comm
     num_params = max(1, min(_PARAMS, _MAX_BYTES // (shard_bytes * roles.shard_size)))
     layout = ShardLayout((shard_bytes // 4 * roles.shard_size,), 0, roles.shard_size)
     layouts = [layout] * num_params
     fulls = [torch.zeros(layout.shape, device=roles.device) for _ in layouts]
     shards = [torch.zeros(layout.local_shape(roles.shard_rank), device=roles.device) for _ in layouts]
     outputs = torch.zeros(num_params * layout.padded_numel, device=roles.device)
-    gather, group = Gather(layouts, fulls, roles.shard, comm), roles.shard_group
+    gather, group = Gather(layouts, fulls, roles.shard, channel), roles.shard_group
     assert group is not None
 
     def run() -> None:
-        gather.finish("tune_lanes", gather.start("tune_lanes", shards))
+        gather.start(shards)()
         if comm.direct_min_bytes is None:
             buffer = packed(fulls, layouts, torch.float32).view(-1)
             bounds = range(0, buffer.numel() + 1, outputs.numel())

@@ -170,9 +170,9 @@ def test_packed_shards_are_copied_in_at_once(rank: int, world_size: int) -> None
     backward(model, 0, rank)
     unit = unit_of(model.blocks[0])
     assert unit is not None
-    assembly = unit.groups[0]._assembly
-    assert assembly is not None
-    (gather,) = assembly._gathers.values()
+    unsharded = unit.groups[0]._unsharded
+    assert unsharded is not None
+    (gather,) = unsharded._gathers.values()
     (destinations, sources), *others = gather._known[1]
     assert len(destinations) == len(sources) == 1 and not others
 

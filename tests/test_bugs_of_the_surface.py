@@ -239,7 +239,7 @@ def test_reset_after_an_unshard_that_failed(
     forward, and in backward (the third gather), where the module held parameters of the smaller mesh."""
     model = sharded(reshard_after_forward=reshard_after_forward)
     step(model)
-    original, calls = Gather.finish, []
+    original, calls = Gather._finish, []
 
     def failing(self: Gather, *args: Any) -> None:
         original(self, *args)
@@ -248,7 +248,7 @@ def test_reset_after_an_unshard_that_failed(
             raise torch.OutOfMemoryError("on every rank")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Gather, "finish", failing)
+        monkeypatch.setattr(Gather, "_finish", failing)
         with pytest.raises(torch.OutOfMemoryError):
             step(model)
         model.reset_iter_state()

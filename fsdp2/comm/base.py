@@ -28,6 +28,8 @@ from typing import Protocol, Self
 import torch
 import torch.distributed as dist
 
+from fsdp2.layout import Lane, ShardLayout, choose_lane
+
 __all__ = ["AllReduce", "Comm", "Operand", "Pending", "Scatter", "Works"]
 
 
@@ -122,6 +124,14 @@ class Comm(ABC):
     def scatter_direct_min_bytes(self) -> int | None:
         """`direct_min_bytes` for reduce-scatters; the same, unless an implementation distinguishes them."""
         return self.direct_min_bytes
+
+    def gather_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
+        """How a parameter of this layout travels in an all-gather, with `itemsize` bytes an element."""
+        return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
+
+    def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
+        """The same for its gradient in a reduce-scatter."""
+        return choose_lane(layout, itemsize, self.scatter_direct_min_bytes, self.direct_allows_uneven)
 
     def with_direct_min_bytes(self, num_bytes: int | None) -> Self:
         """The same `Comm` with another limit; memory that it keeps for later calls is shared."""

@@ -1,33 +1,68 @@
 """`Channel`: the process groups and the `Comm` through which a group's parameters are communicated. Layer: runtime."""
 
+import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.groups import separate_group
-from fsdp2.mesh import MeshRoles
+from fsdp2.errors import CollectiveError, FSDPError
+from fsdp2.mesh import Axis, MeshRoles
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "communication_errors"]
+
+
+class communication_errors:
+    """Add the names of the unit and the rank to communication errors. (A class, because `contextmanager` costs four
+    times as much, and six of these run per unit and step.)
+
+    Raises:
+        CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
+    """
+
+    __slots__ = ("_axis", "_fqn", "_what")
+
+    def __init__(self, what: str, fqn: str, axis: Axis):
+        self._what = what
+        self._fqn = fqn
+        self._axis = axis
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, (torch.OutOfMemoryError, FSDPError)):
+            raise CollectiveError(
+                f"unit '{self._fqn}': {self._what} failed on rank {self._axis.rank} of {self._axis.size} of its group: "
+                f"{error}. Another rank died, or did something else: did all ranks run the same modules in the same "
+                "order?"
+            ) from error
 
 
 class Channel:
     """What the `set_custom_*` methods and similar ones change; one per param group.
 
     Attributes:
+        fqn: of the unit, relative to the root once there is one.
         roles: mesh and axes.
-        base: the backend's; communication over the replicate axis always uses it.
+        base: the backend's.
         comm: that, or the user's collectives around it.
         scatter_group: the ranks of the shard axis in the process group that reduce-scatters use; None without one.
     """
 
     def __init__(self, roles: MeshRoles):
+        self.fqn = ""
         self.roles = roles
         self.base: Comm = comm_for(roles.any_group, roles.device)
         self.comm = self.base
         self.scatter_group: dist.ProcessGroup | None = roles.shard_group
         self._custom: tuple[AllGather | None, ReduceScatter | None] = (None, None)
         self._memory: tuple[AllGather | None, ReduceScatter | None] = (None, None)
+
+    def comm_over(self, axis: Axis) -> Comm:
+        """What communicates over `axis`; over the replicate axis always the backend's own."""
+        return self.base if axis.group is self.roles.replicate_group else self.comm
 
     def like(self, other: "Channel") -> None:
         """Take over what was set on `other`, a channel of the same roles."""

@@ -8,50 +8,24 @@ collective, and the copies out of the packed buffer::
     packed   shard --copy--> own segment of the buffer ==collective==> all segments --copy--> parameter
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from fsdp2._torch import foreach_copy
 from fsdp2.adjacent import addresses_of, joint_copies
-from fsdp2.comm.base import Comm, Operand, Pending
-from fsdp2.errors import CollectiveError, FSDPError
+from fsdp2.comm.base import Operand, Pending
 from fsdp2.events import emit
-from fsdp2.layout import Lane, ShardLayout, choose_lane, pack
+from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
+from fsdp2.runtime.channel import Channel, communication_errors
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
 
-__all__ = ["Gather", "named"]
+__all__ = ["Gather"]
 
 _Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
-
-
-class named:
-    """Add the names of the unit and the rank to communication errors. (A class, because `contextmanager` costs four
-    times as much, and six of these run per unit and step.)
-
-    Raises:
-        CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
-    """
-
-    __slots__ = ("_axis", "_fqn", "_what")
-
-    def __init__(self, what: str, fqn: str, axis: Axis):
-        self._what = what
-        self._fqn = fqn
-        self._axis = axis
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (torch.OutOfMemoryError, FSDPError)):
-            raise CollectiveError(
-                f"unit '{self._fqn}': {self._what} failed on rank {self._axis.rank} of {self._axis.size} of its group: "
-                f"{error}. Another rank died, or did something else: did all ranks run the same modules in the same "
-                "order?"
-            ) from error
 
 
 class Gather:
@@ -70,18 +44,18 @@ class Gather:
         on.
     """
 
-    def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, comm: Comm):
+    def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, channel: Channel):
         self.operands: list[Operand] = []
         self._axis = axis
-        self._comm = comm
+        self._channel = channel
+        self._comm = comm = channel.comm_over(axis)
         self._packed: FlatStorage | None = None
         self._unpack_to: list[torch.Tensor] = []
         self._unpack_from: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
         packed: list[int] = []
         for index, (layout, full) in enumerate(zip(layouts, fulls, strict=True)):
-            lane = choose_lane(layout, full.itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
-            if lane is Lane.PACKED:
+            if comm.gather_lane(layout, full.itemsize) is Lane.PACKED:
                 packed.append(index)
             elif layout.parts == 1:
                 self._own[index] = full.view(-1)
@@ -128,8 +102,9 @@ class Gather:
             whole = self._packed.view(0, (size * numel,), dtype)
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
-    def start(self, fqn: str, shards: Sequence[torch.Tensor], stay: bool = False) -> Pending | None:
-        """Copy this rank's flat `shards` in and issue the collective of unit `fqn`; None if there is nothing to send.
+    def start(self, shards: Sequence[torch.Tensor], stay: bool = False) -> Callable[[], None]:
+        """Copy this rank's flat `shards` in and issue the collective. Returns what waits for it and copies out of the
+        packed buffer; to be called on the same stream.
 
         Args:
             stay: the same tensors will be passed next time, so what is derived from them is cached.
@@ -138,11 +113,12 @@ class Gather:
             self._packed.alloc()
         for destinations, sources in self._copies(shards, stay):
             foreach_copy(destinations, sources)
-        if not self.operands:
-            return None
-        emit("all_gather", fqn, *self._travels, self._axis.size)
-        with named("all-gather", fqn, self._axis):
-            return self._comm.all_gather(self.operands, self._axis.group)
+        pending = None
+        if self.operands:
+            emit("all_gather", self._channel.fqn, *self._travels, self._axis.size)
+            with communication_errors("all-gather", self._channel.fqn, self._axis):
+                pending = self._comm.all_gather(self.operands, self._axis.group)
+        return partial(self._finish, pending)
 
     def forget_shards(self) -> None:
         """Drop references to shards of earlier calls."""
@@ -161,10 +137,9 @@ class Gather:
             self._known = addresses, copies
         return copies
 
-    def finish(self, fqn: str, pending: Pending | None) -> None:
-        """Wait for the collective that `start` issued, and copy out of the packed buffer; on the same stream."""
+    def _finish(self, pending: Pending | None) -> None:
         if pending is not None:
-            with named("all-gather", fqn, self._axis):
+            with communication_errors("all-gather", self._channel.fqn, self._axis):
                 pending.wait()
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)

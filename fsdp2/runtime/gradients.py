@@ -162,7 +162,7 @@ class Gradients:
                 param.unsharded.grad = None
         self.end_backward()
 
-    def take(self, settings: UnitSettings, at_end: bool, streams: Streams, fqn: str) -> list[Reduction]:
+    def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
         """Reductions, not yet started, of all existing gradients, one per original dtype of parameters. The unsharded
         parameters have no gradients afterwards.
 
@@ -185,16 +185,16 @@ class Gradients:
             if grad is not None or partial is not None:
                 by_dtype.setdefault(param.flat.dtype, []).append((index, Contribution(param, grad, partial)))
         # The order of the dict is that of the parameters, which is the same on every rank.
-        return [self._reduction(found, settings, streams, fqn) for found in by_dtype.values()]
+        return [self._reduction(found, settings, streams) for found in by_dtype.values()]
 
     def _reduction(
-        self, found: Sequence[tuple[int, Contribution]], settings: UnitSettings, streams: Streams, fqn: str
+        self, found: Sequence[tuple[int, Contribution]], settings: UnitSettings, streams: Streams
     ) -> Reduction:
         key = tuple((index, each.grad is not None, each.param.sharded.grad_dtype) for index, each in found)
         contributions = [each for _, each in found]
         if key not in self._plans:
             self._plans[key] = ReductionPlan(contributions, self._channel)
-        return Reduction(fqn, contributions, self._plans[key], settings, streams)
+        return Reduction(contributions, self._plans[key], settings, streams)
 
     @staticmethod
     def _filled(param: ManagedParameter) -> torch.Tensor | None:

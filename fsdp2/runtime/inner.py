@@ -1,5 +1,5 @@
 """`InnerShards`: with sharded replicas, the shards of the shard axis, gathered over the replicate axis. Layer: runtime,
-below the assembly.
+below the unsharded storage.
 
 They are gathered once and stay until the parameters change.
 """
@@ -37,15 +37,15 @@ class InnerShards:
             fulls.append(self._storage.view(offset, param.layout.local_shape(rank), param.compute_dtype))
             self.flats.append(fulls[-1].view(-1))
         layouts = [param.outer for param in params if param.outer is not None]
-        self._gather = Gather(layouts, fulls, channel.roles.replicate, channel.base)
+        self._gather = Gather(layouts, fulls, channel.roles.replicate, channel)
         self._storage.free()
 
-    def gather(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
-        """Fill them for unit `fqn` from its flat `shards`, which have these `versions`, unless they are up to date."""
+    def gather(self, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
+        """Fill them from the flat `shards`, which have these `versions`, unless they are up to date."""
         if self._at == versions:
             return
         self._storage.alloc()
-        self._gather.finish(fqn, self._gather.start(fqn, shards))
+        self._gather.start(shards)()
         self._at = versions
 
     def free(self) -> None:

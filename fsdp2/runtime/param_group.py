@@ -3,10 +3,10 @@
 ::
 
                  unshard             wait_for_unshard
-    SHARDED    ----------> GATHERING -----------------> UNSHARDED
-    RESHARDED  ---------->
-    SHARDED    <------------------- reshard ----------- UNSHARDED, RESHARDED
-    RESHARDED  <-------------- reshard(smaller) ------- UNSHARDED
+    SHARDED          ----> GATHERING -----------------> UNSHARDED
+    SMALLER, INNER   ---->
+    SHARDED          <------------- reshard ----------- UNSHARDED, SMALLER, INNER
+    SMALLER, INNER   <------------- reshard(to=...) --- UNSHARDED
 
 The phase is kept only here; a parameter's form follows from it.
 """
@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running, version
-from fsdp2.comm.base import Pending
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
-from fsdp2.mesh import Axis, MeshRoles
+from fsdp2.mesh import MeshRoles
 from fsdp2.policies import CPUOffloadPolicy
-from fsdp2.runtime.assembly import Assembly
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.memory import ReleasedMemory
@@ -32,6 +30,7 @@ from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.streams import without_grad
 from fsdp2.runtime.together import in_memory_order, lay_together
+from fsdp2.runtime.unsharded import UnshardedStorage
 
 __all__ = ["Keep", "ParamGroup", "Phase"]
 
@@ -44,14 +43,16 @@ class Phase(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"  # the module still holds the form it had before, the all-gather is in flight
     UNSHARDED = "unsharded"
-    RESHARDED = "resharded"  # to the smaller post-forward mesh, or to inner shards
+    SMALLER = "smaller"  # sharded over the smaller post-forward mesh
+    INNER = "inner"  # sharded in the module; with sharded replicas, the inner shards stay
 
 
 _MOVES = {
     Phase.SHARDED: {Phase.GATHERING},
     Phase.GATHERING: {Phase.UNSHARDED, Phase.SHARDED},  # the second when the all-gather failed
-    Phase.UNSHARDED: {Phase.SHARDED, Phase.RESHARDED},
-    Phase.RESHARDED: {Phase.GATHERING, Phase.SHARDED},
+    Phase.UNSHARDED: {Phase.SHARDED, Phase.SMALLER, Phase.INNER},
+    Phase.SMALLER: {Phase.GATHERING, Phase.SHARDED},
+    Phase.INNER: {Phase.GATHERING, Phase.SHARDED},
 }
 
 
@@ -71,9 +72,8 @@ class ParamGroup:
         on_ready: called in backward when the last trainable parameter's gradient has been accumulated.
 
     Attributes:
-        fqn: of the unit, relative to the root once there is one.
         channel: how the parameters are communicated.
-        smaller: roles on the mesh to which `reshard(to_smaller=True)` reshards.
+        smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
         users: ids of units that compute with the unsharded parameters, or will. More than one if weights are tied
             across units.
         keep: what reshard keeps.
@@ -84,16 +84,20 @@ class ParamGroup:
         self.params = in_memory_order(params, self.channel)
         lay_together(self.params)
         self.gradients = Gradients(self.params, self.channel, on_ready)
-        self.fqn = ""
         self.smaller: MeshRoles | None = None
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
         self.phase = Phase.SHARDED
-        self._assembly: Assembly | None = None
-        self._fits = True  # the assembly matches the current parameters
+        self._unsharded: UnshardedStorage | None = None
+        self._fits = True  # it matches the current parameters
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
+
+    @property
+    def fqn(self) -> str:
+        """Of the unit."""
+        return self.channel.fqn
 
     @property
     def roles(self) -> MeshRoles:
@@ -104,7 +108,7 @@ class ParamGroup:
 
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
-        `reshard(to_smaller=True)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
+        `reshard(to=Phase.SMALLER)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
         if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
@@ -117,32 +121,31 @@ class ParamGroup:
     @profiled("FSDP::all_gather")
     def _issue(self, memory: ReleasedMemory, prefetching: bool) -> None:
         if not self._fits:
-            self._assembly, self._fits = None, True
+            self._unsharded, self._fits = None, True
             self._refuse_gradients()
         streams = memory.streams
         # Compute may still read or write these: the copies on the smaller mesh, memory that was not freed.
-        in_use = self.phase is Phase.RESHARDED or self.keep is Keep.STORAGE
+        in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE
         resharded = streams.record() if in_use else None
         with without_grad(), streams.gathering():
             # Unsharded storage and the packed buffer: allocated, filled and freed on this stream. The compute stream
             # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
             # of that use. The second never leaves this stream.
             streams.wait(resharded)
-            memory.make_room(None if self._assembly is None else self._assembly.storage, prefetching)
-            assembly = self._assembly or self._assemble()
-            axis = None
-            if self.phase is Phase.RESHARDED and self.smaller is not None:
-                axis = self.smaller.shard
-                pending = assembly.start_smaller(self.fqn, axis)
+            memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
+            if self._unsharded is None:
+                self._unsharded = UnshardedStorage(self.params, self.channel)
+            if self.phase is Phase.SMALLER:
+                assert self.smaller is not None
+                finish = self._unsharded.start_smaller(self.smaller.shard)
             else:
                 versions = self._versions() if self.roles.sharded_replicas else []
-                pending = assembly.start(self.fqn, self._shards, versions)
+                finish = self._unsharded.start(self._shards, versions)
             if streams.lazy:
-                self._under_way = lambda: self._finish(assembly, pending, axis)
+                self._under_way = finish
             else:
-                self._finish(assembly, pending, axis)
-                gathered = streams.record()
-                self._under_way = lambda: streams.wait(gathered)
+                finish()
+                self._under_way = partial(streams.wait, streams.record())
 
     def _refuse_gradients(self) -> None:
         """The unsharded parameters will be created again. A graph may still hold the previous ones, whose gradients
@@ -150,14 +153,6 @@ class ParamGroup:
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
-
-    def _assemble(self) -> Assembly:
-        self._assembly = Assembly(self.params, self.channel)
-        return self._assembly
-
-    def _finish(self, assembly: Assembly, pending: Pending | None, axis: Axis | None) -> None:
-        with without_grad():
-            assembly.finish(self.fqn, pending, axis)
 
     def wait_for_unshard(self) -> None:
         """Make the unsharded parameters usable, and make the module hold them."""
@@ -173,7 +168,7 @@ class ParamGroup:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         try:
-            with profiler_range("FSDP::all_gather_copy_out", self.fqn):
+            with profiler_range("FSDP::all_gather_copy_out", self.fqn), without_grad():
                 under_way()
             self._check_slots()
         except BaseException:
@@ -186,33 +181,36 @@ class ParamGroup:
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
 
-    def reshard(self, memory: ReleasedMemory, to_smaller: bool = False) -> None:
-        """Free the unsharded parameters; the module holds the sharded ones, or those on the smaller mesh (with sharded
-        replicas, the inner shards stay)."""
+    def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED) -> None:
+        """Free the unsharded parameters.
+
+        Args:
+            to: `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with sharded replicas.
+        """
         self._finish_gathering()  # prefetched but not used
-        if self.phase is Phase.SHARDED or (self.phase is Phase.RESHARDED and to_smaller):
+        if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
         emit("reshard", self.fqn)
-        assembly = self._assembly
-        assert assembly is not None
+        unsharded = self._unsharded
+        assert unsharded is not None
         if self.phase is Phase.UNSHARDED:
             self.gradients.follow_unsharded()
-            if to_smaller and self.smaller is not None:
+            if to is Phase.SMALLER:
+                assert self.smaller is not None
                 with torch.no_grad():
-                    assembly.copies = [param.make_resharded(self.smaller) for param in self.params]
+                    unsharded.copies = [param.make_resharded(self.smaller) for param in self.params]
             if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
-                assembly.complete_at = self._versions()
+                unsharded.complete_at = self._versions()
             elif self.keep is not Keep.STORAGE:
-                memory.release(assembly.storage)
-        if not to_smaller:
-            assembly.copies = []
+                memory.release(unsharded.storage)
+        if to is Phase.SHARDED:
             with memory.streams.gathering():
-                assembly.free_inner()
-        small = to_smaller and self.smaller is not None
-        self._put([param.resharded if small else param.sharded for param in self.params])
-        if not to_smaller:
+                unsharded.free_inner()
+        self._put([param.resharded if to is Phase.SMALLER else param.sharded for param in self.params])
+        if to is not Phase.SMALLER:
+            unsharded.copies = []
             self._drop_resharded()
-        self._move(Phase.RESHARDED if to_smaller else Phase.SHARDED)
+        self._move(to)
 
     def _drop_resharded(self) -> None:
         if self.smaller is not None:
@@ -247,16 +245,16 @@ class ParamGroup:
 
     def forget_kept(self, memory: ReleasedMemory) -> None:
         """Sharded parameters will change: free what was kept of the unsharded ones."""
-        if self.phase is Phase.SHARDED and self._assembly is not None and self._assembly.complete_at is not None:
-            self._assembly.complete_at = None
-            memory.release(self._assembly.storage)
+        if self.phase is Phase.SHARDED and self._unsharded is not None and self._unsharded.complete_at is not None:
+            self._unsharded.complete_at = None
+            memory.release(self._unsharded.storage)
 
     def _is_complete(self) -> bool:
         """Whether the unsharded parameters were kept and equal what a gather would produce."""
-        assembly = self._assembly
-        if assembly is None or assembly.complete_at is None:
+        unsharded = self._unsharded
+        if unsharded is None or unsharded.complete_at is None:
             return False
-        kept, assembly.complete_at = assembly.complete_at, None
+        kept, unsharded.complete_at = unsharded.complete_at, None
         return self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
@@ -271,12 +269,12 @@ class ParamGroup:
         Raises:
             OrderError: that happened.
         """
-        if self.roles.shard_axis is not None or self._assembly is None:
+        if self.roles.shard_axis is not None or self._unsharded is None:
             return
         versions = [version(param.sharded) for param in self.params if param.aliases]
         if not backward_is_running():
-            self._assembly.used_at = versions
-        elif self._assembly.used_at is not None and versions != self._assembly.used_at:
+            self._unsharded.used_at = versions
+        elif self._unsharded.used_at is not None and versions != self._unsharded.used_at:
             raise OrderError(
                 f"unit '{self.fqn}': parameters changed between forward and backward; they are replicated and used as "
                 "they are, so backward needs those of forward. Step the optimizer after backward."
@@ -284,8 +282,8 @@ class ParamGroup:
 
     def forget_use(self) -> None:
         """No backward will come to the forwards so far."""
-        if self._assembly is not None:
-            self._assembly.used_at = None
+        if self._unsharded is not None:
+            self._unsharded.used_at = None
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"
@@ -301,18 +299,18 @@ class ParamGroup:
         self._table = None
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.local_numel] for param in self.params]
-            if self._assembly is not None:
-                self._assembly.forget_shards()
-        if any(changed) and self._assembly is not None:
+            if self._unsharded is not None:
+                self._unsharded.forget_shards()
+        if any(changed) and self._unsharded is not None:
             # Kept until the next unshard: if converted back by then, it matches again, and a graph may hold its
             # parameters.
-            self._fits = self._assembly.follow_shards()
+            self._fits = self._unsharded.follow_shards()
             if not self._fits:
                 self.gradients.forget_unsharded()
             now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
             pairs = zip(before, now, strict=True)
-            if self._assembly.used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
-                self._assembly.used_at = [-1]  # other values, of any version
+            if self._unsharded.used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
+                self._unsharded.used_at = [-1]  # other values, of any version
         return any(changed)
 
     def lay_together(self) -> None:
@@ -324,8 +322,8 @@ class ParamGroup:
     def channel_changed(self) -> None:
         """The channel has another `Comm`: plans made for the previous one are invalid."""
         self.gradients.forget_plans()
-        if self._assembly is not None:
-            self._assembly.forget_gathers()
+        if self._unsharded is not None:
+            self._unsharded.forget_gathers()
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that are on the meta device."""

@@ -34,7 +34,7 @@ from fsdp2.events import emit
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.gather import named
+from fsdp2.runtime.channel import communication_errors
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
@@ -51,20 +51,13 @@ class Reduction:
     own buffers, alive until `finish`, when the compute stream has waited for the reduction.
 
     Args:
-        fqn: of the unit.
         contributions: at least one, all for parameters of one mesh.
         plan: for them, in their order.
     """
 
     def __init__(
-        self,
-        fqn: str,
-        contributions: Sequence[Contribution],
-        plan: ReductionPlan,
-        settings: UnitSettings,
-        streams: Streams,
+        self, contributions: Sequence[Contribution], plan: ReductionPlan, settings: UnitSettings, streams: Streams
     ):
-        self.fqn = fqn
         self.params: Sequence[ManagedParameter] = plan.params
         self._plan = plan
         self._settings = settings
@@ -78,6 +71,11 @@ class Reduction:
         self._kept: list[torch.Tensor] = []
         self._is_abandoned = False
         self._run = self._steps()
+
+    @property
+    def fqn(self) -> str:
+        """Of the unit."""
+        return self._plan.channel.fqn
 
     @property
     def roles(self) -> MeshRoles:
@@ -132,7 +130,7 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                with named("reduce-scatter", self.fqn, roles.shard):
+                with communication_errors("reduce-scatter", self.fqn, roles.shard):
                     pending.wait()
             done = streams.record()
         if roles.replicate_group is not None:
@@ -147,7 +145,7 @@ class Reduction:
                 pending = self._over_replicas(scaling)  # [4]
                 if streams.lazy:
                     yield
-                with named("all-reduce", self.fqn, roles.replicate):
+                with communication_errors("all-reduce", self.fqn, roles.replicate):
                     pending.wait()
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
@@ -200,7 +198,7 @@ class Reduction:
             scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, flat[: plan.packed_numel]))
         group = plan.channel.scatter_group
         assert group is not None
-        with named("reduce-scatter", self.fqn, roles.shard):
+        with communication_errors("reduce-scatter", self.fqn, roles.shard):
             return plan.channel.comm.reduce_scatter(scatters, group, average)
 
     def _outputs(self) -> list[torch.Tensor]:
@@ -252,8 +250,8 @@ class Reduction:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        with named("all-reduce", self.fqn, axis):
-            return self._plan.channel.comm.all_reduce(flat, axis.group, average)
+        with communication_errors("all-reduce", self.fqn, axis):
+            return self._plan.channel.comm_over(axis).all_reduce(flat, axis.group, average)
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Each replica gets its piece of this rank's shard."""
@@ -273,8 +271,8 @@ class Reduction:
             return Works([])
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
         scatter = self._packed_scatter(inner, layouts, flat)
-        with named("reduce-scatter", self.fqn, axis):
-            return self._plan.channel.base.reduce_scatter([scatter], axis.group, average)
+        with communication_errors("reduce-scatter", self.fqn, axis):
+            return self._plan.channel.comm_over(axis).reduce_scatter([scatter], axis.group, average)
 
     def _scale(self, post: float) -> None:
         """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""

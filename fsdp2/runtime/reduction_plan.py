@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.layout import Lane, choose_lane
+from fsdp2.layout import Lane
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 
@@ -46,7 +46,11 @@ class ReductionPlan:
         wanted = params[0].plan.policy.reduce_scatter_dtype
         is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
         self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
-        lanes = [self._lane(each) for each in contributions]
+        itemsize = self.wire_dtype.itemsize
+        lanes = [
+            None if each.grad is None else channel.comm.scatter_lane(each.param.layout, itemsize)
+            for each in contributions
+        ]
         self.order = sorted(
             range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)
         )
@@ -66,9 +70,3 @@ class ReductionPlan:
     def numel(self) -> int:
         """Elements of all outputs."""
         return sum(self.sizes)
-
-    def _lane(self, contribution: Contribution) -> Lane | None:
-        if contribution.grad is None:
-            return None
-        comm, layout = self.channel.comm, contribution.param.layout
-        return choose_lane(layout, self.wire_dtype.itemsize, comm.scatter_direct_min_bytes, comm.direct_allows_uneven)

@@ -60,9 +60,8 @@ def become_root(root: Unit) -> None:
                 f"set_manual_backward_finalization was called on '{', '.join(fqns)}', which is not the root; call it "
                 "on the outermost sharded module"
             )
-        unit.fqn = ", ".join(fqns)
+        unit.rename(", ".join(fqns))
         for group in unit.groups:
-            group.fqn = unit.fqn
             name_parameters(group.params, module_fqns)
     check_tied(modules[0], [param for unit in units for param in unit.params])
     check_borrowed(units)

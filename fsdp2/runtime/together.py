@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp2._torch import local_tensor, make_parameter, set_local_tensor
 from fsdp2.adjacent import can_carve, carve, span_of
-from fsdp2.layout import Lane, choose_lane
+from fsdp2.layout import Lane
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
@@ -31,8 +31,7 @@ def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> lis
     differs between them."""
 
     def place(param: ManagedParameter) -> tuple[bool, bool]:
-        comm, itemsize = channel.comm, param.reduce_dtype.itemsize
-        lane = choose_lane(param.layout, itemsize, comm.scatter_direct_min_bytes, comm.direct_allows_uneven)
+        lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
         return lane is not Lane.PACKED, len(param.sharded.shape) < 2
 
     return sorted(params, key=place)

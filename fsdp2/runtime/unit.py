@@ -216,6 +216,12 @@ class Unit:
             for group in self.borrowed:
                 group.wait_for_unshard()
 
+    def rename(self, fqn: str) -> None:
+        """Take the name relative to the root."""
+        self.fqn = fqn
+        for group in self.groups:
+            group.channel.fqn = fqn
+
     def forget_uses(self) -> None:
         """No backward will come to the forwards so far."""
         for group in self.groups:
@@ -225,7 +231,7 @@ class Unit:
         """Free unsharded parameters that no other unit computes with.
 
         Args:
-            to_smaller: keep a copy on the smaller mesh.
+            to_smaller: to the smaller mesh, where there is one.
             within_step: the parameters will not change before the next unshard, so inner shards may stay.
         """
         if self.context is None:
@@ -234,8 +240,9 @@ class Unit:
             for group in (*self.groups, *self.borrowed):
                 group.users.discard(id(self))
                 if not group.users:
-                    small = (to_smaller and group.smaller is not None) or (within_step and group.roles.sharded_replicas)
-                    group.reshard(self.context.memory, small)
+                    to = Phase.INNER if within_step and group.roles.sharded_replicas else Phase.SHARDED
+                    to = Phase.SMALLER if to_smaller and group.smaller is not None else to
+                    group.reshard(self.context.memory, to)
 
     def reshard_all(self) -> None:
         """Free all unsharded parameters, even those that other units use or that were kept, because the sharded ones
@@ -388,7 +395,7 @@ class Unit:
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
         with outside_transforms():
-            reductions = group.gradients.take(settings, at_end, self.context.streams, self.fqn)
+            reductions = group.gradients.take(settings, at_end, self.context.streams)
             if reductions and not reductions[0].leaves_partials:
                 self.context.unreduced.has_reduced = True
             self.context.in_flight.start(reductions)

@@ -98,14 +98,14 @@ MISSED_BEFORE = (
         "false-order-error",
         "fsdp2.runtime.param_group",
         (
-            ("elif self._assembly.used_at is not None and versions", "elif versions"),
+            ("elif self._unsharded.used_at is not None and versions", "elif versions"),
             ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
         ),
     ),
     Mutant(
         "converted-before-backward",
         "fsdp2.runtime.param_group",
-        (("self._fits = self._assembly.follow_shards()", "self._fits = False"),),
+        (("self._fits = self._unsharded.follow_shards()", "self._fits = False"),),
     ),
     Mutant(
         "call-within-itself",

@@ -1,4 +1,4 @@
-"""`Assembly`: everything a group needs to become unsharded, created at its first unshard. Layer: runtime, below the
+"""`UnshardedStorage`: the unsharded parameters of a group, created at its first unshard. Layer: runtime, below the
 param group.
 
 It owns the memory of the unsharded parameters and the gathers that fill it: from the shards, and from the copies on a
@@ -8,13 +8,13 @@ stay until the parameters change::
     shards --gather over the replicate axis--> inner shards --gather over the shard axis--> unsharded parameters
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
 from fsdp2._torch import set_local_tensor
-from fsdp2.comm.base import Pending
-from fsdp2.layout import Lane, choose_lane, pack
+from fsdp2.layout import Lane, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extended import ExtendedGather
@@ -23,15 +23,15 @@ from fsdp2.runtime.inner import InnerShards
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
-__all__ = ["Assembly"]
+__all__ = ["UnshardedStorage"]
 
 
-class Assembly:
-    """The unsharded side of a group. Creating it allocates its memory, on the all-gather stream like everything below.
+class UnshardedStorage:
+    """Creating it allocates its memory, on the all-gather stream like everything below.
 
     Attributes:
-        storage: of the unsharded parameters. `start` allocates it, except for parameters that are copied out of a
-            packed buffer, which `finish` allocates.
+        storage: of the unsharded parameters. Starting a gather allocates it, except for parameters that are copied out
+            of a packed buffer, which finishing it allocates.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
         used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones;
             None when no backward will come to a forward that used them.
@@ -42,7 +42,7 @@ class Assembly:
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
         self._params = params
         self._channel = channel
-        self._gathers: dict[int, Gather] = {}
+        self._gathers: dict[tuple[int, bool], Gather] = {}
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
         self._aliases = {param for param in params if param.aliases}
         self.copies: list[torch.Tensor] = []
@@ -61,8 +61,7 @@ class Assembly:
             self._late.free()
 
     def _travels_packed(self, param: ManagedParameter) -> bool:
-        comm, itemsize = self._channel.comm, param.compute_dtype.itemsize
-        lane = choose_lane(param.layout, itemsize, comm.direct_min_bytes, comm.direct_allows_uneven)
+        lane = self._channel.comm.gather_lane(param.layout, param.compute_dtype.itemsize)
         return lane is Lane.PACKED and not param.aliases
 
     def _make_flat(self, params: Sequence[ManagedParameter]) -> FlatStorage:
@@ -84,9 +83,9 @@ class Assembly:
 
     # --- one unshard -------------------------------------------------------------------------------------------------
 
-    def start(self, fqn: str, shards: Sequence[torch.Tensor], versions: list[int]) -> Pending | None:
-        """Issue the all-gather of unit `fqn` from its flat `shards`, which have these `versions`; `finish` must
-        follow."""
+    def start(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Callable[[], None]:
+        """Issue the all-gather from the flat `shards`, which have these `versions`. Returns what completes the
+        unsharded parameters."""
         device, stay = self._channel.roles.device, not self._extended
         if self._params[0].plan.home != device:
             stay = False
@@ -95,15 +94,15 @@ class Assembly:
             pairs = zip(self._params, shards, strict=True)
             shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
         if self._inner is not None:
-            self._inner.gather(fqn, shards, versions)
+            self._inner.gather(shards, versions)
             shards = self._inner.flats
         if self._channel.roles.shard_group is None:
             self.storage.alloc()
             self._copy(shards)
-            return None
+            return _nothing
         gather = self._gather_over(self._channel.roles.shard)
         self._take(gather)
-        return gather.start(fqn, self._sources(shards), stay)
+        return partial(self._finish, gather.start(self._sources(shards), stay), self._extended.values())
 
     def _take(self, gather: Gather) -> None:
         """Allocate the memory that `gather` needs from its start on."""
@@ -125,7 +124,7 @@ class Assembly:
             if not param.aliases:
                 param.whole.view(-1).copy_(shard, non_blocking=True)
 
-    def start_smaller(self, fqn: str, axis: Axis) -> Pending | None:
+    def start_smaller(self, axis: Axis) -> Callable[[], None]:
         """The same from `copies`, over the smaller mesh's shard `axis`."""
         for extended in self._extended.values():
             extended.take_inner()
@@ -133,21 +132,15 @@ class Assembly:
         self._take(gather)
         for extended in self._extended.values():
             extended.take_inner()  # again: nothing else that was allocated is needed
-        return gather.start(fqn, self.copies)
+        return partial(self._finish, gather.start(self.copies), ())
 
-    def finish(self, fqn: str, pending: Pending | None, axis: Axis | None) -> None:
-        """Complete the unsharded parameters. `axis`: of the smaller mesh that they were gathered from, if any."""
-        roles = self._channel.roles
+    def _finish(self, finish_gather: Callable[[], None], extended: Iterable[ExtendedGather]) -> None:
         self._late.alloc()
-        if axis is not None:
-            self._gathers[-axis.size].finish(fqn, pending)
-            return
-        if roles.shard_group is not None:
-            self._gathers[roles.shard_size].finish(fqn, pending)
-        if self._extended:
+        finish_gather()
+        if extended:
             with torch.inference_mode(False), torch.no_grad():
-                for extended in self._extended.values():
-                    extended.finish()
+                for each in extended:
+                    each.finish()
 
     def free_inner(self) -> None:
         """The shards will change, or have changed: gather them again next time."""
@@ -165,7 +158,7 @@ class Assembly:
 
     def _gather_over(self, axis: Axis, plain: bool = False) -> Gather:
         """The gather over `axis`; `plain` from copies of the unsharded parameters, past all extensions."""
-        key = -axis.size if plain else axis.size
+        key = axis.size, plain
         if key not in self._gathers:
             layouts, fulls = [], []
             for param in self._params:
@@ -181,7 +174,7 @@ class Assembly:
             with torch.inference_mode(False), torch.no_grad():
                 stays = self._late.is_taken  # kept at the same address
                 self.storage.alloc()
-                self._gathers[key] = Gather(layouts, fulls, axis, self._channel.comm)
+                self._gathers[key] = Gather(layouts, fulls, axis, self._channel)
                 if not stays and self._can_wait(self._gathers[key]):
                     self._late.free()
         return self._gathers[key]
@@ -222,6 +215,10 @@ class Assembly:
     def forget_gathers(self) -> None:
         """The channel changed."""
         self._gathers = {}
+
+
+def _nothing() -> None:
+    """Completes what needs no completion."""
 
 
 def _alias(param: ManagedParameter) -> torch.Tensor:
