@@ -152,7 +152,7 @@ def left_unreduced(ours: Observation, theirs: Observation, program: Program) -> 
 
 
 def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program: Program) -> Seen | None:
-    """The first difference from one process: losses, parameters and, where the account knows them, gradients."""
+    """The first difference from one process: losses, parameters, buffers and, where it knows them, gradients."""
     if plain.lost:
         return None
     coarse = is_coarse(program)
@@ -187,6 +187,11 @@ def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program:
                 local = local_part(whole.grad, param)
                 if not _close(param.grad.to_local(), local, loose, loose * 1e-1):
                     return "grad", f"{name}.grad: sharded {_show(param.grad.to_local())}, one process {_show(local)}"
+        for path, module in plain.namespaces[0][model.name].named_modules():
+            for name, _ in module.named_buffers(recurse=False):
+                name, whole = f"{model.name}.{path}.{name}", plain.buffers[rank][module, name]
+                if not _close(seen.buffers[name], whole, loose, loose):
+                    return "buffer", f"{name}: sharded {_show(seen.buffers[name])}, one process {_show(whole)}"
     return None
 
 

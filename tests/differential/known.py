@@ -22,6 +22,7 @@ __all__ = [
     "tolerates_form",
     "tolerates_type",
     "torch_cannot",
+    "torch_dies",
     "torch_gives_up",
     "torch_is_lost",
     "why_left",
@@ -46,9 +47,9 @@ class Known:
 
     From a known difference on, one process alone is the reference. `in_program` says in which programs torch is none
     from the start, `torch_raises` is a pattern of what it raises where fsdp2 and one process do not (in the programs of
-    `raises_in`), `at_action` says
-    after which action of a program torch's state is no longer the documented one, and `forms` in which programs the
-    two may differ in when they give unsharded parameters back.
+    `raises_in`), `dies_in` in which programs its process may die, `at_action` says after which action of a program
+    torch's state is no longer the documented one, and `forms` in which programs the two may differ in when they give
+    unsharded parameters back.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Known:
     in_program: Callable[[Program], bool] = lambda program: False
     torch_raises: str = ""
     raises_in: Callable[[Program], bool] = lambda program: True
+    dies_in: Callable[[Program], bool] = lambda program: False
     fsdp2_raises: str = ""
     at_action: Callable[[Program, Action, Situation], bool] = lambda program, action, situation: False
     forms: Callable[[Program, Action], bool] = lambda program, action: False
@@ -141,9 +143,10 @@ KNOWN = (
     ),
     Known(
         "transforms of torch.func that run a unit's backward after it was resharded",
-        "fails: the storage is gone",
+        "fails: the storage is gone; or dies of a segmentation fault",
         "gathers it again",
         torch_raises="out of bounds for storage of size 0",
+        dies_in=lambda program: any("torch.func" in action.code for action in program.actions),
         forms=lambda program, action: any("torch.func" in each.code for each in program.actions),
     ),
     Known(
@@ -276,11 +279,34 @@ KNOWN = (
         "`fsdp2.clip_grad_norm_` counts what is there",
     ),
     Known(
-        "an int for `reshard_after_forward`, under transforms of torch.func",
-        "fails: it makes parameters within the transform",
-        "makes them outside of it",
+        "under transforms of torch.func: an int for `reshard_after_forward`, or parameters frozen or trained anew",
+        "fails: it makes parameters, or sets `requires_grad`, within the transform",
+        "does so outside of it",
         torch_raises=r"attempting to call Tensor.requires_grad_\(\)",
-        raises_in=lambda program: "reshard_after_forward=2" in program.options(),
+        raises_in=lambda program: (
+            "reshard_after_forward=2" in program.options() or any(a.kind == "freeze" for a in program.actions)
+        ),
+    ),
+    Known(
+        "a second `torch.func.jacrev` of a unit, on more ranks than some parameter has rows for",
+        "gradients differ from one process",
+        "gradients as in one process",
+        at_action=lambda program, action, situation: action.kind == "torch.func.jacrev" and _shard_size(program) > 2,
+    ),
+    Known(
+        "an int for `reshard_after_forward`, and a `shard_placement_fn` that chooses another dim than 0",
+        "fails: it looks for a padded size that it does not keep for these",
+        "works",
+        torch_raises="list index out of range",
+        raises_in=lambda program: (
+            "reshard_after_forward=2" in program.options() and "shard_placement_fn" in program.options()
+        ),
+    ),
+    Known(
+        "`reset_iter_state` on a root that has not run yet",
+        "fails: what it resets is made by the first forward",
+        "nothing to reset",
+        torch_raises="'FSDPCommContext' object has no attribute",
     ),
     Known(
         "an int for `reshard_after_forward`, and `set_reshard_after_forward` before backward",
@@ -335,6 +361,11 @@ def torch_cannot(program: Program) -> str:
         if known.in_program(program):
             return known.name
     return ""
+
+
+def torch_dies(program: Program) -> str:
+    """The known difference by which torch's process may die; empty if there is none."""
+    return next((known.name for known in KNOWN if known.dies_in(program)), "")
 
 
 def torch_gives_up(program: Program, theirs: Exception | None, ours: Exception | None, plain: Exception | None) -> str:

@@ -6,7 +6,8 @@ by the documented meaning of the setters: a gradient waits unreduced, waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tests.differential.models import Boom
 from tests.differential.program import Action, Program
 
 __all__ = ["OneProcess"]
+
+WRITE_GRADIENTS = {"Tiled", "GradByHand"}  # their backward gives weights gradients, whatever it was asked for
 
 
 class _Unit:
@@ -40,7 +43,7 @@ class OneProcess:
         first = make(0)
         self.namespaces = [first]
         for rank in range(1, ranks):
-            own = {name: make(rank)[name] for name in ("x", "loss", "rank")}
+            own = {name: make(rank)[name] for name in ("x", "loss", "rank", "saved")}
             self.namespaces.append({**first, **own})
         # None: the account does not know, until gradients are zeroed.
         self.waiting: dict[nn.Parameter, Tensor] = {}
@@ -51,8 +54,14 @@ class OneProcess:
         # A hook changes gradients in a way that one process does not know.
         self.lost = "Hooked" in program.kinds()
         self.late: set[str] = set()  # roots whose gradients the last backward will hand over
+        self.buffers: list[
+            dict[tuple[nn.Module, str], Tensor]
+        ] = []  # of each rank: they differ, as batch statistics do
         self._is_last: dict[str, bool] = {}
         self._units: list[_Unit] = []
+        self._made_by: dict[int, str] = {}  # the line that made the loss of a slot
+        stages = re.findall(r"stage=(\d)", program.options())
+        self._stage = int(stages[0]) if stages else None
 
     def sharded(self) -> None:
         """The models are there: who owns which parameter."""
@@ -65,6 +74,9 @@ class OneProcess:
                 new.params += [p for p in module.parameters() if p not in owned]
                 owned.update(new.params)
             self._units.append(new)
+        self._keep(0)
+        self.buffers = [{key: b.clone() for key, b in self.buffers[0].items()} for _ in self.namespaces]
+        self._install(0)
 
     def execute(self, action: Action) -> Exception | None:
         torch.set_rng_state(self.rng)
@@ -81,6 +93,11 @@ class OneProcess:
                 self.partial.clear()
                 self.unsure = True
             elif action.makes is not None:
+                self._made_by[action.makes] = action.code
+                self._each_rank(action.code)
+                if "autograd.grad" in action.code and self.program.kinds() & WRITE_GRADIENTS:
+                    self._hand_over(self._roots_in(action.code))
+            elif action.kind in ("state_dict", "load_state_dict", "to"):
                 self._each_rank(action.code)
             elif action.kind not in ("unshard", "reshard", "wait"):
                 exec(action.code, self.namespaces[0])
@@ -110,19 +127,33 @@ class OneProcess:
     def _modules(self) -> list[nn.Module]:
         return [m for model in self.program.models for m in self.namespaces[0][model.name].modules()]
 
-    def _each_rank(self, code: str) -> None:
-        """Each rank starts from the same buffers, the same random state and the same blocks told to fail."""
-        rng, modules = torch.get_rng_state(), self._modules()
-        buffers = [(b, b.clone()) for m in modules for b in m.buffers(recurse=False)]
-        fails = [(m, m.__dict__["fails"]) for m in modules if m.__dict__.get("fails")]
-        errors = []
-        for namespace in self.namespaces:
+    def _keep(self, rank: int) -> None:
+        kept = {(m, name): b for m in self._modules() for name, b in m.named_buffers(recurse=False)}
+        if rank < len(self.buffers):
+            self.buffers[rank] = kept
+        else:
+            self.buffers.append(kept)
+
+    def _install(self, rank: int) -> None:
+        for (module, name), buffer in self.buffers[rank].items():
+            setattr(module, name, buffer)
+
+    def _ranks(self) -> Iterator[dict[str, Any]]:
+        """The namespace of each rank, with its buffers, the same random state, and the same blocks told to fail."""
+        rng = torch.get_rng_state()
+        fails = [(m, m.__dict__["fails"]) for m in self._modules() if m.__dict__.get("fails")]
+        for rank, namespace in enumerate(self.namespaces):
             torch.set_rng_state(rng)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            self._install(rank)
             for module, value in fails:
                 module.fails = value
+            yield namespace
+            self._keep(rank)
+        self._install(0)
+
+    def _each_rank(self, code: str) -> None:
+        errors = []
+        for namespace in self._ranks():
             try:
                 exec(code, namespace)
             except Exception as error:
@@ -134,10 +165,8 @@ class OneProcess:
         params = [p for unit in self._units for p in unit.params]
         arrived = {p: p.grad for p in params}
         totals: dict[nn.Parameter, Tensor] = {}
-        rng = torch.get_rng_state()
         errors = []
-        for namespace in self.namespaces:
-            torch.set_rng_state(rng)
+        for namespace in self._ranks():
             for p in params:
                 p.grad = None
             try:
@@ -152,14 +181,29 @@ class OneProcess:
         if errors:
             raise errors[0]
         roots = {unit.root for unit in self._units if any(p in totals for p in unit.params)}
-        for root in roots:
-            is_last = self._is_last.get(root.partition(".")[0], True)
-            (self.late.discard if is_last else self.late.add)(root)
+        passed = {root for slot in action.needs for root in self._roots_in(self._made_by[slot])}
+        held = [unit.root for unit in self._units if any(p in self.waiting or p in self.partial for p in unit.params)]
+        if any(root in passed - roots for root in held):
+            self.unsure = True  # a backward that brings a root no gradient may still have reduced what waited there
+        self._hand_over(roots)
         for p, total in totals.items():
             self.waiting[p] = self.waiting[p] + total if p in self.waiting else total
         for unit in self._units:
-            if unit.root in roots and unit.sync:
+            if unit.root in roots and unit.sync and (self._stage in (None, 2, 3) or self._ends_step(unit.root)):
                 self._reduce(unit)
+
+    def _roots_in(self, code: str) -> set[str]:
+        """The roots of the models that a line calls."""
+        called = set(re.findall(r"\b(model|other)\b", code))
+        return {unit.root for unit in self._units if unit.root.partition(".")[0] in called}
+
+    def _ends_step(self, root: str) -> bool:
+        return self._is_last.get(root.partition(".")[0], True)
+
+    def _hand_over(self, roots: set[str]) -> None:
+        """A backward has given these roots gradients."""
+        for root in roots:
+            (self.late.discard if self._ends_step(root) else self.late.add)(root)
 
     def _reduce(self, unit: _Unit) -> None:
         if not any(p in self.waiting for p in unit.params):
@@ -170,7 +214,8 @@ class OneProcess:
             if p in self.waiting:
                 reduced = self.waiting.pop(p) / (unit.factor or self.ranks)
                 self.partial[p] = self.partial[p] + reduced if p in self.partial else reduced
-            if p in self.partial and (unit.all_reduce or not self._is_replicated(p)):
+            all_reduces = unit.all_reduce and (self._stage is None or self._ends_step(unit.root))
+            if p in self.partial and (all_reduces or not self._is_replicated(p)):
                 reduced = self.partial.pop(p)
                 p.grad = reduced if p.grad is None else p.grad + reduced
 
