@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from fsdp2.layout import Lane, ShardLayout, choose_lane
 
-__all__ = ["AllReduce", "Comm", "Operand", "Pending", "Scatter", "Works"]
+__all__ = ["Comm", "Operand", "Pending", "Scatter", "Works"]
 
 
 class Operand:
@@ -80,30 +80,28 @@ class Pending(Protocol):
 
 
 class Works:
-    """A `Pending` of torch's own work handles."""
+    """A `Pending` of torch's own work handles, and of what is done here once these are done.
 
-    def __init__(self, works: Sequence[dist.Work]):
+    Args:
+        outputs: what to divide by `divisor`, where the backend does not divide.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[torch.Tensor] = (), divisor: int = 1):
         self.works = works
-
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        for work in self.works:
-            work.wait()
-
-
-class AllReduce(Works):
-    """An all-reduce in flight, with the division if the backend does not divide."""
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, divisor: int):
-        super().__init__([work])
-        self.tensor = tensor
+        self.outputs = outputs
         self.divisor = divisor
 
     def wait(self) -> None:
-        """See `Pending.wait`."""
-        super().wait()
+        """See `Pending`."""
+        for work in self.works:
+            work.wait()
+        self.complete()
         if self.divisor != 1:
-            self.tensor.div_(self.divisor)
+            for output in self.outputs:
+                output.div_(self.divisor)
+
+    def complete(self) -> None:
+        """What an implementation has left to do with the data."""
 
 
 class Comm(ABC):
@@ -159,4 +157,4 @@ class Comm(ABC):
         native = average and self.has_average
         work = dist.all_reduce(tensor, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, group, async_op=True)
         assert work is not None
-        return AllReduce(work, tensor, group.size() if average and not native else 1)
+        return Works([work], [tensor], group.size() if average and not native else 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter
+from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.errors import ArgumentError, UnsupportedError
 
 __all__ = ["AllGather", "CustomComm", "ReduceScatter"]
@@ -107,8 +107,8 @@ def allocated(
     return tensor
 
 
-class CopyOut:
-    """A custom collective in flight: `wait` copies its results from the allocated tensors to their destinations.
+class CopyOut(Works):
+    """A custom collective in flight, whose results are copied from the allocated tensors to their destinations.
 
     Args:
         copies: (destination, source).
@@ -121,15 +121,11 @@ class CopyOut:
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         kept: Sequence[torch.Tensor] = (),
     ):
-        self.works = works
+        super().__init__([work for work in works if work is not None])
         self.copies = copies
         self.kept = kept
 
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        for work in self.works:
-            if work is not None:
-                work.wait()
+    def complete(self) -> None:
         for destination, source in self.copies:
             destination.copy_(source)
         self.copies, self.kept = (), ()
@@ -151,11 +147,10 @@ class CustomComm(Comm):
 
     @property
     def scatter_direct_min_bytes(self) -> int | None:
-        """See `Comm.scatter_direct_min_bytes`."""
         return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """See `Comm.all_gather`; one call per operand (the packed lane has only one)."""
+        """One call per operand (the packed lane has only one)."""
         gather = self.custom_all_gather
         if gather is None:
             return self.base.all_gather(operands, group)
@@ -170,7 +165,7 @@ class CustomComm(Comm):
         return CopyOut(works, copies)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`; one call per scatter (the packed lane has only one).
+        """One call per scatter (the packed lane has only one).
 
         Raises:
             UnsupportedError: source and output have different dtypes.
@@ -196,5 +191,4 @@ class CustomComm(Comm):
         return CopyOut(works, copies, kept)
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.all_reduce`."""
         return self.base.all_reduce(tensor, group, average)

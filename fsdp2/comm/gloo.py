@@ -52,8 +52,8 @@ class ScratchPool:
         del self.free[: -self.max_kept]
 
 
-class ReduceScatter:
-    """A reduce-scatter in flight: `wait` sums the data of all ranks in rank order."""
+class SumInRankOrder(Works):
+    """A reduce-scatter in flight, whose rows are summed when all are there."""
 
     def __init__(
         self,
@@ -63,20 +63,13 @@ class ReduceScatter:
         divisor: int,
         scratch: tuple[ScratchPool, torch.Tensor],
     ):
-        self.works = works
+        super().__init__(works, outputs, divisor)
         self.received = received
-        self.outputs = outputs
-        self.divisor = divisor
         self.scratch = scratch
 
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        for work in self.works:
-            work.wait()
+    def complete(self) -> None:
         for rows, output in zip(self.received, self.outputs, strict=True):
             sum_rows(rows, output)
-            if self.divisor != 1:
-                output.div_(self.divisor)
         pool, buffer = self.scratch
         self.received = []
         pool.give_back(buffer)
@@ -92,11 +85,9 @@ class GlooComm(Comm):
         self.pool = ScratchPool()
 
     def release(self) -> None:
-        """See `Comm.release`."""
         self.pool.free.clear()
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """See `Comm.all_gather`."""
         rank, size = group.rank(), group.size()
         works = []
         for step in range(1, size):
@@ -110,7 +101,7 @@ class GlooComm(Comm):
         return Works(works)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`. The first row is received in the output itself if it has the output's dtype, so
+        """The first row is received in the output itself if it has the output's dtype, so
         two ranks need no other memory."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
@@ -139,7 +130,7 @@ class GlooComm(Comm):
                 if sent.numel():
                     works.append(group.send([sent], to, _SCATTER_TAG))
         mine = [(rows, s.output) for rows, s in zip(received, scatters, strict=True) if s.output.numel()]
-        return ReduceScatter(
+        return SumInRankOrder(
             works,
             [rows for rows, _ in mine],
             [output for _, output in mine],

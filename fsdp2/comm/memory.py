@@ -52,7 +52,6 @@ class GroupMemory:
         self.group = group
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Memory.empty`."""
         return allocate_from_group(self.group, numel, dtype, device)
 
 
@@ -82,7 +81,6 @@ class SymmetricMemory:
         self.group = group
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `Memory.empty`."""
         return symmetric_empty(numel, dtype, device, self.group)
 
 
@@ -93,13 +91,12 @@ class FlatAllGather(AllGather):
         self.memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `AllGather.allocate`."""
         return self.memory.empty(size[0], dtype, device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See `AllGather.__call__`; always returns a handle."""
+        """Always returns a handle."""
         return all_gather_flat(output_tensor, input_tensor, group)
 
 
@@ -110,7 +107,6 @@ class FlatReduceScatter(ReduceScatter):
         self.memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See `ReduceScatter.allocate`."""
         return self.memory.empty(size[0], dtype, device)
 
     def __call__(
@@ -121,5 +117,5 @@ class FlatReduceScatter(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """See `ReduceScatter.__call__`; always returns a handle."""
+        """Always returns a handle."""
         return reduce_scatter_flat(output_tensor, input_tensor, op, group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import all_gather_flat_coalesced, reduce_scatter_flat_coalesced
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
-from fsdp2.comm.wire import Exchange, is_narrow
+from fsdp2.comm.wire import WideReduceScatter, is_narrow
 
 __all__ = ["NcclComm"]
 
@@ -24,15 +24,13 @@ class NcclComm(Comm):
     has_average = True
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """See `Comm.all_gather`."""
         rank = group.rank()
         outputs = [operand.full for operand in operands]
         return Works([all_gather_flat_coalesced(outputs, [operand.row(rank) for operand in operands], group)])
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """See `Comm.reduce_scatter`."""
         if is_narrow(scatters):
-            return Exchange(scatters, group, average)
+            return WideReduceScatter(scatters, group, average)
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         outputs = [scatter.output for scatter in scatters]
         sources = [scatter.source.full for scatter in scatters]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp2.comm.base import Scatter, Works
 
-__all__ = ["Exchange", "is_narrow", "sum_rows"]
+__all__ = ["WideReduceScatter", "is_narrow", "sum_rows"]
 
 _BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit in a core's cache
 
@@ -46,7 +46,7 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
             total.add_(wide[: other.numel()].copy_(other))
 
 
-class Exchange(Works):
+class WideReduceScatter(Works):
     """A reduce-scatter in flight as an all-to-all, and the sum that follows. Any backend; equal ranges only.
 
     The sum runs in rank order on the CPU. On an accelerator it is one kernel, which reads each row once; its order is
@@ -55,22 +55,17 @@ class Exchange(Works):
 
     def __init__(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool):
         scatters = [scatter for scatter in scatters if scatter.output.numel()]
-        self.outputs = [scatter.output for scatter in scatters]
         self.received = [torch.empty_like(scatter.source.full) for scatter in scatters]
         self.size = group.size()
-        self.divisor = self.size if average else 1
         pairs = zip(self.received, scatters, strict=True)
         works = [dist.all_to_all_single(rows, s.source.full, group=group, async_op=True) for rows, s in pairs]
-        super().__init__([work for work in works if work is not None])
+        outputs = [scatter.output for scatter in scatters]
+        super().__init__([work for work in works if work is not None], outputs, self.size if average else 1)
 
-    def wait(self) -> None:
-        """See `Pending.wait`."""
-        super().wait()
+    def complete(self) -> None:
         for received, output in zip(self.received, self.outputs, strict=True):
             if output.device.type == "cpu":
                 sum_rows(received.chunk(self.size), output)
             else:
                 torch.sum(received.view(self.size, -1), 0, dtype=output.dtype, out=output)
-            if self.divisor != 1:
-                output.div_(self.divisor)
         self.received = []

@@ -35,12 +35,10 @@ class Storages:
         self.parts = parts
 
     def alloc(self) -> None:
-        """See `Storage.alloc`."""
         for part in self.parts:
             part.alloc()
 
     def free(self) -> None:
-        """See `Storage.free`."""
         for part in self.parts:
             part.free()
 

@@ -82,23 +82,18 @@ class AcceleratorStreams(Streams):
         self._gather, self._reduce, self._all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
 
     def gathering(self) -> AbstractContextManager[object]:
-        """See `Streams.gathering`."""
         return _Current(self._gather)
 
     def reducing(self) -> AbstractContextManager[object]:
-        """See `Streams.reducing`."""
         return _Current(self._reduce)
 
     def all_reducing(self) -> AbstractContextManager[object]:
-        """See `Streams.all_reducing`."""
         return _Current(self._all_reduce)
 
     def record(self) -> torch.Event | None:
-        """See `Streams.record`."""
         return torch.accelerator.current_stream(self._device).record_event()
 
     def wait(self, event: torch.Event | None) -> None:
-        """See `Streams.wait`."""
         if event is not None:
             event.wait()  # not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event
 
