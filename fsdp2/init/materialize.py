@@ -220,7 +220,7 @@ def _synchronise(model: nn.Module, units: list[Unit]) -> None:
         groups: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for param in unit.params:
             group = param.roles.replicate_group
-            if group is not None and param.roles.replicate_size > 1 and param.outer is None:
+            if group is not None and param.roles.replicate_size > 1 and param.geometry.outer is None:
                 groups.setdefault(group, []).append((param.fqn, local_tensor(param.sharded)))
         for group, params in groups.items():
             for _, local in params:

@@ -237,11 +237,11 @@ def _put_rows(param: ManagedParameter, places: Places, whole: torch.Tensor) -> N
     rows = param.geometry.cut(whole)
     new = places.parameter_for(param)
     if new is None:
-        local = param.from_memory(rows.to(param.plan.home, copy=True, memory_format=torch.contiguous_format))
+        local = param.geometry.from_memory(rows.to(param.plan.home, copy=True, memory_format=torch.contiguous_format))
         new = make_parameter(local, specs.sharded(param.dtype), before.requires_grad)
         new.__dict__.update(before.__dict__)
     else:
-        param.to_memory(local_tensor(new)).copy_(rows)
+        param.geometry.to_memory(local_tensor(new)).copy_(rows)
     param.put(become(before, new))
     param.refresh()
 

@@ -124,12 +124,12 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
     """This rank's shard of a tensor that has the shape of the whole parameter (its local tensor with tensor
     parallelism)."""
     roles, dim = managed.roles, managed.layout.dim
-    piece = managed.to_memory(whole)
+    piece = managed.geometry.to_memory(whole)
     piece = piece.narrow(dim, managed.layout.bounds[roles.shard_rank], managed.layout.local_size(roles.shard_rank))
-    if managed.outer is not None:
+    if managed.geometry.outer is not None:
         rank = roles.replicate_rank
-        piece = piece.narrow(dim, managed.outer.bounds[rank], managed.outer.local_size(rank))
-    return managed.from_memory(piece)
+        piece = piece.narrow(dim, managed.geometry.outer.bounds[rank], managed.geometry.outer.local_size(rank))
+    return managed.geometry.from_memory(piece)
 
 
 # --- the warning ------------------------------------------------------------------------------------------------------

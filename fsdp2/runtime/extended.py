@@ -78,7 +78,7 @@ class ExtendedGather:
             param.slots[0].module,
             param.plan.policy,
         )
-        layout, rank = param.local_layout
+        layout, rank = param.geometry.local
         rows = layout.local_size(rank)
         for share in shares:
             if param.extension is not None and rows != layout.chunk and share.shape[0] == rows:
@@ -102,7 +102,7 @@ class ExtendedGather:
                 tensor = torch.as_strided(tensor, specs.shape, specs.stride, 0)
             param.make_unsharded(tensor)
             if type(tensor) is torch.Tensor:
-                param.whole = param.to_memory(tensor.detach().data)
+                param.whole = param.geometry.to_memory(tensor.detach().data)
         else:
             for storage, nbytes in self._inner:
                 storage.resize_(nbytes)
@@ -113,7 +113,7 @@ class ExtendedGather:
             self._raw.free()
 
     def alloc(self) -> None:
-        """See `Storage.alloc`; tensors that `post` made are allocated right before they are filled."""
+        """Tensors that `post` made are allocated right before they are filled."""
         self._raw.alloc()
 
     def take_inner(self) -> None:
@@ -124,7 +124,6 @@ class ExtendedGather:
             storage.resize_(nbytes)
 
     def free(self) -> None:
-        """See `Storage.free`."""
         self._raw.free()
         for storage, _ in self._inner:
             storage.resize_(0)

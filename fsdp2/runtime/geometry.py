@@ -59,9 +59,9 @@ class Geometry:
             return tensor
         return tensor.permute(self._back) if self._order else tensor.view(())
 
-    def local_view(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """The local piece as the user sees it, which starts in `flat` (1-D, at the start of its storage) at element
-        `offset`. One call instead of three (slice, view, permute), because gradients need it in each step."""
+    def local_view(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """The local piece as the user sees it, which starts in the storage of `flat` (1-D) at element `offset`. One
+        call instead of three (slice, view, permute), because gradients need it in each step."""
         shape, stride = self._view
         return flat.as_strided(shape, stride, offset)
 

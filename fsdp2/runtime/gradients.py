@@ -14,6 +14,7 @@ latter.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress, count
 from operator import is_not
 from weakref import ref
 
@@ -45,8 +46,7 @@ class Gradients:
         self._params = params
         self._channel = channel
         self._on_ready = on_ready
-        self._synced: list[bool] = []
-        self._trainable: set[int] = set()
+        self._trainable: list[bool] = []  # of both forms, once there are unsharded parameters
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
         self._backward: int | None = None
@@ -56,48 +56,41 @@ class Gradients:
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
         wanted = [param.sharded.requires_grad for param in self._params]
-        if wanted == self._synced:
-            return
-        self._synced = wanted
-        self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
-        for index, (unsharded, trainable) in enumerate(zip(self._unsharded, wanted, strict=True)):
-            if unsharded.requires_grad != trainable:
-                unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
-            self._note_trainable(index, unsharded)
+        if wanted != self._trainable:
+            self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
+            for unsharded, trainable in zip(self._unsharded, wanted, strict=True):
+                if unsharded.requires_grad != trainable:
+                    unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
+            self._note_trainable(wanted)
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, do the same to the sharded one."""
         found = [param.unsharded is not None and param.unsharded.requires_grad for param in self._params]
-        if found == self._synced:
-            return
-        self._synced = found
-        for index, param in enumerate(self._params):
-            unsharded = param.unsharded
-            assert unsharded is not None
-            if unsharded.requires_grad != (index in self._trainable):
-                param.sharded.requires_grad = unsharded.requires_grad
-                self._note_trainable(index, unsharded)
+        if found != self._trainable:
+            for param, before, trainable in zip(self._params, self._trainable, found, strict=True):
+                if trainable != before:
+                    param.sharded.requires_grad = trainable
+            self._note_trainable(found)
 
-    def _note_trainable(self, index: int, unsharded: torch.Tensor) -> None:
-        if unsharded.requires_grad != (index in self._trainable):
-            self._trainable ^= {index}
-            self.expect_all()
-        if unsharded.requires_grad and index not in self._hooks:
-            self._hook(index)
+    def _note_trainable(self, trainable: list[bool]) -> None:
+        self._trainable = trainable
+        self.expect_all()
+        for index, needs_grad in enumerate(trainable):
+            if needs_grad and index not in self._hooks:
+                self._hook(index)
 
     @property
     def has_trainable(self) -> bool:
         """Whether some unsharded parameter requires a gradient."""
-        return bool(self._trainable)
+        return any(self._trainable)
 
     def forget_unsharded(self) -> None:
         """The unsharded parameters will be created again, unless they match again by then."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._trainable.clear()
+        self._trainable = []
         self._unsharded = []
-        self._synced = []
         self.forget_plans()
         self.expect_all()
 
@@ -108,11 +101,11 @@ class Gradients:
     @property
     def none_arrived(self) -> bool:
         """Whether there are trainable parameters, none of which has received a gradient since `expect_all`."""
-        return bool(self._trainable) and self._missing == self._trainable
+        return bool(self._missing) and len(self._missing) == sum(self._trainable)
 
     def expect_all(self) -> None:
         """No gradient has arrived yet."""
-        self._missing = set(self._trainable)
+        self._missing = set(compress(count(), self._trainable))
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""

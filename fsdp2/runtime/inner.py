@@ -36,7 +36,7 @@ class InnerShards:
         for param, offset in zip(params, offsets, strict=True):
             fulls.append(self._storage.view(offset, param.layout.local_shape(rank), param.compute_dtype))
             self.flats.append(fulls[-1].view(-1))
-        layouts = [param.outer for param in params if param.outer is not None]
+        layouts = [param.geometry.outer for param in params if param.geometry.outer is not None]
         self._gather = Gather(layouts, fulls, channel.roles.replicate, channel)
         self._storage.free()
 

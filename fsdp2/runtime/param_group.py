@@ -90,6 +90,10 @@ class ParamGroup:
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
         self._fits = True  # it matches the current parameters
+        # Versions of the sharded parameters: those whose gathered values were kept, although they are sharded now;
+        # those, among parameters that share the unsharded ones' memory, at a forward whose backward may come.
+        self._kept_at: list[int] | None = None
+        self._used_at: list[int] | None = None
         self._shards: list[torch.Tensor] = []
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
@@ -121,7 +125,7 @@ class ParamGroup:
     @profiled("FSDP::all_gather")
     def _issue(self, memory: ReleasedMemory, prefetching: bool) -> None:
         if not self._fits:
-            self._unsharded, self._fits = None, True
+            self._unsharded, self._fits, self._used_at = None, True, None
             self._refuse_gradients()
         streams = memory.streams
         # Compute may still read or write these: the copies on the smaller mesh, memory that was not freed.
@@ -200,7 +204,7 @@ class ParamGroup:
                 with torch.no_grad():
                     unsharded.copies = [param.make_resharded(self.smaller) for param in self.params]
             if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
-                unsharded.complete_at = self._versions()
+                self._kept_at = self._versions()
             elif self.keep is not Keep.STORAGE:
                 memory.release(unsharded.storage)
         if to is Phase.SHARDED:
@@ -245,17 +249,14 @@ class ParamGroup:
 
     def forget_kept(self, memory: ReleasedMemory) -> None:
         """Sharded parameters will change: free what was kept of the unsharded ones."""
-        if self.phase is Phase.SHARDED and self._unsharded is not None and self._unsharded.complete_at is not None:
-            self._unsharded.complete_at = None
+        if self.phase is Phase.SHARDED and self._unsharded is not None and self._kept_at is not None:
+            self._kept_at = None
             memory.release(self._unsharded.storage)
 
     def _is_complete(self) -> bool:
         """Whether the unsharded parameters were kept and equal what a gather would produce."""
-        unsharded = self._unsharded
-        if unsharded is None or unsharded.complete_at is None:
-            return False
-        kept, unsharded.complete_at = unsharded.complete_at, None
-        return self.keep is Keep.FROZEN and kept == self._versions()
+        kept, self._kept_at = self._kept_at, None
+        return kept is not None and self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
         """How often torch saw each sharded parameter change. Reads the DTensors, whose operators all ranks run:
@@ -269,12 +270,12 @@ class ParamGroup:
         Raises:
             OrderError: that happened.
         """
-        if self.roles.shard_axis is not None or self._unsharded is None:
+        if self.roles.shard_axis is not None:
             return
         versions = [version(param.sharded) for param in self.params if param.aliases]
         if not backward_is_running():
-            self._unsharded.used_at = versions
-        elif self._unsharded.used_at is not None and versions != self._unsharded.used_at:
+            self._used_at = versions
+        elif self._used_at is not None and versions != self._used_at:
             raise OrderError(
                 f"unit '{self.fqn}': parameters changed between forward and backward; they are replicated and used as "
                 "they are, so backward needs those of forward. Step the optimizer after backward."
@@ -282,8 +283,7 @@ class ParamGroup:
 
     def forget_use(self) -> None:
         """No backward will come to the forwards so far."""
-        if self._unsharded is not None:
-            self._unsharded.used_at = None
+        self._used_at = None
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"
@@ -298,7 +298,7 @@ class ParamGroup:
         self.gradients.forget_plans()
         self._table = None
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
-            self._shards = [param.flat[: param.local_numel] for param in self.params]
+            self._shards = [param.flat[: param.geometry.local_numel] for param in self.params]
             if self._unsharded is not None:
                 self._unsharded.forget_shards()
         if any(changed) and self._unsharded is not None:
@@ -309,8 +309,8 @@ class ParamGroup:
                 self.gradients.forget_unsharded()
             now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
             pairs = zip(before, now, strict=True)
-            if self._unsharded.used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
-                self._unsharded.used_at = [-1]  # other values, of any version
+            if self._used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
+                self._used_at = [-1]  # other values, of any version
         return any(changed)
 
     def lay_together(self) -> None:

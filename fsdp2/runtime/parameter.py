@@ -172,11 +172,7 @@ class ManagedParameter:
         """A copy of `sharded` with its own memory and no gradient."""
         flat = self.flat.clone()
         local = local_tensor(self.sharded)
-        if not is_wrapper(local):
-            layout, rank = self.local_layout
-            local = self.from_memory(flat[: self.local_numel].view(layout.local_shape(rank)))
-        else:
-            local = local.clone()
+        local = local.clone() if is_wrapper(local) else self.geometry.local_view(flat)
         copied = make_parameter(local, self.plan.specs.sharded(local.dtype), self.sharded.requires_grad)
         copied.__dict__.update(self._kind.tags)
         if self.sharded.grad_dtype != self.sharded.dtype:
@@ -206,34 +202,11 @@ class ManagedParameter:
         """How it is split over the shard axis, dims in memory order."""
         return self.geometry.layout
 
-    @property
-    def outer(self) -> ShardLayout | None:
-        """See `Geometry.outer`."""
-        return self.geometry.outer
-
-    @property
-    def local_layout(self) -> tuple[ShardLayout, int]:
-        """See `Geometry.local`."""
-        return self.geometry.local
-
-    @property
-    def local_numel(self) -> int:
-        """Elements of this rank's shard, without padding."""
-        return self.geometry.local_numel
-
-    def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Geometry.to_memory`."""
-        return self.geometry.to_memory(tensor)
-
-    def from_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Geometry.from_memory`."""
-        return self.geometry.from_memory(tensor)
-
     def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy a local shard to the start of fresh storage for a full one: the shard there as the user sees it, and
         all of it flat."""
         home = chunk.device if chunk.is_meta else self.plan.home
-        layout, _ = self.local_layout
+        layout, _ = self.geometry.local
         if is_wrapper(chunk):
             shape = list(layout.local_shape(0))
             padded = chunk.new_zeros(shape, device=home)
@@ -243,9 +216,9 @@ class ManagedParameter:
         flat = torch.zeros(layout.padded_numel, dtype=chunk.dtype, device=home)
         if self.plan.pins and not chunk.is_meta:
             flat = flat.pin_memory()
-        local = flat[: chunk.numel()].view(chunk.shape)
-        local.copy_(chunk)
-        return self.from_memory(local), flat
+        local = self.geometry.local_view(flat)
+        self.geometry.to_memory(local).copy_(chunk)
+        return local, flat
 
     # --- dtypes ------------------------------------------------------------------------------------------------------
 
@@ -328,7 +301,7 @@ class ManagedParameter:
         specs = self.plan.specs
         if specs.inner_mesh is None:
             smaller = ParamSpecs(roles.mesh, (Replicate(), Shard(self.plan.dim)), specs.shape, specs.stride)
-            form = self.from_memory(local)
+            form = self.geometry.from_memory(local)
             self.resharded = make_parameter(form, smaller.sharded(local.dtype), self.sharded.requires_grad)
         else:
             self.resharded = self.sharded
@@ -375,8 +348,8 @@ class ManagedParameter:
             return self._note_extension(local_tensor(current))
         self._check_replacement(current)
         assert isinstance(current, nn.Parameter)
-        local, layout = local_tensor(current), self.local_layout[0]
-        in_memory = local if is_wrapper(local) else self.to_memory(local)
+        local, (layout, _) = local_tensor(current), self.geometry.local
+        in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
         fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
         own = carved_of(in_memory)
         if own is not None and own.numel() == layout.padded_numel:

@@ -62,7 +62,7 @@ class QuantisedGather:
             foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
         if out is not None:
             return None
-        tensor = param.from_memory(whole)
+        tensor = param.geometry.from_memory(whole)
         return tensor, [tensor]
 
     @staticmethod

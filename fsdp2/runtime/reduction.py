@@ -259,8 +259,8 @@ class Reduction:
         axis = self.roles.replicate
         layouts, inner = [], []
         for param, output in zip(self._plan.params, self._outputs(), strict=True):
-            assert param.outer is not None
-            layouts.append(param.outer)
+            assert param.geometry.outer is not None
+            layouts.append(param.geometry.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
         sizes = [layout.padded_numel for layout in layouts]
         # The inner output was allocated on the reduce-scatter stream and is read here, on the all-reduce stream.

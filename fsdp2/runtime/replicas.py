@@ -105,7 +105,7 @@ def _combined(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _checksum(param: ManagedParameter) -> torch.Tensor:
     """The sum of the shard's bits as 64-bit numbers, which wraps around; one pass at the speed of memory."""
-    flat = param.flat[: param.local_numel]
+    flat = param.flat[: param.geometry.local_numel]
     if is_wrapper(local_tensor(param.sharded)) or is_wrapper(flat):
         return torch.zeros((), dtype=torch.int64, device=param.plan.home)  # only its own operators may read its memory
     data = flat.view(torch.uint8)

@@ -51,7 +51,7 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
             for param, piece in zip(members, _pieces(members, members[0].flat.device), strict=True):
                 piece.copy_(param.flat)
                 param.flat = piece
-                set_local_tensor(param.sharded, _local_on(piece, param), param.plan.specs.sharded(param.dtype))
+                set_local_tensor(param.sharded, param.geometry.local_view(piece), param.plan.specs.sharded(param.dtype))
     return bool(moving)
 
 
@@ -79,16 +79,10 @@ class Places:
         if param not in self._pieces:
             members = self._kinds[param]
             self._pieces.update(zip(members, _pieces(members, param.plan.home), strict=True))
-        local = _local_on(self._pieces.pop(param), param)
+        local = param.geometry.local_view(self._pieces.pop(param))
         new = make_parameter(local, param.plan.specs.sharded(param.dtype), param.sharded.requires_grad)
         new.__dict__.update(param.sharded.__dict__)
         return new
-
-
-def _local_on(flat: torch.Tensor, param: ManagedParameter) -> torch.Tensor:
-    """`param`'s local tensor at the beginning of `flat`."""
-    layout, rank = param.local_layout
-    return param.from_memory(flat[: param.local_numel].view(layout.local_shape(rank)))
 
 
 def _kinds(

@@ -33,10 +33,6 @@ class UnshardedStorage:
         storage: of the unsharded parameters. Starting a gather allocates it, except for parameters that are copied out
             of a packed buffer, which finishing it allocates.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
-        used_at: the versions, at the last forward, of sharded parameters that share their memory with unsharded ones;
-            None when no backward will come to a forward that used them.
-        complete_at: the versions of the sharded parameters whose gathered values `storage` holds although they are
-            sharded; None if it does not.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
@@ -46,8 +42,6 @@ class UnshardedStorage:
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
         self._aliases = {param for param in params if param.aliases}
         self.copies: list[torch.Tensor] = []
-        self.complete_at: list[int] | None = None
-        self.used_at: list[int] | None = None
         self._inner: InnerShards | None = None
         with torch.inference_mode(False), torch.no_grad():
             is_late = {param: self._travels_packed(param) for param in params if not param.is_extended}
@@ -56,7 +50,7 @@ class UnshardedStorage:
             self._late_indices = {index for index, param in enumerate(params) if is_late.get(param)}
             self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
             self.storage: Storage = Storages([self._early, self._late, *self._extended.values()])
-            if params[0].outer is not None:
+            if params[0].geometry.outer is not None:
                 self._inner = InnerShards(params, channel)
             self._late.free()
 
@@ -78,7 +72,7 @@ class UnshardedStorage:
                 param.make_unsharded(_alias(param))
                 continue
             param.whole = storage.view(offset, shape, dtype)
-            param.make_unsharded(param.from_memory(storage.view(offset, shape, dtype)))
+            param.make_unsharded(param.geometry.from_memory(storage.view(offset, shape, dtype)))
         return storage
 
     # --- one unshard -------------------------------------------------------------------------------------------------
@@ -225,4 +219,4 @@ def _alias(param: ManagedParameter) -> torch.Tensor:
     """The data of an unsharded parameter that shares the shard's memory. Sets `whole`."""
     shape = param.layout.shape
     param.whole = param.flat.view(shape)
-    return param.from_memory(param.flat.data.view(shape))
+    return param.geometry.from_memory(param.flat.data.view(shape))

@@ -98,7 +98,7 @@ MISSED_BEFORE = (
         "false-order-error",
         "fsdp2.runtime.param_group",
         (
-            ("elif self._unsharded.used_at is not None and versions", "elif versions"),
+            ("elif self._used_at is not None and versions", "elif versions"),
             ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
         ),
     ),
