@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any, SupportsIndex
 
@@ -85,12 +85,12 @@ class Saved:
 class SaveOptions:
     """How to save; see `save`."""
 
-    consolidated: bool = False
-    max_file_bytes: int = 5_000_000_000
-    overwrite: bool = False
-    timeout_s: float = 600.0
-    about: Mapping[str, Any] = field(default_factory=dict)
-    on_saved: Callable[["Saved"], object] | None = None
+    consolidated: bool
+    max_file_bytes: int
+    overwrite: bool
+    timeout_s: float
+    about: Mapping[str, Any]
+    on_saved: Callable[[Saved], object] | None
 
     def __post_init__(self) -> None:
         for name, value in self.about.items():
@@ -112,7 +112,12 @@ def save(
     step: int | None = None,
     async_op: bool = False,
     process_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    consolidated: bool = False,
+    max_file_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    timeout_s: float = 600.0,
+    about: Mapping[str, Any] | None = None,
+    on_saved: Callable[[Saved], object] | None = None,
 ) -> SaveHandle:
     """Save a checkpoint. Every rank of the group must call this, and writes its own part; no collective is issued.
 
@@ -132,12 +137,14 @@ def save(
         step: the number of steps done, for the folder's name and for `Loaded.step`.
         async_op: write in the background.
         process_group: the ranks that save together; None for all.
-        **options: ``consolidated=True``: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's
-            index, of up to ``max_file_bytes`` each; needs a file system on which ranks may write to one file.
-            ``overwrite=True``: replace a checkpoint of that name once the new one is complete. ``timeout_s``: how long
-            to wait for the other ranks. ``about``: texts and numbers by name (a commit, a run id), equal on all ranks,
-            which `describe` shows. ``on_saved``: called on every rank with a `Saved` once the checkpoint is complete,
-            on the thread that wrote; if it raises, the save raises.
+        consolidated: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's index; needs a file
+            system on which ranks may write to one file.
+        max_file_bytes: how large each of these may be.
+        overwrite: replace a checkpoint of that name once the new one is complete.
+        timeout_s: how long to wait for the other ranks.
+        about: texts and numbers by name (a commit, a run id), equal on all ranks, which `describe` shows.
+        on_saved: called on every rank with a `Saved` once the checkpoint is complete, on the thread that wrote; if it
+            raises, the save raises.
 
     Returns:
         A handle with ``wait()``, which returns when the save is complete, and ``folder``.
@@ -154,7 +161,7 @@ def save(
                               extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
     """
     began = time.perf_counter()
-    chosen = SaveOptions(**_known(options))
+    options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s, about or {}, on_saved)
     if isinstance(model, nn.Module) and units_below(model):
         warn_in_save(model)
     world = world_of(process_group)
@@ -162,17 +169,17 @@ def save(
     if step is not None:
         step = _as_int(step)
         path = storage.join(path, step_name(step))
-    agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, chosen.timeout_s)
+    agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, options.timeout_s)
     lease = Lease()
     try:
         in_flight.settle()  # report an error of the last save that only this rank knows to the others
-        free_name(storage, path, chosen.overwrite)
+        free_name(storage, path, options.overwrite)
         model = unwrapped(model)
-        job = _Job(storage, path, step, world, agreement, chosen)
+        job = _Job(storage, path, step, world, agreement, options)
         nonce, nbytes, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
         if world.rank == 0:
-            lease = take_lease(storage, path, nonce, chosen.timeout_s)
+            lease = take_lease(storage, path, nonce, options.timeout_s)
     except BaseException as error:
         agreement.abandon(error)
         raise
@@ -184,9 +191,9 @@ def save(
             write()
         finally:
             lease.release()
-        if chosen.on_saved is not None:
+        if options.on_saved is not None:
             end = time.perf_counter()
-            chosen.on_saved(Saved(path, nbytes, end - began, (returned if async_op else end) - began))
+            options.on_saved(Saved(path, nbytes, end - began, (returned if async_op else end) - began))
 
     def not_run(error: BaseException) -> None:
         agreement.abandon(error)
@@ -200,15 +207,6 @@ def _as_int(step: SupportsIndex) -> int:
     if isinstance(step, bool) or not isinstance(step, SupportsIndex):
         raise ArgumentError(f"step: expected the number of steps done, got {step!r}")
     return operator.index(step)
-
-
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(options.keys() - asdict(SaveOptions()).keys())
-    if unknown:
-        raise TypeError(
-            f"save() got an unexpected keyword argument {unknown[0]!r}; options are {sorted(asdict(SaveOptions()))}"
-        )
-    return dict(options)
 
 
 def _tiling_for_writing(entry: Entry) -> Tiling:

@@ -5,8 +5,6 @@ One process does it, without a GPU and in bounded memory. The new folder gets it
 
 import uuid
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
 
 import torch
 
@@ -31,7 +29,10 @@ def convert(
     world: int = 1,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    model_only: bool = False,
+    max_file_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+    verify: bool = True,
 ) -> str:
     """Rewrite a checkpoint in another form. One process calls this; no process group is needed.
 
@@ -46,8 +47,9 @@ def convert(
             Face's index, in files of up to ``max_file_bytes``. "dcp": for ``torch.distributed.checkpoint``.
         dtype: convert the model's floating point tensors to this.
         progress: is called with the bytes done and those to do.
-        **options: ``model_only=True``: without optimizer and extra state. ``max_file_bytes``,
-            ``overwrite``: as for `save`. ``verify=False``: do not check the source's checksums.
+        model_only: without optimizer and extra state.
+        max_file_bytes, overwrite: as for `save`.
+        verify: check the source's checksums.
 
     Returns:
         The new folder.
@@ -61,10 +63,7 @@ def convert(
 
         fsdp2.checkpoint.convert("runs/a/step-00001000", "export", to="consolidated", model_only=True)
     """
-    unknown = sorted(options.keys() - asdict(Conversion()).keys())
-    if unknown:
-        raise TypeError(f"convert() got an unexpected keyword argument {unknown[0]!r}")
-    chosen = Conversion(to, world, dtype, **options)
+    chosen = Conversion(to, world, dtype, max_file_bytes, model_only, overwrite, verify)
     storage, path = storage_of(target)
     free_name(storage, path, chosen.overwrite)
     catalog = open_catalog(*storage_of(source))

@@ -56,13 +56,13 @@ FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 class Conversion:
     """What to convert to; see `convert`."""
 
-    to: str = "ranks"
-    world: int = 1
-    dtype: torch.dtype | None = None
-    max_file_bytes: int = 5_000_000_000
-    model_only: bool = False
-    overwrite: bool = False
-    verify: bool = True
+    to: str
+    world: int
+    dtype: torch.dtype | None
+    max_file_bytes: int
+    model_only: bool
+    overwrite: bool
+    verify: bool
 
     def __post_init__(self) -> None:
         if self.to not in LAYOUTS:
