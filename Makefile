@@ -7,15 +7,20 @@
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
+# make test WORKERS=4 runs four modules of tests at a time instead of two, WORKERS=0 one after the other in one process.
 
-PYTHON ?= python3
-NPROC  ?= 2
-ARGS   ?=
+PYTHON  ?= python3
+NPROC   ?= 2
+WORKERS ?= 2
+ARGS    ?=
 
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CLIENTS   := .venv-clients
+
+# A module's tests stay together, as they share what they have started; the modules are taken in alphabetical order.
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
@@ -26,7 +31,7 @@ train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --durations=15 -m "not exhaustive" $(ARGS)
+	$(BIN)/python -m pytest --durations=15 -m "not exhaustive" $(PARALLEL) $(ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest --durations=15 $(ARGS)

@@ -43,6 +43,11 @@ class RanksFailed(Exception):
     """Some ranks raised, died or hung; the message says which and shows tracebacks or stacks."""
 
 
+def forking() -> multiprocessing.context.ForkServerContext:
+    """Its processes are forked from the server that has imported torch."""
+    return _context
+
+
 def pool_of(world_size: int) -> Pool:
     """The running pool of this size; starts one if there is none."""
     pool = _pools.get(world_size)

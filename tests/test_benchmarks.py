@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
 from fsdp2._torch import all_gather_flat
+from tests.scripts import run_script
 
 # In a process of pytest's, threads of other tests may be there; the forked one uses none of what they held.
 pytestmark = [
@@ -28,24 +30,29 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300  # seconds on a quiet machine; others may be busy
 
-# Program -> the file that a figure is drawn from.
+
+@dataclass(frozen=True)
+class Program:
+    """The file that a figure is drawn from, and on how many ranks it runs; None for a single process."""
+
+    file: str
+    ranks: int | None
+
+
 PROGRAMS = {
-    "step_time": "cpu_2ranks_float32.json",
-    "host_overhead": "cpu_fake.json",
-    "memory": "cpu_2ranks_float32.json",
-    "world_size": "cpu_fake.json",
-    "collectives": "cpu_2ranks.json",
+    "step_time": Program("cpu_2ranks_float32.json", 2),
+    "host_overhead": Program("cpu_fake.json", None),
+    "memory": Program("cpu_2ranks_float32.json", 2),
+    "world_size": Program("cpu_fake.json", None),
+    "collectives": Program("cpu_2ranks.json", 2),
 }
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments: str | Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def run(script: str | Path, *arguments: str | Path, ranks: int | None = None) -> str:
+    done = run_script(script, *arguments, ranks=ranks, cwd=ROOT, environment=ENVIRONMENT, timeout_s=TIMEOUT_SECONDS)
+    assert done.status == 0, f"{script} {arguments}\n{done.output}\n{done.errors}"
+    return done.output
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +63,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(results: Path, name: str) -> None:
-    out = results / name / PROGRAMS[name]
-    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out)
+    program = PROGRAMS[name]
+    out = results / name / program.file
+    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out, ranks=program.ranks)
     assert "| --: |" in printed, "no table for the README"
     result: dict[str, Any] = json.loads(out.read_text())
     assert {"question", "command", "date", "hardware", "versions", "ranks"} <= set(result)
@@ -66,6 +74,16 @@ def test_a_program_runs(results: Path, name: str) -> None:
         for name, peaks in result["peaks"].items():
             assert peaks["shards"] == pytest.approx(whole / 2, rel=0.02), name  # padded
             assert peaks["allocated"] >= peaks["unsharded"] > 0, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.ranks])
+def test_a_program_starts_its_ranks(tmp_path: Path, name: str) -> None:
+    """Without torchrun: it becomes a launcher of itself."""
+    command = [sys.executable, ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", tmp_path / "out.json"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
 
 
 def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:

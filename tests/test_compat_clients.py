@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,8 @@ import torch.distributed.fsdp as fsdp  # the client's view: its attributes are w
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
+
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 170
@@ -229,16 +230,10 @@ def main(out: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("clients") / "results.json"
-    launcher = [sys.executable, "examples/launch.py", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.test_compat_clients", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    module = "tests.test_compat_clients"
+    done = run_script("-m", module, out, ranks=2, cwd=ROOT, environment=variables, timeout_s=TIMEOUT_SECONDS)
+    assert done.status == 0, done.errors
     return json.loads(out.read_text())
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
 from tests.test_examples import EXAMPLES, TEXT, environment, metrics, run
 
 CONFIGS = EXAMPLES / "configs"
@@ -49,9 +48,7 @@ def test_sample_files_train_the_same(name: str, alone: Path, tmp_path: Path) -> 
     assert ("sample:" in job.output) == (name != "fsdp_cp")
 
 
-def parse(*arguments: str | Path, world_size: int = 4) -> tuple[int, str]:
-    """The real parser, as a rank of a job calls it: exit status, and the options or the message."""
-    script = """
+PARSER = """
 import json, sys
 from dataclasses import asdict
 from options import parse_options
@@ -61,9 +58,15 @@ try:
 except UsageError as error:
     sys.exit(str(error))
 """
-    command = [sys.executable, "-c", script, str(world_size), *map(str, arguments)]
-    job = subprocess.run(command, cwd=EXAMPLES, env=environment(), capture_output=True, text=True, check=False)
-    return job.returncode, job.stdout if job.returncode == 0 else job.stderr.strip()
+
+
+def parse(folder: Path, *arguments: str | Path, world_size: int = 4) -> tuple[int, str]:
+    """The real parser, as a rank of a job calls it: exit status, and the options or the message."""
+    script = folder / "parse.py"
+    script.write_text(PARSER)
+    there = {**environment(), "PYTHONPATH": f"{EXAMPLES}:{environment()['PYTHONPATH']}"}
+    job = run_script(script, str(world_size), *arguments, environment=there)
+    return job.status, job.output if job.status == 0 else job.errors.strip()
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:
@@ -72,7 +75,9 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         '[parallel]\ntensor = 2\nmixed_precision = "bf16"\n\n'
         '[train]\nsteps = 7\nbatch-size = 3\ntied = true\ndata = ["a", "b"]\n'
     )
-    status, output = parse("--config", file, "--global-batch-size", "8", "--parallel", "tensor=1", "context=2")
+    status, output = parse(
+        tmp_path, "--config", file, "--global-batch-size", "8", "--parallel", "tensor=1", "context=2"
+    )
     assert status == 0, output
     options = json.loads(output)
     assert (options["steps"], options["batch_size"], options["tied"], options["data"]) == (7, 4, True, ["a", "b"])
@@ -113,6 +118,6 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 def test_mistakes_in_the_file_are_named(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(content)
-    status, output = parse("--config", file)
+    status, output = parse(tmp_path, "--config", file)
     assert status != 0 and message in output, output
     assert "Traceback" not in output

@@ -20,7 +20,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import run_script
 from tests.source_tree import ROOT
 
 LINKED = [
@@ -47,7 +47,7 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)$")
 LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?(?P<target>[^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 HEADING = re.compile(r"^#{1,6}\s+(?P<text>.+?)\s*#*$")
 
-# What runs in the subprocess: every block compiled under the document's name and at its own lines, so that tracebacks
+# What runs in the ranks: every block compiled under the document's name and at its own lines, so that tracebacks
 # point into the document; a leading newline for each line above costs nothing.
 RUNNER = """
 import contextlib, io, json, os, sys
@@ -135,12 +135,6 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def environment(**more: str) -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -181,15 +175,11 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     document = {"path": str(path), "blocks": with_outputs(path)}
     (tmp_path / "document.json").write_text(json.dumps(document), encoding="utf-8")
     (tmp_path / "work").mkdir()
-    script = [str(tmp_path / "runner.py"), str(tmp_path / "document.json")]
+    script = [tmp_path / "runner.py", tmp_path / "document.json"]
     ranks = max(block.ranks for block in blocks)
-    if ranks == 1:
-        single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **single)
-        run([sys.executable, *script], tmp_path / "work", env, name_of(path))
-    else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        run([*launcher, *script], tmp_path / "work", environment(), name_of(path))
+    job = run_script(*script, ranks=ranks, cwd=tmp_path / "work", environment=environment(), timeout_s=TIMEOUT_S)
+    if job.status != 0:
+        pytest.fail(f"{name_of(path)}: exit status {job.status}\n{job.output}\n{job.errors}", pytrace=False)
 
 
 def test_marked_bash_blocks_run() -> None:

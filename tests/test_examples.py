@@ -1,7 +1,8 @@
-"""The examples as a user starts them: real torchrun jobs of two ranks on tiny settings, judged by what they leave.
+"""The examples as a user starts them: jobs of two ranks on tiny settings, judged by what they leave.
 
 Three runs carry most of the tests: `whole` trains to the end, `stopped` is the same command interrupted by SIGINT, and
-`resumed` goes on from there. Each job costs seconds for importing torch alone, so module fixtures share them.
+`resumed` goes on from there. Jobs that are interrupted or killed, and one of each other kind, are started by torchrun;
+the others by `scripts.run_script`, which spares the import of torch.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+
+from tests.scripts import Finished, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -33,18 +35,9 @@ TINY = (
 TEXT = ["--data", str(Path(json.__file__).parent)]  # the json package: some 40 kB in five files
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A job that has ended, and what it printed."""
-
-    status: int
-    output: str
-    errors: str
-
-
-def command(script: str, *arguments: str | Path, ranks: int | None = 2) -> list[str]:
-    """The command line of a job; `ranks=None` starts the script by itself, without torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+def command(script: str, *arguments: str | Path, ranks: int = 2) -> list[str]:
+    """The command line of a job."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
 
 
@@ -71,8 +64,13 @@ def finish(process: subprocess.Popen[str]) -> Finished:
     return Finished(process.returncode, output, errors)
 
 
-def run(script: str, *arguments: str | Path, ranks: int | None = 2) -> Finished:
+def torchrun(script: str, *arguments: str | Path, ranks: int = 2) -> Finished:
     return finish(start(command(script, *arguments, ranks=ranks)))
+
+
+def run(script: str, *arguments: str | Path, ranks: int | None = 2) -> Finished:
+    """The same without torchrun, in processes that have torch already; `ranks=None`: one that is no rank."""
+    return run_script(EXAMPLES / script, *arguments, ranks=ranks, environment=environment())
 
 
 def metrics(folder: Path, key: str) -> dict[int, float]:
@@ -101,7 +99,7 @@ def ranks_of(tensors: dict[str, bytes]) -> set[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """A run to the end."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder)
+    return folder, torchrun("train_lm.py", *TINY, *TEXT, "--out", folder)
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +227,7 @@ def test_resuming_ends_in_the_parameters_of_an_uninterrupted_run(
     assert not list((folder / "checkpoints").glob(".tmp-*"))  # a later save of that step swept the dead one
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     whole: tuple[Path, Finished], killed: tuple[Path, Finished]
 ) -> None:
@@ -260,11 +259,21 @@ def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resum
 def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = run("train_lm.py", *TINY, *arguments, "--out", tmp_path / "out")
     assert_one_message(job, message)
+    assert job.status == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.exhaustive
+def test_bad_input_under_torchrun(tmp_path: Path) -> None:
+    """torchrun reports the exit status, and no traceback into the example."""
+    job = torchrun("train_lm.py", *TINY, "--data", "/no/such/text", "--out", tmp_path / "out")
+    assert_one_message(job, "cannot read --data /no/such/text: No such file or directory")
+    assert "exitcode  : 2" in job.errors
 
 
 def test_checkpoint_of_another_model_is_one_message(whole: tuple[Path, Finished], tmp_path: Path) -> None:
     job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--resume", whole[0], "--layers", "3", "--tied")
+    assert job.status == 2
     assert_one_message(job, "is a checkpoint of another model: layers is 2 there and 3 here; tied is False there")
 
 
@@ -273,10 +282,7 @@ def assert_one_message(job: Finished, message: str) -> None:
     assert job.output == ""
     assert [line for line in job.errors.splitlines() if line.startswith("error: ") and message in line], job.errors
     assert job.errors.count("error: ") == 1
-    assert (
-        str(EXAMPLES / "train_lm.py") + '"' not in job.errors
-    )  # no traceback into the example: only torchrun's report
-    assert "exitcode  : 2" in job.errors
+    assert str(EXAMPLES / "train_lm.py") + '"' not in job.errors  # no traceback into the example
 
 
 @pytest.mark.parametrize("ranks", [2, None])

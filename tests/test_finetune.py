@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.test_examples import EXAMPLES, TEXT, Finished, run
+from tests.scripts import Finished
+from tests.test_examples import EXAMPLES, TEXT, run, torchrun
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,7 +26,7 @@ SHORT = [*TEXT, "--device", "cpu", "--steps", "20", "--seq-len", "32", "--batch-
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """LoRA on the tiny model, on two ranks, merged; with the example's own check of the logits."""
     out = tmp_path_factory.mktemp("merged") / "out"
-    job = run("finetune.py", *SHORT, "--out", out, "--check")
+    job = torchrun("finetune.py", *SHORT, "--out", out, "--check")
     assert job.status == 0, job.errors
     return out, job
 

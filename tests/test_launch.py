@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tests.scripts import run_script
 from tests.test_examples import EXAMPLES, ROOT, TEXT, metrics, shards
 from tests.test_examples import environment as environment_of_examples
 
@@ -166,6 +167,7 @@ def test_a_killed_rank_is_started_again_and_goes_on(cluster: Cluster, whole: Pat
     assert_same_run(out, whole)
 
 
+@pytest.mark.exhaustive
 def test_fixed_node_ranks(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """A rank that dies ends both agents; the same commands go on."""
     command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
@@ -181,6 +183,7 @@ def test_fixed_node_ranks(cluster: Cluster, whole: Path, tmp_path: Path) -> None
     assert_same_run(out, whole)
 
 
+@pytest.mark.exhaustive
 def test_a_preempted_machine_is_replaced(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """SIGTERM to one agent: all ranks save and leave, the other agent waits for the next machine to come."""
     command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
@@ -196,6 +199,7 @@ def test_a_preempted_machine_is_replaced(cluster: Cluster, whole: Path, tmp_path
     assert_same_run(out, whole)
 
 
+@pytest.mark.exhaustive
 def test_with_a_machine_less(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """Two machines of two ranks; one goes for good. Its shards are read by the two ranks that are left, and the batch
     stays what it was: losses are those of any other number of ranks, to rounding."""
@@ -324,18 +328,20 @@ def commands_in(path: Path) -> Iterator[tuple[list[str], list[str]]]:
 FILES = [*sorted(path for path in LAUNCH.iterdir() if path.is_file()), ROOT / "docs" / "launching.md"]
 
 
-def test_all_command_lines_are_valid() -> None:
+def test_all_command_lines_are_valid(tmp_path: Path) -> None:
     """torchrun's and train_lm.py's own parsers take them; the world is one of 16 ranks."""
     found = {path.name: list(commands_in(path)) for path in FILES}
     assert all(found.values()), {name: len(commands) for name, commands in found.items()}
     for before in (before for commands in found.values() for before, _ in commands if "torchrun" in before):
         get_args_parser().parse_args([*before[before.index("torchrun") + 1 :], "train_lm.py"])
     behind = [words for commands in found.values() for _, words in commands]
-    script = "import sys, json, options; [options.parse_options(words, 16) for words in json.loads(sys.argv[1])]"
-    job = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(behind)], cwd=EXAMPLES, capture_output=True, text=True, check=False
+    script = tmp_path / "parse.py"
+    script.write_text(
+        "import sys, json, options\nfor words in json.loads(sys.argv[1]): options.parse_options(words, 16)"
     )
-    assert job.returncode == 0, f"{job.stderr[-500:]}\n{behind}"
+    variables = {**environment_of_examples(), "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+    job = run_script(script, json.dumps(behind), cwd=EXAMPLES, environment=variables)
+    assert job.status == 0, f"{job.errors[-500:]}\n{behind}"
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)

@@ -119,6 +119,7 @@ def test_refused(rank: int, world_size: int) -> None:
             raise AssertionError(f"{case.name}: expected {refusal}, got {error!r}") from error
 
 
+@pytest.mark.exhaustive  # each option is in some set of `test_together`
 @pytest.mark.parametrize("world_size", [2, 4], ids=["ranks2", "ranks4"])
 def test_alone(world_size: int) -> None:
     """Each option trains as one process does."""
@@ -126,7 +127,12 @@ def test_alone(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "batch"), [(size, batch) for size, number in NUM_BATCHES.items() for batch in range(number)]
+    ("world_size", "batch"),
+    [
+        pytest.param(size, batch, marks=[pytest.mark.exhaustive] if size == 4 and batch > 0 else [])
+        for size, number in NUM_BATCHES.items()
+        for batch in range(number)
+    ],
 )
 def test_together(world_size: int, batch: int) -> None:
     """So does each pair, here several at a time."""

@@ -471,6 +471,7 @@ def test_hsdp(rank: int, world_size: int, sizes: tuple[int, int], plan: str) -> 
     assert (counts["reduce_scatter"] == 0) == (sizes[1] == 1)
 
 
+@pytest.mark.exhaustive
 @on_ranks(8)
 def test_hsdp_on_eight_ranks(rank: int, world_size: int) -> None:
     """Behaviour 159: all three axes at work."""
