@@ -25,7 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-MAX_PROTECTIVE_CASES = 12
+MAX_PROTECTIVE_CASES = 8
+MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 5  # on four and more, where each takes twice as long
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,8 +51,15 @@ def _sample_large_grids(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("exhaustive") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
-        if len(found) > MAX_PROTECTIVE_CASES:
-            sample = {index * len(found) // MAX_PROTECTIVE_CASES for index in range(MAX_PROTECTIVE_CASES)}
+        many_ranks = _num_ranks(found[0]) >= 4
+        limit = MAX_PROTECTIVE_CASES_ON_MANY_RANKS if many_ranks else MAX_PROTECTIVE_CASES
+        if len(found) > limit:
+            sample = {index * len(found) // limit for index in range(limit)}
             for index, item in enumerate(found):
                 if index not in sample:
                     item.add_marker(pytest.mark.exhaustive)
+
+
+def _num_ranks(item: pytest.Item) -> int:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("world_size", 1) if callspec is not None else 1

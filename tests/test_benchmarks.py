@@ -61,7 +61,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "world_size" else []) for name in PROGRAMS],
+)
 def test_a_program_runs(results: Path, name: str) -> None:
     program = PROGRAMS[name]
     out = results / name / program.file

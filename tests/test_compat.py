@@ -22,6 +22,7 @@ from fsdp2.compat import is_installed
 from fsdp2.compat.__main__ import main
 from fsdp2.compat.environment import BOOTSTRAP, is_wanted
 from fsdp2.compat.names import IMPLEMENTATION, PUBLIC
+from tests.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,6 +50,16 @@ def succeeds(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> str:
 
 def runs(code: str, **variables: str) -> str:
     return succeeds("-c", textwrap.dedent(code), **variables)
+
+
+def runs_on_torch(code: str, folder: Path, **variables: str) -> str:
+    """The same in a process that has imported torch, with its FSDP2, and nothing of ours."""
+    script = folder / "code.py"
+    script.write_text(textwrap.dedent(code))
+    inherited = {name: value for name, value in os.environ.items() if name != "FSDP2_COMPAT"}
+    done = run_script(script, cwd=ROOT, environment={**inherited, "PYTHONPATH": str(ROOT), **variables})
+    assert done.status == 0, done.errors
+    return done.output
 
 
 # --- install and uninstall --------------------------------------------------------------------------------------------
@@ -102,10 +113,10 @@ def test_round_trip() -> None:
     )
 
 
-def test_both_work_in_turn() -> None:
+def test_both_work_in_turn(tmp_path: Path) -> None:
     """After `uninstall` torch's FSDP2 works, and so does a model that was sharded before; the reverse too. A class
     that both have sharded has two sharded classes."""
-    runs(
+    runs_on_torch(
         """
         import tempfile, torch, torch.distributed as dist, torch.distributed.fsdp as fsdp
         import fsdp2, fsdp2.compat
@@ -125,7 +136,8 @@ def test_both_work_in_turn() -> None:
                 each(torch.ones(1, 3)).sum().backward()
                 assert each.weight.grad.to_local().shape == (2, 3)
         dist.destroy_process_group()
-        """
+        """,
+        tmp_path,
     )
 
 
@@ -161,9 +173,9 @@ def test_threads() -> None:
     )
 
 
-def test_pickles_and_copies() -> None:
+def test_pickles_and_copies(tmp_path: Path) -> None:
     """A policy that was pickled with our names loads without them, and one of torch's loads with them, as ours."""
-    runs(
+    runs_on_torch(
         """
         import copy, pickle, torch, torch.distributed.fsdp as fsdp
         import fsdp2.compat
@@ -177,7 +189,8 @@ def test_pickles_and_copies() -> None:
         data = pickle.dumps(ours)
         fsdp2.compat.uninstall()
         assert pickle.loads(data) == ours
-        """
+        """,
+        tmp_path,
     )
 
 
@@ -238,10 +251,12 @@ WHOSE = "import sys, torch.distributed.fsdp as fsdp; print(fsdp.FSDPModule.__mod
 OURS, TORCHS = "fsdp2.module", "torch.distributed.fsdp"
 
 
-def test_one_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`fsdp2.compat.auto`, what the variable says about it, and what it says when it comes too late."""
-    assert runs(f"import fsdp2.compat.auto; {WHOSE}").split() == [OURS]
-    assert runs(f"import fsdp2.compat.auto; {WHOSE}", FSDP2_COMPAT="0").split() == [TORCHS]
+    code = f"import fsdp2.compat.auto; {WHOSE}"
+    assert runs(code).split() == [OURS]
+    assert runs_on_torch(code, tmp_path).split() == [OURS]
+    assert runs_on_torch(code, tmp_path, FSDP2_COMPAT="0").split() == [TORCHS]
     monkeypatch.setenv("FSDP2_COMPAT", "1")
     assert is_wanted()
     monkeypatch.setenv("FSDP2_COMPAT", "yes")
@@ -323,7 +338,7 @@ def test_a_line_in_a_pth_file(tmp_path: Path) -> None:
     (tmp_path / "fsdp2_compat.pth").write_text(line + "\n")
     code = f"import site; site.addsitedir({str(tmp_path)!r}); {WHOSE}"
     assert runs(code, FSDP2_COMPAT="1").split() == [OURS]
-    assert runs(code).split() == [TORCHS]
+    assert runs_on_torch(code, tmp_path).split() == [TORCHS]
 
 
 # --- the table of names -----------------------------------------------------------------------------------------------

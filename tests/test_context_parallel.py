@@ -184,6 +184,7 @@ def test_parity(rank: int, world_size: int, degrees: dict[str, Any]) -> None:
             check_lm(model, plain, meshes, step)
 
 
+@pytest.mark.exhaustive
 @on_ranks(8)
 @pytest.mark.parametrize(
     "degrees",
@@ -314,7 +315,7 @@ def test_backward_outside_of_the_block_is_noticed(rank: int, world_size: int) ->
 
 
 @on_ranks(2, timeout_s=150)
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.exhaustive), "full"])
 def test_compiled_blocks(rank: int, world_size: int, checkpointing: str) -> None:
     """`parallelize` compiles the blocks, with ring attention inside."""
     config = ParallelConfig(context=2, compile="aot_eager", activation_checkpointing=checkpointing)

@@ -217,6 +217,7 @@ def test_with_a_machine_less(cluster: Cluster, whole: Path, tmp_path: Path) -> N
     assert list(metrics(out, "loss").values()) == pytest.approx(list(metrics(whole, "loss").values()), rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_was_through_ends_again(cluster: Cluster, whole: Path) -> None:
     """A launcher may start it once more, when another machine failed at the very end. Nothing is done twice."""
     before = (whole / "metrics.jsonl").read_text()
@@ -268,6 +269,7 @@ def slurm(folder: Path, restarts: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.exhaustive
 def test_slurm_saves_and_queues_again_before_the_time_is_over(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     command, out = [LAUNCH / "slurm.sh", *OPTIONS, *TEXT, "--out", tmp_path / "out"], tmp_path / "out"
     script = cluster.start("bash", *command, **slurm(tmp_path, 0))
