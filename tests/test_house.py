@@ -125,6 +125,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "runtime.unit:Unit",
     ): "what it holds, and its iteration: two halves that reach into each other",
     ("attributes", "runtime.unit:Unit"): "the same",
+    ("file lines", "runtime.unit"): "the same",
     ("parameters", "checkpoint.saving:save"): "what goes where, and switches that each stand for themselves",
     ("parameters", "checkpoint.tools.converting:convert"): "the same",
     ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",

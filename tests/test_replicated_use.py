@@ -180,13 +180,12 @@ def test_moved_between_forward_and_backward(rank: int, world_size: int, kind: st
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_converted_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
-    """In another dtype there is nobody to take the gradient."""
+    """In another dtype there is nobody to take the gradient, and what is sharded has no storage of the old dtype any
+    more. Autograd said so of one storage (`setStorage: ... out of bounds`), or read it (a segmentation fault)."""
     model = routed(kind)
     loss = model(batch(0, rank, 4), (0,)).square().sum()
     model.to(torch.float64)
-    # What is sharded has no storage of the old dtype any more, which autograd says itself.
-    kinds = (OrderError,) if kind == "stage0" else (OrderError, RuntimeError)
-    with pytest.raises(kinds, match=r"blocks\.0.*converted between forward and backward|setStorage"):
+    with pytest.raises(OrderError, match=r"converted between forward and backward"):
         loss.backward()
     model.reset_iter_state()
     model(batch(0, rank, 4).double(), (0,)).square().sum().backward()

@@ -90,6 +90,7 @@ class ParamGroup:
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
         self._fits = True  # it matches the current parameters
+        self.conversions = 0  # how often it was made again, because it did not
         # Versions of the sharded parameters: those whose gathered values were kept, although they are sharded now;
         # those, among parameters that share the unsharded ones' memory, at a forward whose backward may come.
         self._kept_at: list[int] | None = None
@@ -126,6 +127,7 @@ class ParamGroup:
     def _issue(self, memory: ReleasedMemory, prefetching: bool) -> None:
         if not self._fits:
             self._unsharded, self._fits, self._used_at = None, True, None
+            self.conversions += 1
             self._refuse_gradients()
         streams = memory.streams
         # Compute may still read or write these: the copies on the smaller mesh, memory that was not freed.

@@ -345,7 +345,12 @@ class Unit:
         order, position = None, -1
         if self.groups:
             order, position = self.context.schedule.finished(self)
-        return on_backward_begin(lambda: self.pre_backward(order, position), output)
+        conversions = self._conversions()
+        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output)
+
+    def _conversions(self) -> int:
+        """How often unsharded parameters were made again in another dtype, on another device or in another shape."""
+        return sum([group.conversions for group in self.groups])
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move inputs to the accelerator. On the CPU nothing is to be done."""
@@ -358,8 +363,12 @@ class Unit:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     @profiled("FSDP::pre_backward")
-    def pre_backward(self, order: "Pass[Any] | None", position: int) -> None:
-        """Hook on the outputs' gradients: unshard, prefetch."""
+    def pre_backward(self, order: "Pass[Any] | None", position: int, conversions: int) -> None:
+        """Hook on the outputs' gradients: unshard, prefetch.
+
+        Raises:
+            OrderError: parameters were converted since the forward, which had made `conversions` of them.
+        """
         assert self.context is not None
         self.context.expect_end_of_backward()
         if self.stage is Stage.BACKWARD:
@@ -370,6 +379,11 @@ class Unit:
             group.gradients.begin_backward()
         if self.settings.unshard_in_backward:
             self.unshard()
+            if self._conversions() != conversions:
+                raise OrderError(
+                    f"unit '{self.fqn}': parameters were converted between forward and backward. Run the backward "
+                    "before to(dtype), or the forward again after it. After this error call model.reset_iter_state()."
+                )
             self.wait_for_unshard()
         if order is not None:
             explicit = _alive(self.backward_prefetch)
@@ -380,7 +394,7 @@ class Unit:
 
     def _pre_backward_again(self) -> None:
         """Backward reaches a part of this unit again, after an earlier one had finished it."""
-        self.pre_backward(None, -1)
+        self.pre_backward(None, -1, self._conversions())
 
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient: their reduction can start before the unit's backward
