@@ -262,6 +262,8 @@ class OptimizerTarget:
             (self.names[param], options[self.names[param]]) for param in group["params"] if self.names[param] in options
         ]
         for fqn, other in found[1:]:
+            if other is found[0][1]:  # they were in one group when they were saved
+                continue
             if canonical(dict(sorted(other.items()))) != canonical(dict(sorted(found[0][1].items()))):
                 raise MismatchError(
                     f"optimizer: '{found[0][0]}' and '{fqn}' are in one param group here and were saved with different "

@@ -117,8 +117,10 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
         return [decode(item, tensor, where) for item in value]
     if not isinstance(value, dict):
         return value
-    kind = next((key for key in value if key.startswith("$")), None)
-    if kind is None:
+    for kind in value:
+        if kind.startswith("$"):
+            break
+    else:
         return {key: decode(item, tensor, where) for key, item in value.items()}
     content = value[kind]
     try:

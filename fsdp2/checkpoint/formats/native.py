@@ -130,6 +130,7 @@ class NativeCatalog:
     manifest: Manifest
     kind: str = "fsdp2"
     _files: dict[str, _RankFile] = field(default_factory=dict)
+    _own: dict[tuple[str, int], _RankFile] = field(default_factory=dict)
     _headers: dict[str, Header] = field(default_factory=dict)
     _sums: dict[int, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
 
@@ -199,7 +200,9 @@ class NativeCatalog:
 
     def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
         dtype, shape = record.dtype, record.shape
-        held = self._rank_file(file_of(self.manifest, section, rank), rank)
+        if (section, rank) not in self._own:
+            self._own[section, rank] = self._rank_file(file_of(self.manifest, section, rank), rank)
+        held = self._own[section, rank]
         stored = held.header.tensors.get(name)
         is_it = stored is not None and (stored.dtype, stored.shape) == (dtype, box.shape)
         if stored is None or not is_it or held.shards.get(name) != [list(shape), list(box.start)]:
