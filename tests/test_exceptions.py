@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import OrderError, fully_shard
 from tests.parity_models import Stack, assert_gradients, batch, local, mean_gradients, mesh_2d, shard_blocks
 from tests.ranks import on_ranks
 from tests.test_accumulation import Dot, add, grads
@@ -89,6 +89,27 @@ def test_next_iteration_is_exact(
         step(model, rank)
         assert_gradients(model, mean_gradients(plain, world_size, step))
         model.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("with_grad", [False, True], ids=["backward", "autograd.grad"])
+def test_another_backward_after_one_that_raised(rank: int, world_size: int, with_grad: bool) -> None:
+    """A loss whose forward ran before went backward after another's had raised: units below the fault got no gradient,
+    some gradients were not reduced, and a step would have used them. It is an error that says what to call."""
+    model: Any = shard_blocks(fsdp2, Fused())
+    sound = model(batch(0, rank)).square().sum()
+    model.fuse.blows_in = "backward"
+    given = batch(1, rank).requires_grad_()
+    faulty = model(given).square().sum()
+    with pytest.raises(Broken):
+        _ = torch.autograd.grad(faulty, given) if with_grad else faulty.backward()
+    with pytest.raises(OrderError, match=r"backward was called, but the last.*reset_iter_state"):
+        sound.backward()
+    model.reset_iter_state()
+    model.fuse.blows_in = None
+    model.zero_grad()
+    step(model, rank)
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(4)

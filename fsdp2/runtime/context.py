@@ -5,8 +5,8 @@ object.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, NoReturn, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -88,7 +88,9 @@ class Context(Generic[Unit]):
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Unit]] = deque()
-        self._callback_queued = False
+        # What the running backward calls at its end, which nothing but autograd's engine holds: it is gone if backward
+        # raised. None: no backward runs.
+        self._end: ref[Callable[[], None]] | None = None
 
     @property
     def units(self) -> list[Unit]:
@@ -164,15 +166,19 @@ class Context(Generic[Unit]):
         """Called from within a backward pass: `end_backward` will run at its end.
 
         Raises:
+            OrderError: the last backward raised, and `reset_iter_state` was not called.
             UnsupportedError: it runs under compiled autograd, which never calls callbacks at the end.
         """
-        if not self._callback_queued:
+        if self._end is None:
             if torch.compiler.is_compiling():
                 _refuse_compiled_autograd()
-            self._callback_queued = True
+            end = self.end_backward
+            self._end = ref(end)
             self.finalization.begin_backward(self.units[0].settings.manual_finalization)
             self.in_flight.limit(self, max(unit.settings.max_input_buffers for unit in self.units))
-            queue_backward_callback(self.end_backward)
+            queue_backward_callback(end)
+        elif self._end() is None:
+            _raise_unfinished("backward")
 
     def check_backward_ended(self) -> None:
         """Called before a forward.
@@ -180,11 +186,8 @@ class Context(Generic[Unit]):
         Raises:
             OrderError: the last backward raised, and `reset_iter_state` was not called.
         """
-        if self._callback_queued and not backward_is_running():
-            raise OrderError(
-                "forward was called, but the last backward has not finished; did it raise? Call reset_iter_state() on "
-                "the root, on every rank, before the next iteration."
-            )
+        if self._end is not None and not backward_is_running():
+            _raise_unfinished("forward")
 
     def end_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left; the last one waits for all reductions."""
@@ -192,7 +195,7 @@ class Context(Generic[Unit]):
             self._end_backward()
 
     def _end_backward(self) -> None:
-        self._callback_queued = False
+        self._end = None
         self.recomputed.clear()
         root = self.units[0]
         for unit in self.units:
@@ -235,7 +238,7 @@ class Context(Generic[Unit]):
         """
         root = self.units[0]
         wanted = root.settings.manual_finalization
-        is_running = backward_is_running() or self._callback_queued
+        is_running = backward_is_running() or self._end is not None
         self.finalization.check_can_finalize(root.fqn, wanted, is_running)
         self.in_flight.check_nobody_waits(f"finalize_backward of '{root.fqn}'")
         if not self.finalization.is_due:
@@ -287,7 +290,7 @@ class Context(Generic[Unit]):
         if ticket is not None:
             ticket.is_void = True
         self.in_flight.abandon_all()
-        self._callback_queued = False
+        self._end = None
         self.recomputed.clear()
         self.finalization.end()
         self.schedule.end_forward()
@@ -299,4 +302,11 @@ def _refuse_compiled_autograd() -> None:
         "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
         "unreduced. Turn it off (compiled_autograd in the configuration of Dynamo); torch.compile of the model or of "
         "its blocks is fine."
+    )
+
+
+def _raise_unfinished(what: str) -> NoReturn:
+    raise OrderError(
+        f"{what} was called, but the last backward has not finished; did it raise? Call reset_iter_state() on the "
+        "root, on every rank, before the next iteration."
     )

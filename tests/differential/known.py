@@ -223,6 +223,12 @@ KNOWN = (
         at_action=lambda program, action, situation: action.kind == "reset_iter_state" and situation.waiting,
     ),
     Known(
+        "a forward or a backward after a backward that raised, without `reset_iter_state`",
+        "computes with what that left",
+        "an error that says what to call",
+        fsdp2_raises="the last backward has not finished",
+    ),
+    Known(
         "a step, a clip or a `zero_grad` while gradients wait unreduced",
         "silent",
         "a warning that names units and setter; an error the second time in a row",
