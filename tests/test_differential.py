@@ -17,7 +17,7 @@ from tests.differential.script import script_of
 
 FOUND = Path(__file__).parent / "differential" / "found"
 SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
-# The first of the campaign that docs/testing.md describes, up to seeds whose differences are not explained yet.
+# The first of the campaign that docs/testing.md describes.
 CAMPAIGN = {2: range(2_000_000, 2_000_500), 4: range(2_000_000, 2_000_200)}
 AT_ONCE = 100
 
