@@ -15,7 +15,7 @@ from fsdp2.checkpoint.checksum import ALGORITHM
 from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.files import Homes
 from fsdp2.checkpoint.folders import delete, is_complete, replace_folder, sweep
-from fsdp2.checkpoint.lease import check_lease, end_lease, not_swept
+from fsdp2.checkpoint.lease import check_lease, end_lease
 from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from fsdp2.checkpoint.memory import uncollected
 from fsdp2.checkpoint.storage import Storage
@@ -39,16 +39,11 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     options = _common_options(records)
     if not storage.renames and is_complete(storage, path):
         raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
-    try:
-        files = _files(storage, work, records)
-    except CheckpointError:
-        check_lease(storage, path, save_id)  # what took over has swept `work`
-        raise
+    files = _files(storage, work, records)
     for section, placed in homes.items():
         if len(placed) > 1:
             name, content = f"{section}.safetensors.index.json", huggingface_index(placed)
-            with not_swept(storage, path, work, save_id):
-                storage.write_all(storage.join(work, name), content)
+            storage.write_all(storage.join(work, name), content)
             files[name] = [len(content), f"{zlib.crc32(content):08x}"]
     tables: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in enumerate(records):
@@ -77,8 +72,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     content = _encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        with not_swept(storage, path, work, save_id):
-            write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
+        write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
         if storage.renames:
             replace_folder(storage, work, path, options["overwrite"], lambda: check_lease(storage, path, save_id))
     except BaseException as error:

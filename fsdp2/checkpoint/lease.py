@@ -2,9 +2,7 @@
 
 The lease of ``step-00001000`` is ``.lease-step-00001000``. It names its holder: host, process, start time, job, save. A
 second job that saves to the name gets an error with these. A lease is taken over if its process is gone (on the same
-host; by its number and when it began, since numbers are used again), or if it is not renewed for `LEASE_S` while this
-process looks, by its own clock (on other hosts). Clocks of hosts, and of file servers, differ by minutes: what they say
-counts only where it is an hour old (`OLD_S`). Where ``/proc`` is missing, a number that is used again looks alive.
+host), or if it has not been renewed for `LEASE_S` (on other hosts).
 
 It is only advisory. The process that commits renames only its own folders (see `folders.py`), so nothing is lost if two
 processes both believe that they hold the lease. That matters, because no file system can distinguish a dead process
@@ -24,8 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -42,19 +39,16 @@ __all__ = [
     "has_lease",
     "is_leased",
     "lease_name",
-    "not_swept",
     "take_lease",
 ]
 
-LEASE_S = 60.0  # without being renewed, as seen by who wants it; then it may be taken over from another host
-OLD_S = 3600.0  # so far no two clocks are apart
+LEASE_S = 60.0  # since it was renewed; then it may be taken over from another host
 RENEW_S = 10.0
 LOOK_S = 0.5
 MAX_BYTES = 4096
 LEASE_NAME = re.compile(r"\.lease-.+", re.DOTALL)
 FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -119,8 +113,8 @@ class Lease:
         if fd < 0:
             return
         with suppress(OSError):
-            inode = os.fstat(fd).st_ino
-            _clear(self._file, lambda found: found.inode == inode)
+            if os.lstat(self._file).st_ino == os.fstat(fd).st_ino:
+                os.unlink(self._file)
         _renewer.close(fd)
 
 
@@ -182,7 +176,7 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
     storage.make_folder(folder)
     file = storage.join(folder, lease_name(name))
     deadline = time.monotonic() + timeout_s
-    first: tuple[_Found, float] | None = None  # and when that was
+    first: _Found | None = None
     while True:
         # With a name that is swept together with those of dead saves, if this process dies now.
         fd, now = _made(storage.join(folder, f".tmp-{name}-{uuid.uuid4().hex[:12]}"), file, save_id)
@@ -193,18 +187,17 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
             continue
         dead = found.is_dead
         if dead is None:
-            first = first or (found, time.monotonic())
-            is_same = found == first[0]
-            dead = now - found.renewed > OLD_S or (is_same and time.monotonic() - first[1] >= LEASE_S)
-            if not dead and is_same and time.monotonic() < deadline:
-                time.sleep(min(LOOK_S, LEASE_S))
+            dead = now - found.renewed > LEASE_S
+            first = first or found
+            if not dead and found == first and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
                 continue
         if not dead:
             raise CheckpointError(
                 f"{path}: is being saved by {found.holder}. Two jobs must not save to one name: stop one, or save to "
                 "another folder."
             )
-        _clear(file, found.__eq__)
+        _clear(file, found)
 
 
 def check_lease(storage: Storage, path: str, save_id: str) -> None:
@@ -229,29 +222,6 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
     )
 
 
-@contextmanager
-def not_swept(storage: Storage, path: str, work: str, save_id: str) -> Iterator[None]:
-    """Within, a save uses its folder `work`, which may disappear: the save stood still, and another took over and
-    cleaned up.
-
-    Raises:
-        CheckpointError: it has.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in GONE or not storage.renames or storage.kind(work) is not None:
-            raise
-        folder, name = storage.split(path)
-        found = _look(storage.join(folder, lease_name(name)))
-        is_other = found is not None and found.holder.id not in (save_id, "")
-        who = f"another save: {found.holder}" if found is not None and is_other else "another save, which has ended"
-        raise CheckpointError(
-            f"{path}: {work}, where this save was writing, was deleted by {who} (or by hand). Two jobs must not save "
-            "to one name: stop one, or save to another folder."
-        ) from error
-
-
 def has_lease(storage: Storage, path: str, save_id: str) -> bool:
     """Whether a save certainly still has its lease, from any of its processes."""
     folder, name = storage.split(path)
@@ -266,7 +236,9 @@ def end_lease(storage: Storage, path: str, save_id: str) -> None:
         folder, name = storage.split(path)
         file = storage.join(folder, lease_name(name))
         with suppress(OSError):
-            _clear(file, lambda found: found.holder.id == save_id)
+            found = _look(file)
+            if found is not None and found.holder.id == save_id:
+                os.unlink(file)
 
 
 def is_leased(storage: Storage, path: str) -> bool:
@@ -278,7 +250,7 @@ def is_leased(storage: Storage, path: str) -> bool:
     if found is None:
         return False
     dead = found.is_dead
-    return time.time() - found.renewed < OLD_S if dead is None else not dead
+    return time.time() - found.renewed < LEASE_S if dead is None else not dead
 
 
 def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
@@ -314,27 +286,16 @@ def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
     return made, now
 
 
-def _clear(file: str, is_it: Callable[[_Found], bool]) -> None:
-    """Take a lease away: that one and no other, which may have come in its place since it was looked at."""
-    found = _look(file)
-    if found is None or not is_it(found):
-        return
+def _clear(file: str, found: _Found) -> None:
+    """Take a dead lease away: that one and no other, which may have come in its place by now."""
     aside = f"{file}-{uuid.uuid4().hex[:12]}"
     with suppress(FileNotFoundError):
-        os.rename(file, aside)  # which one process can do; then nobody changes it any more
+        os.rename(file, aside)
         now = _look(aside)
-        if now is not None and not is_it(now):
-            _put_back(aside, file)
+        if now is not None and now != found:
+            with suppress(OSError):
+                os.link(aside, file)
         os.unlink(aside)
-
-
-def _put_back(aside: str, file: str) -> None:
-    """Give a lease its name again; a third process may have taken that meanwhile, and keeps it."""
-    try:
-        os.link(aside, file)
-    except OSError as error:
-        if error.errno in NO_LINKS and not os.path.lexists(file):
-            os.rename(aside, file)
 
 
 def _look(file: str) -> _Found | None:
@@ -342,7 +303,7 @@ def _look(file: str) -> _Found | None:
     try:
         fd = os.open(file, os.O_RDONLY | FLAGS)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
             return None
         raise
     try:

@@ -48,7 +48,7 @@ from fsdp2.checkpoint.files import (
     sums_file_name,
 )
 from fsdp2.checkpoint.folders import free_name, step_name, work_folder
-from fsdp2.checkpoint.lease import Lease, not_swept, take_lease
+from fsdp2.checkpoint.lease import Lease, take_lease
 from fsdp2.checkpoint.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.memory import blocks_of, uncollected, wait_for
 from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, optimizers_state
@@ -320,8 +320,7 @@ class _Job:
             planned = self._files(about, pieces, shares, homes)
             if not storage.renames:
                 planned = [replace(file, name=named_after(file.name, nonce)) for file in planned]
-            with not_swept(storage, self.path, work, nonce):
-                written = self._write(work, planned, about, bool(homes))
+            written = self._write(work, planned, about, bool(homes))
             if agreement.report(self._record(about_model, written, shares, homes)):
                 commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
