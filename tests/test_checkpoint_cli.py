@@ -453,6 +453,7 @@ def test_progress_bars_are_for_terminals(
     main(["verify", str(original / "three")])
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "250")  # the path of a temporary folder may be long
     main(["verify", str(original / "three")])
     captured = capsys.readouterr()
     assert "verify" in captured.err
