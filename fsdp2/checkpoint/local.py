@@ -224,8 +224,8 @@ def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 class LocalReader:
     """See `Reader`. Reads, and never maps: a file that shrinks is an error then, not a SIGBUS."""
 
-    # Twice that, source and destination, is in the cache of one core (1 or 2 MiB) when it is summed. With half of it the
-    # calls take longer than the cache gives.
+    # Twice that, source and destination, is in the cache of one core (1 or 2 MiB) when it is summed. With half of it
+    # the calls take longer than the cache gives.
     chunk = 512 << 10
 
     def __init__(self, path: str, fd: int | None = None, owned: bool = True):
