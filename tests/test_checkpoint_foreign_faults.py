@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import struct
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from fsdp2 import checkpoint
+from fsdp2.checkpoint import box
 from fsdp2.checkpoint.box import Box, Cover
 from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
@@ -326,6 +328,47 @@ def test_many_parts_take_linear_time(shape: tuple[int, ...], parts: list[Box]) -
     assert problem_of(cover_of(shape, [*parts, parts[7]])) == "overlap"
     assert problem_of(cover_of(shape, [*parts[1:], parts[0], parts[-1]])) == "overlap"
     assert time.process_time() - start < 20
+
+
+def calls_of_check(parts: list[Box]) -> tuple[int, int]:
+    """How many calls `Cover.check` makes for parts of the smallest box around them, and how many of those compare two
+    parts. Its work is proportional to its calls, and they are the same on every machine."""
+    cover = cover_of(tuple(map(max, zip(*(part.end for part in parts), strict=True))), parts)
+    counts = [0, 0]
+
+    def count(frame: Any, event: str, called: Any) -> None:
+        counts[0] += event in ("call", "c_call")
+        counts[1] += event == "call" and frame.f_code is Box.intersect.__code__
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        problem_of(cover)
+    finally:
+        sys.setprofile(before)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("made", [lines, pinwheels, staggered, interlocked])
+def test_calls_grow_with_the_number_of_parts(made: Callable[[int], list[Box]]) -> None:
+    """No part is compared with another, and twice as many of them cost twice as much."""
+    sizes = (4, 8, 16, 32) if made in (lines, pinwheels) else (8, 16, 32, 64, 128, 256)
+    per_part = []
+    for parts in map(made, sizes):
+        calls, comparisons = calls_of_check(parts)
+        assert comparisons == 0
+        per_part.append(calls / len(parts))
+    assert max(per_part) < 1.2 * min(per_part), per_part
+
+
+def test_few_parts_are_compared_where_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which two overlap is only looked for so long: of these 600 parts 134,550 pairs meet along a dim."""
+    parts = staggered(300)
+    broken = [*parts[:-1], Box(parts[-1].start, (1, 1))]
+    monkeypatch.setattr(box, "MAX_COMPARED", 1_000)
+    calls, comparisons = calls_of_check(broken)
+    assert 0 < comparisons <= 1_000
+    assert calls < 100 * len(parts)
 
 
 def test_overlaps_are_found() -> None:
