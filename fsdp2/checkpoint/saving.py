@@ -70,7 +70,8 @@ class Saved:
     """What a completed save cost on this rank.
 
     Attributes:
-        nbytes: bytes of values that this rank wrote.
+        nbytes: bytes of the tensors' values that this rank wrote, without headers and manifest. What several ranks
+            have is counted only on the one that wrote it, so these numbers add up to what the checkpoint holds.
         seconds: from the call until the checkpoint was complete and durable.
         blocked_seconds: how long of that the caller was blocked: with ``async_op=True`` until `save` returned.
     """
@@ -176,7 +177,7 @@ def save(
         free_name(storage, path, options.overwrite)
         model = unwrapped(model)
         job = _Job(storage, path, step, world, agreement, options)
-        nonce, nbytes, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
+        nonce, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
         if world.rank == 0:
             lease = take_lease(storage, path, nonce, options.timeout_s)
@@ -188,7 +189,7 @@ def save(
 
     def run() -> None:
         try:
-            write()
+            nbytes = write()
         finally:
             lease.release()
         if options.on_saved is not None:
@@ -234,9 +235,9 @@ class _Job:
         optimizer: Optimizers | None,
         extra: Mapping[str, Any],
         staged: bool,
-    ) -> tuple[str, int, Callable[[], None]]:
-        """Plan everything. Returns the id of the save, the bytes of this rank, and a function that writes and commits
-        on any thread."""
+    ) -> tuple[str, Callable[[], int]]:
+        """Plan everything. Returns the id of the save, and a function that writes and commits on any thread, and
+        returns the bytes of values that this rank wrote."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -283,8 +284,7 @@ class _Job:
         if staged:
             pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        nbytes = sum(piece.nbytes for own in (*pieces.values(), *(share.pieces for share in shares)) for piece in own)
-        return nonce, nbytes, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
+        return nonce, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
@@ -308,8 +308,8 @@ class _Job:
         pieces: Mapping[str, list[Piece]],
         shares: list[ExtraShare],
         homes: Homes,
-    ) -> None:
-        """Write, report, and commit if all others have reported."""
+    ) -> int:
+        """Write, report, and commit if all others have reported. Returns the bytes of values that this rank wrote."""
         storage, agreement = self.storage, self.agreement
         work = work_folder(storage, self.path, nonce)
         about = {"id": nonce, "rank": self.world.rank, "world": self.world.size}
@@ -331,6 +331,9 @@ class _Job:
                 self._discard(work, planned)
             if not counts or not isinstance(error, CheckpointError):
                 raise
+        # Only now is it known which rank has written extra state that several have.
+        own = (*pieces.values(), *(share.pieces for share in shares if share.mine))
+        return sum(piece.nbytes for some in own for piece in some)
 
     def _discard(self, work: str, planned: list[PlannedFile]) -> None:
         """Delete the files of a failed save: the disk may be full."""
