@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from fsdp2.checkpoint.loading import Loaded, requests_for
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.reading import Filler
-from fsdp2.checkpoint.replacing import not_replaced
+from fsdp2.checkpoint.replacing import READS, not_replaced
 from fsdp2.checkpoint.sources import Sources
 from fsdp2.checkpoint.state import World
 from fsdp2.checkpoint.storage import storage_of
-from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
+from fsdp2.errors import ArgumentError, CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["load_from_rank"]
 
@@ -61,6 +62,7 @@ def load_from_rank(
     Raises:
         MismatchError: as for `load`; on all ranks. (If a weight that is tied here is stored twice with different
             values, the other ranks raise a `CheckpointError`.)
+        ReplacedError: as for `load`; on all ranks.
         CheckpointError: on the other ranks, if the reader failed, with its error in the message (the reader raises the
             error itself); the model may be partly filled. Or the ranks request different tensors.
         ArgumentError: the group has no such rank.
@@ -73,14 +75,36 @@ def load_from_rank(
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
     channel = _Channel(world, process_group, rank)
+    for reads_left in reversed(range(READS)):
+        try:
+            return _load(folder, model, _Matches(sources, strict, cast), channel)
+        except ReplacedError:  # on all ranks, so that all start again
+            if not reads_left:
+                raise
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class _Matches:
+    """What fits; see `load`."""
+
+    sources: Sources | None
+    strict: bool
+    cast: bool
+
+
+def _load(
+    folder: str | os.PathLike[str], model: nn.Module | Mapping[str, Any], matches: _Matches, channel: "_Channel"
+) -> Loaded:
+    """Load what is currently in the folder."""
     files: _Files | None = None
     try:
         with channel.failing():
             files = _Files(folder) if channel.reads else None
             listing = _listing(files.catalog) if files is not None else b""  # which may read: formats are lazy
         listed = _listed(channel.tell(listing))
-        matching = Matching(listed, world, cast, sources)
-        _match(matching, model, strict, channel)
+        matching = Matching(listed, channel.world, matches.cast, matches.sources)
+        _match(matching, model, matches.strict, channel)
         with channel.failing():
             if files is not None:
                 files.compare(matching.twins)
@@ -263,7 +287,8 @@ class _Channel:
         number = self._number(self._reader)
         if number < 0:
             why = self._get(-1 - number).decode()
-            raise CheckpointError(f"load_from_rank: rank {self._reader}, which reads, gave up: {why}")
+            kind = ReplacedError if why.startswith(f"{ReplacedError.__name__}: ") else CheckpointError
+            raise kind(f"load_from_rank: rank {self._reader}, which reads, gave up: {why}")
         return number
 
     def _number(self, sender: int) -> int:
