@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp2.checkpoint.catalog import StoredTensorInfo
 from fsdp2.checkpoint.sources import Source, concatenated, stacked, stored
-from fsdp2.errors import UnsupportedError
+from fsdp2.checkpoint.state import clean_name
+from fsdp2.errors import MismatchError, UnsupportedError
 
 __all__ = ["published_sources"]
 
@@ -38,8 +39,11 @@ def published_sources(
 
     Raises:
         UnsupportedError: another tensor is made by an operation that is not known here.
+        MismatchError: the folder is not of this module, but of a transformers model within it.
     """
     modeling = sys.modules.get("transformers.modeling_utils")  # without it there are no models of its own
+    if modeling is not None and isinstance(model, nn.Module) and not (said or shapes.keys() & tensors.keys()):
+        _check_not_within(model, modeling.PreTrainedModel, shapes, tensors)
     if modeling is None or not isinstance(model, modeling.PreTrainedModel) or shapes.keys() <= tensors.keys():
         return {}
     try:
@@ -68,6 +72,24 @@ def published_sources(
             continue
         found |= _Conversion(converter, renamed, model.config, shapes, tensors).of(collected)
     return found
+
+
+def _check_not_within(
+    model: nn.Module, kind: type[nn.Module], shapes: Shapes, tensors: Mapping[str, StoredTensorInfo]
+) -> None:
+    """See that a module of which no name is stored does not hold a transformers model that the folder is of: that would
+    say of each tensor that it is missing, and of each that is stored that it is unexpected."""
+    if isinstance(model, kind):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, kind):
+            prefix = f"{clean_name(path)}."
+            within = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+            if within.keys() & tensors.keys() or published_sources(module, within, tensors):
+                raise MismatchError(
+                    f"load: no name of this {type(model).__name__} is stored. The folder is of the "
+                    f"{type(module).__name__} that it holds as '{path}': load that one, model=model.{path}"
+                )
 
 
 def _skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
