@@ -211,12 +211,9 @@ class _Run:
                 return Result("same", at=at, ran=self.ran, ended=refused)
             is_alone = theirs is None or "support deepcopy" in str(errors[1])
             blind = errors[2] is None or isinstance(errors[2], models.Boom)
-            if theirs is None and errors[0] is None and "must have the same dtype" in str(errors[2]):
-                blind = is_alone = is_coarse(
-                    self.program
-                )  # recomputed, which torch does in other dtypes without autocast
-                if blind:
-                    return Result("same", at=at, ran=self.ran, ended="one process computes in one dtype")
+            mixes = errors[0] is None and "must have the same dtype" in str(errors[2])
+            if theirs is None and mixes and is_coarse(self.program):  # recomputed without autocast, in other dtypes
+                return Result("same", at=at, ran=self.ran, ended="one process computes in one dtype")
             if theirs is None and self.program.has_tp and "setup_context staticmethod" in str(errors[0]):
                 return Result("same", at=at, ran=self.ran, ended="tensor parallelism has no transforms of torch.func")
             if is_alone and errors[0] is not None and blind and is_coarse(self.program):

@@ -54,9 +54,8 @@ class OneProcess:
         # A hook changes gradients in a way that one process does not know.
         self.lost = "Hooked" in program.kinds()
         self.late: set[str] = set()  # roots whose gradients the last backward will hand over
-        self.buffers: list[
-            dict[tuple[nn.Module, str], Tensor]
-        ] = []  # of each rank: they differ, as batch statistics do
+        # Of each rank: they differ, as batch statistics do.
+        self.buffers: list[dict[tuple[nn.Module, str], Tensor]] = []
         self._is_last: dict[str, bool] = {}
         self._units: list[_Unit] = []
         self._made_by: dict[int, str] = {}  # the line that made the loss of a slot
