@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.differential.generate import generate
-from tests.differential.known import table
+from tests.differential.known import TRANSFORMS, table
 from tests.differential.mutants import MISSED, MISSED_BEFORE, Mutant, find
-from tests.differential.program import Program
+from tests.differential.program import Action, Model, Node, Program
 from tests.differential.runner import run
 from tests.differential.script import script_of
 
@@ -39,6 +39,33 @@ def test_programs_are_data() -> None:
 def test_known_differences_are_documented() -> None:
     """docs/design.md shows the fuzzer's table of wanted differences, word for word."""
     assert table() in (Path(__file__).parents[1] / "docs" / "design.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "called"), [(None, "model(t, (0,))"), ("", "model.blocks[0](t)")], ids=["root", "below-a-root"]
+)
+@pytest.mark.parametrize("transform", ["jacrev", "vjp"])
+def test_gradients_of_transforms(transform: str, options: str | None, called: str) -> None:
+    """torch leaves the gradients of a transform that runs a backward to a later backward, and fsdp2 does not.
+
+    It does so without an error where the backward through the transform reads no resharded parameters, on any number
+    of ranks: here on two, and in the first such transform.
+    """
+    value = {
+        "jacrev": f"torch.func.jacrev(lambda t: {called})(x(1))",
+        "vjp": f"torch.func.vjp(lambda t: {called}, x(1))[1](x(2))[0]",
+    }[transform]
+    actions = (
+        Action("forward", "loss[0] = loss_of(model(x(0), (0,)))", makes=0),
+        Action("backward", "loss[0].backward()", needs=(0,)),
+        Action(f"torch.func.{transform}", f"loss[1] = loss_of({value})", makes=1),
+        Action("backward", "loss[1].backward()", needs=(1,)),
+    )
+    model = Model("model", (Node("Unused", unit=True),), options=options)
+    optimizer = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+    result = run(Program(1, 2, (2,), ("shard",), (model,), optimizer, actions))
+    assert (result.kind, result.used) == ("same", [TRANSFORMS]), result.text
+    assert len(result.ran) == len(actions) and not result.ended
 
 
 @pytest.mark.exhaustive

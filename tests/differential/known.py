@@ -14,6 +14,7 @@ from tests.differential.program import Action, Program
 __all__ = [
     "GOES_ON",
     "KNOWN",
+    "TRANSFORMS",
     "Known",
     "Situation",
     "fills_zeros",
@@ -27,6 +28,9 @@ __all__ = [
     "torch_is_lost",
     "why_left",
 ]
+
+
+REVERSE = ("torch.func.vjp", "torch.func.grad", "torch.func.jacrev")  # they run a backward
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,13 @@ def _calls_part(program: Program) -> bool:
     return any(f"{path}(" in action.code for path in parts for action in program.actions)
 
 
-TRANSFORMS = "transforms of torch.func, and units that are unsharded when their backward comes"
+def _ran_backward_in_forward(program: Program, action: Action) -> bool:
+    """Whether a backward goes through a transform that has run a backward itself."""
+    made = {each.makes for each in program.actions if each.kind in REVERSE}
+    return action.kind == "backward" and any(slot in made for slot in action.needs)
+
+
+TRANSFORMS = "transforms of torch.func, and a backward through them that reads no parameters which were resharded"
 LISTS = "a backward that comes to a part of a unit of several modules, called by itself"
 
 KNOWN = (
@@ -151,11 +161,14 @@ KNOWN = (
     ),
     Known(
         TRANSFORMS,
-        "may leave gradients unreduced; `reshard` forgets them",
+        "may leave gradients unreduced: a later backward adds them to its own, or `reshard` forgets them",
         "reduces them",
         at_action=lambda program, action, situation: (
-            action.kind in ("torch.func.vjp", "torch.func.grad", "torch.func.jacrev")
-            and any(a.kind == "set_reshard_after_backward" and not a.value for a in program.actions)
+            _ran_backward_in_forward(program, action)
+            or (
+                action.kind in REVERSE
+                and any(a.kind == "set_reshard_after_backward" and not a.value for a in program.actions)
+            )
         ),
     ),
     Known(
@@ -294,14 +307,8 @@ KNOWN = (
         ),
     ),
     Known(
-        "a second `torch.func.jacrev` of a unit, on more ranks than some parameter has rows for",
-        "gradients differ from one process",
-        "gradients as in one process",
-        at_action=lambda program, action, situation: action.kind == "torch.func.jacrev" and _shard_size(program) > 2,
-    ),
-    Known(
         "an int for `reshard_after_forward`, and a `shard_placement_fn` that chooses another dim than 0",
-        "fails: it looks for a padded size that it does not keep for these",
+        "fails: what it keeps in the smaller group is flat, and has no such dim",
         "works",
         torch_raises="list index out of range",
         raises_in=lambda program: (
