@@ -48,7 +48,8 @@ def convert(
         dtype: convert the model's floating point tensors to this.
         progress: is called with the bytes done and those to do.
         model_only: without optimizer and extra state.
-        max_file_bytes, overwrite: as for `save`.
+        max_file_bytes: as for `save`.
+        overwrite: as for `save`.
         verify: check the source's checksums.
 
     Returns:
