@@ -14,7 +14,8 @@ import torch
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import retention
-from fsdp2.checkpoint.folders import STALE_S, left_overs
+from fsdp2.checkpoint.folders import STALE_S, left_overs, sweep
+from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.lease import take_lease
 from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.manifest import MANIFEST
@@ -236,6 +237,8 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
     shutil.copytree(root, again)
     checkpoint.prune(again, keep=1)
     assert steps(again) == [2]
+    swept_some_day = left_overs(LocalStorage(), str(again), older_than_s=-1)
+    assert {*map(str, again.iterdir())} - {*swept_some_day} == {str(again / "step-00000002")}
     save(root, 1, value=3.0, overwrite=True)
     assert value_at(root, 1) == 3.0
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
@@ -298,3 +301,42 @@ def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> No
     assert left_overs(LocalStorage(), str(tmp_path)) == []
     save(tmp_path, 2)
     assert aside.exists()
+
+
+@pytest.mark.parametrize("sizes_are_known", [True, False])
+def test_a_save_deletes_what_it_replaced_only_if_all_of_its_files_are_there(
+    sizes_are_known: bool, tmp_path: Path
+) -> None:
+    """When it cleans up, somebody else has deleted a file of what has just been saved."""
+    save(tmp_path, 1)
+    path, aside = tmp_path / "step-00000001", tmp_path / ".old-step-00000001-0123456789ab"
+    path.rename(aside)
+    save(tmp_path / "other", 1, value=2.0)
+    (tmp_path / "other" / path.name).rename(path)
+    manifest = read_manifest(LocalStorage(), str(path))
+    files = manifest.files if sizes_are_known else list(manifest.files)
+    file = next(path.glob("model-*"))
+    content = file.read_bytes()
+    file.unlink()
+    assert sweep(LocalStorage(), str(path), files, manifest.id) == []
+    assert aside.exists()
+    file.write_bytes(content)
+    assert len(sweep(LocalStorage(), str(path), files, manifest.id)) == 1
+    assert not aside.exists()
+
+
+def test_a_save_that_takes_hours_stays(tmp_path: Path) -> None:
+    """The folder changes when a file is made in it, which may be long ago; the lease tells that somebody writes."""
+    save(tmp_path, 1)
+    lease = take_lease(LocalStorage(), str(tmp_path / "step-00000002"), "0123456789ab", 5)
+    writing = tmp_path / ".tmp-step-00000002-0123456789ab"
+    writing.mkdir()
+    os.utime(writing, (1, 1))
+    assert left_overs(LocalStorage(), str(tmp_path)) == []
+    save(tmp_path, 1, overwrite=True)
+    checkpoint.prune(tmp_path, keep=1)
+    assert writing.exists()
+    lease.release()
+    assert left_overs(LocalStorage(), str(tmp_path)) == [str(writing)]
+    save(tmp_path, 1, overwrite=True)
+    assert not writing.exists()
