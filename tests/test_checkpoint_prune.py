@@ -340,3 +340,24 @@ def test_a_save_that_takes_hours_stays(tmp_path: Path) -> None:
     assert left_overs(LocalStorage(), str(tmp_path)) == [str(writing)]
     save(tmp_path, 1, overwrite=True)
     assert not writing.exists()
+
+
+def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is to replace lacks a file, so what was set aside before that is the only sound one until it counts."""
+    save(tmp_path, 1)
+    aside = tmp_path / ".old-step-00000001-0123456789ab"
+    (tmp_path / "step-00000001").rename(aside)
+    save(tmp_path / "other", 1, value=2.0)
+    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    next((tmp_path / "step-00000001").glob("model-*")).unlink()
+    real = LocalStorage.rename_folder
+
+    def fails(self: LocalStorage, folder: str, to: str, durably: bool = True) -> None:
+        if "/.tmp-" in folder and to.endswith("/step-00000001"):
+            raise OSError(5, "Input/output error")
+        real(self, folder, to, durably)
+
+    monkeypatch.setattr(LocalStorage, "rename_folder", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(tmp_path, 1, value=3.0, overwrite=True)
+    assert aside.exists()
