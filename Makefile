@@ -6,7 +6,7 @@
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
-# A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/test_layout.py -x"
+# A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/pure/test_layout.py -x"
 # make test WORKERS=4 runs four modules of tests at a time instead of two, WORKERS=0 one after the other in one process.
 
 PYTHON  ?= python3
@@ -71,7 +71,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	@touch $@
 
 fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.fuzz_checkpoint --seconds 600 $(ARGS)
+	$(BIN)/python -m tests.checkpoint.fuzz --seconds 600 $(ARGS)
 
 fuzz-runtime: $(INSTALLED)
 	$(BIN)/python -m tests.differential --shrink 60 --keep found $(ARGS)

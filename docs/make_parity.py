@@ -6,15 +6,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.parity_rows import ABSENT, ROWS, Row
+from tests.helpers.parity_rows import ABSENT, ROWS, Row
 
 HEAD = """# FSDP2, name by name
 
 What each public name of `torch.distributed.fsdp`'s FSDP2 does, and what it does here. Each row is a claim that
-`tests/test_parity_table.py` runs on two ranks, on torch's FSDP2 (2.13) and on fsdp2; the last two columns are what it
-saw. The rows are in `tests/parity_rows.py`, and `docs/make_parity.py` writes this page. `(2.15)` is a name that torch
-has from 2.15 on: it is checked here alone. Rows that differ say why; what differs beyond single names is in
-[design.md](design.md#what-differs-from-torchs-fsdp2).
+`tests/compat/test_parity_table.py` runs on two ranks, on torch's FSDP2 (2.13) and on fsdp2; the last two columns are
+what it saw. The rows are in `tests/helpers/parity_rows.py`, and `docs/make_parity.py` writes this page. `(2.15)` is a
+name that torch has from 2.15 on: it is checked here alone. Rows that differ say why; what differs beyond single names
+is in [design.md](design.md#what-differs-from-torchs-fsdp2).
 
 - *touches*: what changes. *recursion*: whether modules below change too. *order*: what depends on when it is called.
   *interplay*: with other settings. *returns*, *errors*: the value, the built-in type of the exception.

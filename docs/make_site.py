@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-_FENCE = re.compile(r"^( *```\w+) .*$", re.MULTILINE)  # "ranks=2" beside the language is for tests/test_docs.py
+_FENCE = re.compile(r"^( *```\w+) .*$", re.MULTILINE)  # "ranks=2" beside the language is for tests/system/test_docs.py
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 

@@ -15,8 +15,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import pytest
 import torch
 
-from tests.ranks import close_pools
-from tests.ranks_worker import IGNORED_WARNINGS
+from tests.helpers.ranks import close_pools
+from tests.helpers.ranks_worker import IGNORED_WARNINGS
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -33,7 +33,7 @@ def main() -> None:
     from tests.differential.runner import run
     from tests.differential.script import script_of
     from tests.differential.shrink import shrink
-    from tests.ranks import close_pools
+    from tests.helpers.ranks import close_pools
 
     start, kinds, ends, seconds = time.monotonic(), Counter(), Counter(), []
     actions: Counter[str] = Counter()

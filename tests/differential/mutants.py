@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from tests.differential.mutated import run_mutated
 from tests.differential.program import Program
-from tests.ranks import close_pools
+from tests.helpers.ranks import close_pools
 
 __all__ = ["MISSED", "MISSED_BEFORE", "Mutant", "find"]
 

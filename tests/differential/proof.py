@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from tests.differential.generate import generate
 from tests.differential.program import Program
 from tests.differential.runner import run
-from tests.ranks import close_pools
+from tests.helpers.ranks import close_pools
 
 FAULTS: dict[str, tuple[str, Callable[[Program], bool], str]] = {
     "sync": (

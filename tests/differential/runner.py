@@ -10,7 +10,7 @@ from typing import Any
 from tests.differential.interpret import Result, run_program
 from tests.differential.known import torch_dies
 from tests.differential.program import Program
-from tests.ranks import RanksFailed, run_on_ranks
+from tests.helpers.ranks import RanksFailed, run_on_ranks
 
 __all__ = ["run"]
 

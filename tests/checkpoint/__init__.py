@@ -1,0 +1,1 @@
+"""`fsdp2.checkpoint`."""

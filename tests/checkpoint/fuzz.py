@@ -1,0 +1,434 @@
+"""A fuzzer for all that a checkpoint's reader parses: manifests, headers, checksums, indices.
+
+    python -m tests.checkpoint.fuzz --seconds 600        # many cases, from a random seed
+    python -m tests.checkpoint.fuzz --case 12345         # one again
+
+An *accident* damages bytes anywhere: loading raises an error of fsdp2, or brings what was saved, bit by bit. An
+*attack* puts hostile values into the JSON of a file, and then all checksums right: loading raises an error of fsdp2, or
+returns. Neither may raise anything else, hang, allocate what no file can hold, or open a file outside of the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2 import checkpoint
+from fsdp2.errors import FSDPError
+from tests.helpers import hostile_checkpoints as hostile
+from tests.helpers.hostile_checkpoints import MANIFEST
+
+__all__ = ["Corpus", "Problem", "fuzz"]
+
+HANG_S = 10
+MEMORY = 4 << 30  # beyond what the process has: no case needs a thousandth of it
+
+
+class Hang(BaseException):
+    """A case took too long."""
+
+
+class Problem(AssertionError):
+    """A case in which the reader did what it must not."""
+
+
+# --- what is damaged --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Corpus:
+    """Sound folders by kind, and a place for their damaged copies."""
+
+    root: Path
+    folders: dict[str, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folders = {
+            "alone": hostile.whole(self.root / "alone"),
+            "ranks": hostile.two_ranks(self.root / "ranks"),
+            "consolidated": hostile.two_ranks(self.root / "consolidated", consolidated=True),
+            "module": self.root / "module",
+            "huggingface": hostile.whole(self.root / "huggingface", consolidated=True),
+        }
+        model, optimizer = hostile.adam()
+        checkpoint.save(self.folders["module"], model=model, optimizer=optimizer)
+        for path in self.folders["huggingface"].iterdir():  # what others see of it
+            if not path.name.startswith("model"):
+                path.unlink()
+
+    def fresh(self, kind: str) -> Path:
+        """A copy to damage."""
+        target = self.root / "case" / kind
+        shutil.rmtree(target.parent, ignore_errors=True)
+        return Path(shutil.copytree(self.folders[kind], target))
+
+
+class Everything:
+    """Takes any extra state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
+        pass
+
+
+def load(folder: Path, kind: str) -> Callable[[], bool]:
+    """Load all of it; tells whether that is what was saved."""
+    if kind == "module":
+        return load_module(folder)
+    into = hostile.empty()
+    if kind == "huggingface":
+        del into["note"]
+        checkpoint.load(folder, model=into)
+        return lambda: all(
+            torch.equal(into[name], value) for name, value in hostile.content().items() if name != "note"
+        )
+    moments = {"moment.embed": torch.zeros(40, 3)}
+    everything = {"loader": Everything(), "words": Everything()}
+    loaded = checkpoint.load(folder, model=into, optimizer=moments, extra=everything)
+
+    def same() -> bool:
+        order = hostile.extra()["loader"]["order"]
+        return hostile.is_sound({**into, **moments}) and (
+            kind != "alone" or torch.equal(loaded.extra["loader"]["order"], order)
+        )
+
+    return same
+
+
+def load_module(folder: Path) -> Callable[[], bool]:
+    """Of a module and its optimizer; whatever comes, the optimizer still is one."""
+    model, optimizer = hostile.adam(seed=2, steps=0)
+    params = list(model.parameters())
+    checkpoint.load(folder, model=model, optimizer=optimizer)
+    if [id(param) for group in optimizer.param_groups for param in group["params"]] != [id(param) for param in params]:
+        raise Problem("the optimizer has other parameters now")
+    if not all(isinstance(state, dict) for state in optimizer.state.values()):
+        raise Problem(f"the optimizer's state is {optimizer.state}")
+
+    def same() -> bool:
+        wanted, old = hostile.adam()
+        pairs = list(zip(params, wanted.parameters(), strict=True))
+        return all(torch.equal(*pair) for pair in pairs) and all(
+            torch.equal(optimizer.state[mine][name], value)
+            for mine, theirs in pairs
+            for name, value in old.state[theirs].items()
+        )
+
+    return same
+
+
+# --- accidents --------------------------------------------------------------------------------------------------------
+
+
+def flip(raw: bytearray, chance: random.Random) -> None:
+    raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+
+
+def overwrite(raw: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(raw))
+    raw[at : at + chance.choice([1, 2, 8, 64])] = chance.choice([b"\0", b"\xff", b" ", b"{", b'"', b"9"])
+
+
+def insert(raw: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(raw))
+    raw[at:at] = chance.randbytes(chance.choice([1, 2, 8, 64]))
+
+
+def remove(raw: bytearray, chance: random.Random) -> None:
+    at = chance.randrange(len(raw))
+    del raw[at : at + chance.choice([1, 2, 8, 64])]
+
+
+def cut(raw: bytearray, chance: random.Random) -> None:
+    del raw[chance.randrange(len(raw)) :]
+
+
+def move(raw: bytearray, chance: random.Random) -> None:
+    at, to, size = chance.randrange(len(raw)), chance.randrange(len(raw)), chance.choice([1, 4, 16, 64])
+    raw[to : to + size] = raw[at : at + size]
+
+
+def zeros(raw: bytearray, chance: random.Random) -> None:
+    """A page that never reached the disk."""
+    at = chance.randrange(len(raw)) // 512 * 512
+    size = min(512, len(raw) - at)
+    raw[at : at + size] = bytes(size)
+
+
+ACCIDENTS: list[Callable[[bytearray, random.Random], None]] = [flip, overwrite, insert, remove, cut, move, zeros]
+
+
+def accident(folder: Path, chance: random.Random) -> str:
+    """Damage one file; what was done."""
+    path = chance.choice(sorted(folder.iterdir()))
+    raw = bytearray(path.read_bytes())
+    names = []
+    for _ in range(chance.choice([1, 1, 1, 2, 5])):
+        if raw:
+            kind = chance.choice(ACCIDENTS)
+            kind(raw, chance)
+            names.append(kind.__name__)
+    path.write_bytes(raw)
+    return f"{', '.join(names)} in {path.name}"
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def deep(levels: int, kind: str) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = [value] if kind == "list" else {kind: value}
+    return value
+
+
+HOSTILE: list[Callable[[], Any]] = [
+    *(
+        lambda value=value: value
+        for value in (None, True, False, 0, 1, -1, 2, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63))
+    ),
+    *(lambda value=value: value for value in (0.5, -0.0, 1e308, 10**400, "", "0", "-1", "x", "F32", "I64", "F64")),
+    *(lambda value=value: value for value in ("../../etc/passwd", "/etc/passwd", "a/b", "..", ".", "\0", "\ud800")),
+    *(lambda value=value: value for value in ("a" * 10000, "\u202e", "checkpoint.json", "model.safetensors", "embed")),
+    *(lambda value=value: copy.deepcopy(value) for value in ([], {}, [[]], [0, 0], [1 << 62, 4], [[0, 0], [0, 0]])),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$tensor": "x"}, {"$tensor": 5}, {"$tensor": []})),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$dict": [[[], 1]]}, {"$dict": 5}, {"$tuple": 3})),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$float": "x"}, {"$bytes": "?"}, {"$what": 1})),
+    *(
+        lambda value=value: copy.deepcopy(value)
+        for value in ({"$size": [[1 << 70]]}, {"$counter": [5]}, {"$named": []})
+    ),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$numpy": ["int8", 999]}, {"$default": ["eval", {}]})),
+    *(
+        lambda value=value: copy.deepcopy(value)
+        for value in (
+            {"$numpy": [["int8"], 1]},
+            {"$named": ["os", "environ", ["a", "b"], [1, 2]]},
+            {"$named": ["os", "stat_result", ["st_mode"], [1]]},
+            {"$named": ["x", "y", ["a"] * 300, [0] * 300]},
+            {"$named": ["x", "lambda: 1", ["class", "a, b=1"], [1, 2]]},
+        )
+    ),
+    *(lambda value=value: copy.deepcopy(value) for value in ({"$tensor": "a/b", "as": "local"}, {"params": [1]})),
+    *(lambda levels=levels, kind=kind: deep(levels, kind) for levels in (50, 300, 900) for kind in ("list", "a")),
+    *(lambda levels=levels: deep(levels, "$tuple") for levels in (300, 900)),
+]
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values."""
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from nodes(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from nodes(item, (*path, index))
+
+
+def attack_json(root: Any, chance: random.Random) -> tuple[Any, str]:
+    """Put something hostile somewhere; (the whole, what was done)."""
+    path = chance.choice(list(nodes(root)))
+    if not path:
+        return chance.choice(HOSTILE)(), "all of it"
+    parent = root
+    for key in path[:-1]:
+        parent = parent[key]
+    key, old = path[-1], parent[path[-1]]
+    how = chance.choice(["hostile", "hostile", "hostile", "nudge", "delete", "rename", "sibling", "double"])
+    if how == "nudge" and type(old) is int:
+        parent[key] = old + chance.choice([-1, 1, -old, old])
+    elif how == "delete":
+        del parent[key]
+    elif how == "rename" and isinstance(parent, dict):
+        parent[chance.choice(["x", "", "../x", "a" * 300, "\0", "\ud800", "$tensor", "params", "embed"])] = parent.pop(
+            key
+        )
+    elif how == "sibling":
+        siblings = list(parent.values()) if isinstance(parent, dict) else parent
+        parent[key] = chance.choice(siblings)
+    elif how == "double" and isinstance(parent, list):
+        parent.insert(key, old)
+    else:
+        how, parent[key] = "hostile", chance.choice(HOSTILE)()
+    return root, f"{how} at {'/'.join(map(str, path))[:200]}"
+
+
+def attack(folder: Path, chance: random.Random) -> str:
+    """Change what one file says, with all checksums right; what was done."""
+    files = [path for path in sorted(folder.iterdir()) if path.stat().st_size]
+    path = chance.choice([folder / MANIFEST] * 3 + files) if (folder / MANIFEST).exists() else chance.choice(files)
+    told = ""
+    if path.name == MANIFEST:
+
+        def change(body: dict[str, Any]) -> Any:
+            nonlocal told
+            for _ in range(chance.choice([1, 1, 2])):
+                body, told = attack_json(body, chance)
+            return body
+
+        hostile.edit_body(folder, change)
+    elif path.suffix == ".json":
+        content, told = attack_json(json.loads(path.read_bytes()), chance)
+        path.write_text(json.dumps(content))
+    else:
+        header, data = hostile.header_of(path)
+        own = header.get("__metadata__", {}).get("fsdp2")
+        if own is not None and chance.random() < 0.5:
+            inner, told = attack_json(json.loads(own), chance)
+            header["__metadata__"]["fsdp2"] = json.dumps(inner)
+        else:
+            header, told = attack_json(header, chance)
+        text = json.dumps(header).encode()
+        if chance.random() < 0.1:
+            text, told = text.replace(b"{", b'{"embed": {}, "embed": {}, ', 1), "a key twice"
+        hostile.put_header(path, text, data)
+    if path.name != MANIFEST and (folder / MANIFEST).exists():
+        hostile.sign(path)
+    return f"{told} in {path.name}"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def guarded(root: Path) -> Iterator[None]:
+    """Meanwhile nothing outside of `root` is opened, memory is bounded, and what takes long is a `Hang`."""
+    allowed, real = str(root), os.open
+
+    def inside(path: Any, *args: Any, **kwargs: Any) -> int:
+        if "dir_fd" not in kwargs and not os.path.abspath(os.fspath(path)).startswith(allowed):
+            raise Problem(f"opened {path!r}")
+        return real(path, *args, **kwargs)
+
+    def hang(*_: Any) -> None:
+        raise Hang
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handler = signal.signal(signal.SIGALRM, hang)
+    os.open = inside  # type: ignore[assignment]
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, limits[1]))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        os.open = real
+        signal.signal(signal.SIGALRM, handler)
+
+
+TOOLS: list[Callable[[Path, Path], Any]] = [
+    lambda folder, sound: checkpoint.describe(folder),
+    lambda folder, sound: checkpoint.diff(folder, sound),
+    lambda folder, sound: checkpoint.diff(sound, folder, values=False),
+    lambda folder, sound: checkpoint.find_damage(folder),
+]
+
+
+def run_case(corpus: Corpus, case: int) -> str | None:
+    """One case; what is wrong, or None."""
+    chance = random.Random(case)
+    kind = chance.choice(sorted(corpus.folders))
+    careless = chance.random() < 0.4
+    folder = corpus.fresh(kind)
+    try:
+        what = (accident if careless else attack)(folder, chance)
+    except (RecursionError, UnicodeEncodeError):  # two attacks, the second within what the first has nested deeply
+        return None
+    told = f"case {case}: {kind}: {what}"
+    # Plain files of Hugging Face have no checksums, so there damage need not show.
+    must_be_equal = careless and kind != "huggingface"
+    sound = True
+    signal.setitimer(signal.ITIMER_REAL, HANG_S)
+    try:
+        same: Callable[[], bool] | None = None
+        with suppress(FSDPError):
+            same = load(folder, kind)
+        # The tools read manifests that `load` refuses, or does not look at as a whole.
+        for tool in TOOLS:
+            with suppress(FSDPError):
+                tool(folder, corpus.folders[kind])
+        sound = same is None or not must_be_equal or same()
+    except Hang:
+        return f"{told}: hangs"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        lines = "".join(traceback.format_exception(error)[-4:])
+        return f"{told}: {type(error).__name__}\n{lines}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None if sound else f"{told}: loaded other values, without an error"
+
+
+def fuzz(corpus: Corpus, first: int, seconds: float, stop_after: int = 20) -> tuple[int, list[str]]:
+    """Run cases from `first` on; (how many, what was wrong)."""
+    problems: list[str] = []
+    end = time.monotonic() + seconds
+    case = first
+    with guarded(corpus.root):
+        while time.monotonic() < end and len(problems) < stop_after:
+            problem = run_case(corpus, case)
+            if problem is not None:
+                problems.append(problem)
+            case += 1
+    return case - first, problems
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="fuzz the reader of checkpoints")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, help="number of the first case; random if not given")
+    parser.add_argument("--case", type=int, help="run this case alone")
+    options = parser.parse_args()
+    first = options.case if options.case is not None else options.seed
+    if first is None:
+        first = random.SystemRandom().randrange(1 << 40)
+    with tempfile.TemporaryDirectory(prefix="fuzz") as root:
+        corpus = Corpus(Path(root).resolve())
+        if options.case is not None:
+            with guarded(corpus.root):
+                problem = run_case(corpus, options.case)
+            count, problems = 1, [problem] if problem else []
+        else:
+            count, problems = fuzz(corpus, first, options.seconds)
+    for problem in problems:
+        print(problem)
+    print(f"{count} cases from {first}: {len(problems)} problems")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    from tests.helpers.ranks import close_pools
+
+    try:
+        code = main()
+    finally:
+        close_pools()
+    sys.exit(code)

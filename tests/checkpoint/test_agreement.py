@@ -1,0 +1,334 @@
+"""How ranks agree on a save: which save of one rank belongs to which of another, values too long for the store, threads
+that cannot be started, a last rank that dies while it completes the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import agreement, committing, workers
+from fsdp2.checkpoint.workers import run_all
+from fsdp2.errors import ArgumentError, CheckpointError
+from tests.helpers.mortal_ranks import Case, run_cases
+from tests.helpers.ranks import on_ranks
+
+ROOT = Path(__file__).parents[2]
+WIDTH = 8
+
+
+def sharded(world_size: int, value: float) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return {"w": distribute_tensor(torch.full((WIDTH,), value), mesh, [Shard(0)], src_data_rank=None)}
+
+
+def train(state: dict[str, Any], value: float) -> None:
+    """Steps of all ranks together, up to the one after which all values are `value`."""
+    dist.barrier()
+    weight: DTensor = state["w"]
+    weight.to_local().fill_(value)
+
+
+def failure(folder: Path, state: dict[str, Any], **options: Any) -> str:
+    """Save, in the background, and wait; the error, which a trainer would log before it goes on."""
+    try:
+        checkpoint.save(folder, model=state, overwrite=True, async_op=True, **options).wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def stored(folder: Path) -> list[float]:
+    into = {"w": torch.zeros(WIDTH)}
+    checkpoint.load(folder, model=into, timeout_s=20)
+    return into["w"].tolist()
+
+
+# --- which save belongs to which --------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_no_checkpoint_mixes_two_steps(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The last rank comes too late for the save of step 100. It must not be taken for one of those that save step 200;
+    and soon all save together again."""
+    folder = tmp_path / "latest"
+    state = sharded(world_size, 0.0)
+    assert not failure(folder, state, timeout_s=20)
+    train(state, 100.0)
+    handle, told = None, ""
+    if rank == world_size - 1:
+        time.sleep(2.5)
+        try:
+            handle = checkpoint.save(folder, model=state, overwrite=True, async_op=True, timeout_s=1)
+        except CheckpointError as error:
+            told = str(error)
+    else:
+        told = failure(folder, state, timeout_s=1)
+    assert handle is None and "have not" in told, "it failed on every rank, at once: training goes on only then"
+    train(state, 200.0)
+    failure(folder, state, timeout_s=20)
+    dist.barrier()
+    assert len(set(stored(folder))) == 1, stored(folder)
+    train(state, 300.0)
+    assert not failure(folder, state, timeout_s=20)
+    assert stored(folder) == [300.0] * WIDTH
+
+
+@on_ranks(2)
+def test_a_rank_that_left_a_save_out(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Its next save is that of the others."""
+    state = sharded(world_size, 100.0)
+    if rank == 0:
+        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
+    for value in (200.0, 300.0):
+        train(state, value)
+        assert not failure(tmp_path / "latest", state, timeout_s=20)
+        assert stored(tmp_path / "latest") == [value] * WIDTH
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_before_the_others_meet_it(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Ranks that wait for it are told at once, and why."""
+    state = sharded(world_size, 100.0)
+    if rank == 0:
+        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == 0:
+        assert "rank 1: ArgumentError" in failure(tmp_path / "latest", state, timeout_s=100)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(Exception, match="'bad'"):
+            checkpoint.save(tmp_path / "latest", model=state, extra={"bad": object()}, overwrite=True, timeout_s=100)
+    assert time.monotonic() - begun < 50
+    assert not failure(tmp_path / "latest", state, timeout_s=20)
+
+
+@on_ranks(2)
+def test_errors_of_ranks_that_have_met_are_their_own(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has failed when rank 0 goes on from the meeting. Rank 0 still says what is wrong with its own values."""
+    state = sharded(world_size, 100.0)
+    if rank == 0:
+        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
+        forget = agreement.Agreement.forget
+        monkeypatch.setattr(agreement.Agreement, "forget", lambda *args: (time.sleep(1), forget(*args)))
+    dist.barrier()
+    with pytest.raises(ArgumentError, match=f"'bad {rank}'"):
+        checkpoint.save(tmp_path / "latest", model=state, extra={f"bad {rank}": object()}, timeout_s=20)
+
+
+@on_ranks(2)
+def test_a_process_that_begins_to_count_again(rank: int, world_size: int, tmp_path: Path) -> None:
+    """As one that was started again: what the others completed before is not taken for its save."""
+    state = sharded(world_size, 1.0)
+    for value in (1.0, 2.0):
+        train(state, value)
+        assert not failure(tmp_path / "counted anew", state, timeout_s=20)
+    if rank == 1:  # of this name only: the processes serve other tests, too
+        for begun in agreement._begun.values():
+            for name in [name for name in begun if "counted anew" in name]:
+                del begun[name]
+    train(state, 3.0)
+    assert not failure(tmp_path / "counted anew", state, timeout_s=20)
+    assert stored(tmp_path / "counted anew") == [3.0] * WIDTH
+
+
+def with_groups_made_again(rank: int, root: str, port: str) -> list[float]:
+    """Only one rank has saved before, in the group before: with a process that has died since."""
+    state = {"w": torch.full((WIDTH,), 1.0)}
+    alone = dist.new_group([0])
+    if rank == 0:
+        checkpoint.save(Path(root) / "latest", model=state, overwrite=True, process_group=alone)
+        with pytest.raises(CheckpointError, match="ranks 1 have not"):
+            checkpoint.save(Path(root) / "latest", model=state, overwrite=True, timeout_s=0.5)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{root}/{port}", rank=rank, world_size=2)
+    state["w"].fill_(2.0)
+    checkpoint.save(Path(root) / "latest", model=state, overwrite=True, timeout_s=10)
+    return stored(Path(root) / "latest")
+
+
+def test_groups_that_are_made_again(tmp_path: Path) -> None:
+    (outcomes,) = run_cases([Case(with_groups_made_again, 2, (str(tmp_path), "meeting"))])
+    assert all(outcome.ok and outcome.value == [2.0] * WIDTH for outcome in outcomes), outcomes
+
+
+# --- values that are too long for the store ---------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_values_of_any_length(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What ranks tell each other: a position in the data that every rank has for itself, and a description of the model
+    that all have alike. Nothing of it stays in the store."""
+    left = []
+    for name, length in (("short", 1), ("long", 1_300_000), ("exact", agreement.PART_BYTES // 2)):
+        order = [rank, *range(length)] if name != "exact" else "é" * length
+        store = agreement.store_of(None).clone()
+        dist.barrier()
+        before = store.num_keys()
+        dist.barrier()
+        state = {**sharded(world_size, 1.0), "text": f"{length:9d}" * (length if name == "long" else 1)}
+        checkpoint.save(tmp_path / name, model=state, extra={"order": order}, timeout_s=60)
+        dist.barrier()
+        left.append(store.num_keys() - before)
+        dist.barrier()
+        into = {**sharded(world_size, 0.0), "text": ""}
+        assert checkpoint.load(tmp_path / name, model=into, timeout_s=60).extra["order"] == order
+        assert into["text"] == state["text"]
+    assert left == [left[0]] * 3, left
+
+
+@on_ranks(3)
+def test_long_values_that_several_ranks_claim(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All get that of the first, whole."""
+    monkeypatch.setattr(agreement, "PART_BYTES", 3)
+    world = agreement.world_of(None)
+    one = agreement.Agreement("test of long values", world, None, 20)
+    texts = ["ä rank 0 " * 5, "short", "€" * 7]
+    got = one.claim("text", texts[rank])
+    everybody: list[Any] = [None] * world_size
+    dist.all_gather_object(everybody, got)
+    assert everybody == [got] * world_size and got in texts and one.get("text") == got
+    last = one.report(texts[rank])
+    if last:
+        assert one.records() == texts
+        one.decide()
+        one.finish()
+    one.wait()
+    dist.barrier()
+    if last:
+        one.forget("text")
+        left = [f"{one._prefix}/{key}/part/{owner}/0" for key in ("text", "rank/0", "rank/2") for owner in range(3)]
+        assert not any(one._store.check([key]) for key in left)
+    dist.barrier()
+
+
+# --- threads that cannot be started -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def few_threads(name: str, allowed: int) -> Iterator[list[str]]:
+    """After `allowed` threads of that name, the system has no more; the names of all that were started."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            if len(started) == allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    threading.Thread.start = limited  # type: ignore[method-assign]
+    try:
+        yield started
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_background_save_without_a_thread(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Every rank hears of it at once; the next save works."""
+    state = sharded(world_size, 1.0)
+    begun = time.monotonic()
+    if rank == 1:
+        with few_threads("fsdp2-save", 0), pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpoint.save(tmp_path / "a", model=state, async_op=True, timeout_s=100)
+    else:
+        assert "rank 1: RuntimeError: can't start" in failure(tmp_path / "a", state, timeout_s=100)
+    assert time.monotonic() - begun < 50
+    assert not failure(tmp_path / "b", state, timeout_s=20)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_work_with_fewer_threads(allowed: int) -> None:
+    with few_threads("test-work", allowed) as started:
+        assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
+    assert len(started) == allowed
+
+
+def test_work_without_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the one that would begin with torch, at the first work of a process."""
+    monkeypatch.setattr(workers, "_pool_of_process", None)
+    with few_threads("", 0):
+        assert run_all(lambda item: item * item, range(20), 4, "test-work") == [item * item for item in range(20)]
+
+
+def test_no_thread_outlives_an_interruption() -> None:
+    """Not even one that comes while the threads are being started."""
+    start, running = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "test-ctrl-c-2":
+            raise KeyboardInterrupt
+        start(thread)
+
+    def work(item: int) -> None:
+        running.append(item)
+        time.sleep(0.3)
+        running.remove(item)
+
+    threading.Thread.start = interrupted  # type: ignore[method-assign]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all(work, range(100), 4, "test-ctrl-c")
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+    assert not running and not [thread for thread in threading.enumerate() if thread.name.startswith("test-ctrl-c")]
+
+
+LAST_SAVE = """
+import sys, threading, torch
+from fsdp2 import checkpoint
+start, ending = threading.Thread.start, threading.Event()
+def refused(thread):
+    if thread.name not in ("fsdp2-save", "fsdp2-lease"):
+        ending.wait()
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    start(thread)
+threading.Thread.start = refused
+checkpoint.save(sys.argv[1], model={"w": torch.arange(8.0)}, async_op=True)
+threading._register_atexit(ending.set)
+"""
+
+
+def test_the_last_save_of_a_process(tmp_path: Path) -> None:
+    """Python 3.12.0 and 3.12.1 start no thread once the interpreter has begun to end; the save is completed without."""
+    ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path / "a"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    into = {"w": torch.zeros(8)}
+    checkpoint.load(tmp_path / "a", model=into)
+    assert torch.equal(into["w"], torch.arange(8.0))
+
+
+# --- a last rank that dies --------------------------------------------------------------------------------------------
+
+
+def dying(rank: int, root: str) -> None:
+    """Rank 1 is the last, and dies when it gives the folder its name."""
+    if rank == 1:
+        time.sleep(1)
+        committing.replace_folder = lambda *args: os._exit(9)  # type: ignore[assignment]
+    checkpoint.save(Path(root) / "a", model={"w": torch.ones(3)}, timeout_s=3)
+
+
+def test_the_last_rank_dies_while_it_completes_the_checkpoint(tmp_path: Path) -> None:
+    (outcomes,) = run_cases([Case(dying, 2, (str(tmp_path),))])
+    assert outcomes[0].raised("CheckpointError"), outcomes
+    assert "the last one has begun to make it count" in outcomes[0].text and "within 6 s" in outcomes[0].text, outcomes
+    assert "the store" not in outcomes[0].text, outcomes

@@ -1,0 +1,202 @@
+"""Hostile files cost memory and time in proportion to what they hold: each is read in a process that is measured."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from fsdp2 import checkpoint
+from fsdp2.errors import CorruptError
+from tests.helpers.dcp_saves import save_dcp
+from tests.helpers.hostile_checkpoints import MANIFEST, edit_body, load, whole
+
+# Whatever a file claims, and for each byte that it has on the disk; see SECURITY.md.
+FIXED = 640 << 20
+A_BYTE = 32
+SECONDS = 60
+
+# Reads all of a folder, and tells how much memory and time that took and what came of it.
+READER = """
+import json, resource, sys, warnings
+import torch
+from fsdp2 import checkpoint, errors
+warnings.simplefilter("ignore")
+model = torch.nn.Linear(4, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+before, ends = resource.getrusage(resource.RUSAGE_SELF), []
+for read in (lambda: checkpoint.load(sys.argv[1], model=model, optimizer=optimizer, strict=False),
+             lambda: checkpoint.diff(sys.argv[1], sys.argv[1]),
+             lambda: checkpoint.verify(sys.argv[1])):
+    try:
+        read()
+        ends.append("read")
+    except Exception as error:
+        ends.append(f"{type(error).__name__} {str(error)[:300]}")
+after = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps([(after.ru_maxrss - before.ru_maxrss) * 1024, after.ru_utime - before.ru_utime, ends]))
+"""
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def ours(folder: Path, **options: Any) -> Path:
+    model, optimizer = trained()
+    checkpoint.save(folder, model=model, optimizer=optimizer, **options)
+    return folder
+
+
+def by_torch(folder: Path) -> Path:
+    states = dict(zip(("model", "optimizer"), get_state_dict(*trained()), strict=True))
+    return save_dcp(folder, {**states, "note": {"a": 1}})
+
+
+def grow(path: Path, size: int) -> None:
+    """To that size, without memory on the disk."""
+    with path.open("ab") as file:
+        file.truncate(size)
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def compressed_byteorder(folder: Path) -> None:
+    """A value in an archive whose byte order is 2 GB, which 2 MB hold."""
+    path = folder / "bomb"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02cposix\nsystem\n.")
+        with archive.open(zipfile.ZipInfo("archive/byteorder"), "w", force_zip64=True) as file:
+            file.write(b"")
+        info = zipfile.ZipInfo("archive2/byteorder")
+        info.compress_type = zipfile.ZIP_DEFLATED
+        with archive.open(info, "w", force_zip64=True) as file:
+            for _ in range(128):
+                file.write(bytes(1 << 24))
+
+    def point(metadata: Any) -> None:
+        for index, where in metadata.storage_data.items():
+            if index.fqn.startswith("note"):
+                where.relative_path, where.offset, where.length = "bomb", 0, path.stat().st_size
+
+    change_metadata(folder, point)
+
+
+def absurd_shapes(folder: Path) -> None:
+    """The moments of an optimizer, for which memory is made before they are read."""
+
+    def change(metadata: Any) -> None:
+        for name, about in metadata.state_dict_metadata.items():
+            if "exp_avg" in name and hasattr(about, "size"):
+                about.size = torch.Size((1 << 19, 1 << 19)[: len(about.size)])
+
+    change_metadata(folder, change)
+
+
+def hollow(folder: Path, name: str, size: int, start: bytes = b"") -> None:
+    """A file of that size, with nothing but its beginning on the disk."""
+    (folder / name).write_bytes(start)
+    grow(folder / name, size)
+
+
+def sparse_sums(folder: Path) -> None:
+    """The manifest confirms that the file of checksums has 3 GB."""
+    name = next(path.name for path in folder.iterdir() if "sums" in path.name)
+    grow(folder / name, 3 << 30)
+    edit_body(folder, lambda body: {**body, "files": {**body["files"], name: [3 << 30, "00000000"]}})
+
+
+def large_header(folder: Path) -> None:
+    path = next(folder.glob("model-*.safetensors"))
+    hollow(folder, path.name, 100_000_000, (99_000_000).to_bytes(8, "little") + b'{"a":')
+    edit_body(folder, lambda body: {**body, "files": {**body["files"], path.name: [100_000_000, "00000000"]}})
+
+
+def long_text(folder: Path) -> None:
+    hollow(folder, ".metadata", 4 * GB, b"\x80\x04\x8d" + (3 * GB).to_bytes(8, "little"))
+
+
+def pickled_lists(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"\x80\x04" + b"]\x94" * 10_000_000 + b".")
+
+
+GB = 1 << 30
+CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
+    "a compressed byteorder": (by_torch, compressed_byteorder),
+    "absurd shapes of moments": (by_torch, absurd_shapes),
+    "hollow metadata": (by_torch, lambda folder: hollow(folder, ".metadata", 3 * GB)),
+    "metadata with a hollow end": (by_torch, lambda folder: grow(folder / ".metadata", 3 * GB)),
+    "a text of 3 GB": (by_torch, long_text),
+    "a pickle of lists": (by_torch, pickled_lists),
+    "hollow sums": (lambda folder: ours(folder, consolidated=True), sparse_sums),
+    "a manifest of lists": (ours, lambda folder: edit_body(folder, lambda body: {**body, "more": [[]] * 10_000_000})),
+    "a hollow manifest": (ours, lambda folder: hollow(folder, MANIFEST, 250 << 20, b'{"crc32": ')),
+    "a hollow header": (ours, large_header),
+}  # fmt: skip
+SOUND = {"a compressed byteorder", "metadata with a hollow end"}  # what is harmful is not read, and the rest is
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.exhaustive
+def test_what_a_hostile_file_costs(name: str, tmp_path: Path) -> None:
+    """Each took gigabytes, or all that there was, before it was refused."""
+    make, spoil = CASES[name]
+    folder = make(tmp_path / "a")
+    spoil(folder)
+    held = sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    command = [sys.executable, "-c", READER, str(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    memory, seconds, ends = json.loads(result.stdout)
+    told = f"{memory >> 20} MB and {seconds:.1f} s for {held >> 20} MB: {ends}"
+    assert all(end.startswith("CorruptError") or (end == "read" and name in SOUND) for end in ends), told
+    assert memory < FIXED + A_BYTE * held and seconds < SECONDS, told
+
+
+def test_files_that_are_mostly_holes_are_not_read(tmp_path: Path) -> None:
+    """A file may have any size and take no room on the disk. The first zero ends the reading of JSON."""
+    folder = whole(tmp_path / "a", consolidated=True)
+    sparse_sums(folder)
+    with pytest.raises(CorruptError, match="has a zero at byte"):
+        load(folder)
+    assert any("has a zero" in damage.problem for damage in checkpoint.find_damage(folder).damage)
+    hollow(folder, MANIFEST, 1 << 27, b'{"crc32": ')
+    with pytest.raises(CorruptError, match="has a zero at byte 10"):
+        checkpoint.describe(folder)
+
+
+def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
+    """It ended in ``RuntimeError: you tried to allocate 962 GB``."""
+    folder = by_torch(tmp_path / "a")
+    absurd_shapes(folder)
+    model, optimizer = trained()
+    with pytest.raises(CorruptError, match=r"exp_avg.* is F32 \[524288, 524288\], and all files together have"):
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+
+
+def test_many_lists_in_few_bytes(tmp_path: Path) -> None:
+    """A list takes 27 times the memory of its text, and more of its code in a pickle."""
+    folder = ours(tmp_path / "a")
+    edit_body(folder, lambda body: {**body, "more": [[]] * 1_500_000})
+    with pytest.raises(CorruptError, match="more than there can be"):
+        checkpoint.load(folder)
+    folder = by_torch(tmp_path / "b")
+    (folder / ".metadata").write_bytes(b"\x80\x04" + b"]\x94" * 2_000_000 + b".")
+    with pytest.raises(CorruptError, match="more than there can be"):
+        checkpoint.load(folder)

@@ -1,0 +1,490 @@
+"""``python -m fsdp2.checkpoint``, and the functions behind it: what is in a checkpoint, what is wrong with it, what
+differs. Damage is made in real files; every kind of it has to be named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import fsdp2.checkpoint as fc
+from fsdp2.checkpoint.tools.cli import main
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import describe
+from fsdp2.checkpoint.tools.inspection import Damage, find_damage, verify
+from fsdp2.errors import CheckpointError, CorruptError
+from tests.helpers.checkpoint_cases import value_of
+from tests.helpers.source_tree import ROOT
+
+pytest.importorskip("rich")
+
+MODEL, OPTIMIZER, EXTRA = (f"{kind}-rank-00001-of-00003.safetensors" for kind in ("model", "optimizer", "extra"))
+
+
+def build() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 3000), torch.nn.Linear(8, 4))
+    model.register_buffer("count", torch.tensor(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for name, param in model.named_parameters():
+        param.data = value_of(name, param.shape)
+        param.grad = value_of(name, param.shape)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with one checkpoint, of one rank, and beside it the same of three, and consolidated."""
+    root = tmp_path_factory.mktemp("original")
+    model, optimizer = build()
+    extra = {"loader": {"epoch": 2, "order": value_of("order", (50,))}, "note": "first"}
+    fc.save(root / "run", model=model, optimizer=optimizer, extra=extra, step=5)
+    convert(root / "run" / "step-00000005", root / "three", world=3)
+    convert(root / "run" / "step-00000005", root / "whole", to="consolidated", max_file_bytes=2_000_000)
+    return root
+
+
+@pytest.fixture
+def folders(original: Path, tmp_path: Path) -> Path:
+    """Copies that may be damaged."""
+    subprocess.run(["cp", "-r", f"{original}/.", tmp_path], check=True)
+    return tmp_path
+
+
+def cli(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """(exit code, standard output)."""
+    capsys.readouterr()
+    code = main([str(arg) for arg in args])
+    return code, capsys.readouterr().out
+
+
+def cells(out: str) -> list[list[str]]:
+    """The cells of tables: two spaces or more divide them."""
+    return [re.split(r"\s{2,}", line.strip()) for line in out.splitlines() if line.strip()]
+
+
+def flip(file: Path, *places: int) -> None:
+    data = bytearray(file.read_bytes())
+    for at in places:
+        data[at] ^= 1
+    file.write_bytes(data)
+
+
+# --- describe ---------------------------------------------------------------------------------------------------------
+
+
+def test_describe_shows_what_is_there(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = cli(capsys, "describe", original / "three", "--tensors", "*0.weight")
+    assert code == 0
+    rows = cells(out)
+    assert ["model", "5", "903,037", "3.61 MB", "F32, I64"] in rows
+    assert ["optimizer", "12", "1,806,076", "7.22 MB", "F32"] in rows
+    assert ["model", "0.weight", "F32", "[3000, 300]", "3.6 MB", "3"] in rows
+    assert not any("1.weight" in row for row in rows)
+    for fact in (
+        "format     fsdp2 ranks",
+        "step       5",
+        "ranks      3",
+        "optimizer  AdamW",
+        "extra      loader, note",
+    ):
+        assert fact in out
+    assert [MODEL, "1.21 MB"] in rows
+
+
+def test_describe_as_json(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = cli(capsys, "describe", "--json", original / "whole")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["layout"], found["world"], found["step"], found["nbytes"]) == ("consolidated", 1, 5, 10_836_456)
+    names = {tensor["name"]: tensor["shape"] for tensor in found["tensors"] if tensor["section"] == "model"}
+    assert names == {"0.weight": [3000, 300], "0.bias": [3000], "1.weight": [4, 8], "1.bias": [4], "count": []}
+    assert found["extra"] == {"loader": [1, 1], "note": [1, 1]}
+
+
+def test_describe_needs_the_manifest_alone(folders: Path) -> None:
+    before = describe(folders / "three")
+    for file in (folders / "three").glob("*.safetensors"):
+        file.unlink()
+    assert describe(folders / "three") == before
+
+
+def test_describe_a_run(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folders / "run"
+    convert(run / "step-00000005", run / "step-00000010", world=2)
+    left_over(run, "step-00000020")
+    code, out = cli(capsys, "describe", run)
+    assert code == 0
+    assert ["step-00000005", "5", "1", "ranks", "17", "10.8 MB"] in cells(out)
+    assert ["step-00000010", "5", "2", "ranks", "17", "10.8 MB"] in cells(out)
+    assert f"left over: {run}/.tmp-step-00000020-0123456789ab" in out
+    flip(run / "step-00000005" / "checkpoint.json", 300)
+    code, out = cli(capsys, "describe", run)
+    assert code == 1
+    assert "step-00000010" in out
+    assert f"damaged: {run}/step-00000005/checkpoint.json: " in out
+
+
+def test_describe_another_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors.torch.save_file({"a[bold]": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    code, out = cli(capsys, "describe", tmp_path, "--tensors")
+    assert code == 0
+    assert "Hugging Face" in out
+    assert ["model", "a[bold]", "F32", "[2, 3]", "24 B", "1"] in cells(out)
+
+
+def left_over(run: Path, name: str) -> Path:
+    """What a save that died long ago has left."""
+    folder = run / f".tmp-{name}-0123456789ab"
+    folder.mkdir()
+    (folder / "model-rank-00000-of-00001.safetensors").write_bytes(b"x")
+    for path in (folder / "model-rank-00000-of-00001.safetensors", folder):
+        os.utime(path, (1e9, 1e9))
+    return folder
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["run/step-00000005", "three", "whole"])
+def test_verify_reads_every_byte_of_a_sound_checkpoint(original: Path, name: str) -> None:
+    calls: list[tuple[int, int]] = []
+    report = verify(original / name, progress=lambda done, total: calls.append((done, total)))
+    assert report.ok
+    assert report.checked_bytes == 10_836_456 + 200
+    assert (report.unchecked_bytes, report.strays, report.num_tensors) == (0, [], 17)
+    assert calls[-1] == (10_836_456, 10_836_456)
+
+
+@pytest.mark.parametrize("name", ["three", "whole"])
+def test_no_byte_of_the_values_can_change_unnoticed(folders: Path, name: str) -> None:
+    """In each file the first byte of the data, the last, and one in between."""
+    for file in sorted((folders / name).glob("*.safetensors")):
+        begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        for at in {begin, (begin + file.stat().st_size) // 2, file.stat().st_size - 1}:
+            flip(file, at)
+            (damage,) = find_damage(folders / name).damage
+            assert damage.file == file.name
+            assert damage.span is not None
+            assert damage.span[0] <= at < damage.span[1]
+            assert len(damage.tensors) == 1
+            assert damage.problem.startswith("checksum")
+            flip(file, at)
+
+
+def changed(name: str, at: int) -> Callable[[Path], None]:
+    return lambda folder: flip(folder / name, at)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str, str, int]] = {
+    # folder, what happens, file that is named, what is said, how many tensors are named
+    "missing": ("three", lambda f: (f / MODEL).unlink(), MODEL, "is missing", 4),
+    "link": ("three", lambda f: ((f / MODEL).rename(f / "away"), (f / MODEL).symlink_to("away")), MODEL, "a link", 4),
+    "cut": ("three", lambda f: os.truncate(f / OPTIMIZER, 20_000), OPTIMIZER, "has 20000 bytes", 8),
+    "longer": ("three", lambda f: os.truncate(f / OPTIMIZER, 9_000_000), OPTIMIZER, "has 9000000 bytes", 8),
+    "header": ("three", changed(MODEL, 60), MODEL, "the header", 4),
+    "length": ("three", changed(MODEL, 3), MODEL, "claims a header", 4),
+    "other rank": (
+        "three",
+        lambda f: (f / MODEL).write_bytes((f / MODEL.replace("00001-of", "00000-of")).read_bytes()),
+        MODEL,
+        "",
+        4,
+    ),
+    "extra": ("three", lambda f: (f / "extra-rank-00000-of-00001.safetensors").unlink(), "extra-rank", "is missing", 2),
+    "manifest": ("three", changed("checkpoint.json", 500), "checkpoint.json", "", 0),
+    "index": ("whole", changed("model.safetensors.index.json", 40), "model.safetensors.index.json", "checksum", 0),
+    "sums": ("whole", changed("sums-rank-00000-of-00001.json", 200), "sums-rank-00000", "checksum", 17),
+    "whole header": ("whole", changed("model-00002-of-00003.safetensors", 30), "model-00002", "header", 1),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_named(case: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, spoil, file, problem, num_tensors = DAMAGE[case]
+    spoil(folders / name)
+    (damage,) = [damage for damage in find_damage(folders / name).damage if damage.file.startswith(file)]
+    assert problem in damage.problem
+    assert len(damage.tensors) == num_tensors
+    with pytest.raises(CorruptError, match=re.escape(damage.file)):
+        verify(folders / name)
+    code, out = cli(capsys, "verify", folders / name)
+    assert code == 1
+    assert "is damaged" in out
+
+
+def test_all_damage_is_listed(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only the first; neighbouring blocks count as one."""
+    three = folders / "three"
+    (three / OPTIMIZER).unlink()
+    flip(three / MODEL, 20_000)
+    last = three / MODEL.replace("00001-of", "00002-of")
+    flip(last, *range(8_000, last.stat().st_size, 1000))
+    found = find_damage(three).damage
+    assert [damage.file for damage in found] == [OPTIMIZER, MODEL, last.name, last.name]
+    spans = [damage.span for damage in found]
+    assert spans[0] is None
+    assert all(span is not None for span in spans[1:])
+    assert len(found[0].tensors) == 8
+    assert spans[2] != spans[3]
+    code, out = cli(capsys, "verify", "--json", three)
+    report = json.loads(out)["reports"][0]
+    assert code == 1
+    assert [
+        Damage(**{**one, "tensors": tuple(one["tensors"]), "span": one["span"] and tuple(one["span"])})
+        for one in report["damage"]
+    ] == found
+
+
+def test_files_that_do_not_belong_there_are_no_damage(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user may put a tokenizer beside the weights; rank files of a larger world are never read."""
+    (folders / "three" / "config.json").write_text("{}")
+    (folders / "three" / "model-rank-00003-of-00004.safetensors").write_bytes(b"")
+    code, out = cli(capsys, "verify", folders / "three")
+    assert code == 0
+    assert "not of the checkpoint: config.json, model-rank-00003-of-00004.safetensors" in out
+    assert cli(capsys, "verify", "--strict", folders / "three")[0] == 1
+    assert describe(folders / "three").strays == ("config.json", "model-rank-00003-of-00004.safetensors")
+
+
+def test_verify_takes_runs_and_several_folders(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(folders / "run" / "step-00000005", folders / "run" / "step-00000006")
+    code, out = cli(capsys, "verify", folders / "run", folders / "whole")
+    assert code == 0
+    assert len(re.findall("^whole ", out, re.M)) == 3
+    flip(folders / "run" / "step-00000006" / "model-rank-00000-of-00001.safetensors", 100_000)
+    code, out = cli(capsys, "verify", folders / "run", folders / "whole")
+    assert code == 1
+    assert len(re.findall("^whole ", out, re.M)) == 2
+    assert fc.latest(folders / "run") == str(folders / "run" / "step-00000006")
+    assert fc.latest(folders / "run", valid=verify) == str(folders / "run" / "step-00000005")
+
+
+def test_other_formats_are_read_as_far_as_that_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors.torch.save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    code, out = cli(capsys, "verify", tmp_path)
+    assert code == 0
+    assert "4 kB read; their values cannot be checked: Hugging Face has no checksums" in out
+    os.truncate(tmp_path / "model.safetensors", 2000)
+    (damage,) = find_damage(tmp_path).damage
+    assert damage.file == "model.safetensors"
+    assert cli(capsys, "verify", tmp_path)[0] == 1
+
+
+# --- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_do_not_matter_for_diff(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = cli(capsys, "diff", original / "three", original / "whole")
+    assert code == 0
+    assert "equal: 18 tensors equal, 0 different, 10.8 MB compared" in out
+
+
+def test_diff_names_what_differs(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, optimizer = build()
+    with torch.no_grad():
+        model[0].weight[2, 7] += 2.0
+        model[0].weight[2999, 299] = torch.nan
+        model[1].bias.neg_()
+    state = optimizer.state[model[1].weight]
+    state["exp_avg"][3, 1] += 1.0
+    optimizer.param_groups[0]["lr"] = 0.25
+    model.register_buffer("count", torch.tensor(3, dtype=torch.int32))
+    model.register_buffer("new", torch.zeros(1))
+    fc.save(tmp_path, model=model, optimizer=optimizer, extra={"note": "second"}, step=6)
+    folder = tmp_path / "step-00000006"
+    code, out = cli(capsys, "diff", original / "three", folder)
+    assert code == 1
+    rows = cells(out)
+    assert ["model", "0.weight", "values", "F32 [3000, 300]", "=", "2", "inf", "[2, 7]"] in rows
+    assert ["model", "count", "dtype", "I64 []", "I32 []"] in rows
+    assert ["model", "new", "only in the second", "F32 [1]"] in rows
+    assert ["optimizer", "exp_avg.1.weight", "values", "F32 [4, 8]", "=", "1", "1", "[3, 1]"] in rows
+    assert "step: 5 and 6" in out
+    assert "optimizer option lr of '0.weight' and 3 others: 0.5 and 0.25" in out
+    assert "extra 'loader': only in the first" in out
+    assert "extra 'note': the values or the ranks that gave them differ" in out
+    assert "different: 13 tensors equal, 5 different" in out
+    code, out = cli(capsys, "diff", original / "three", folder, "--json", "--model-only")
+    found = json.loads(out)
+    assert (code, found["equal"], found["other"]) == (1, False, [])
+    bias = next(one for one in found["tensors"] if one["name"] == "1.bias")
+    largest = 2 * float(model[1].bias.detach().abs().max())
+    assert (bias["num_different"], bias["max_abs"], bias["at"]) == (4, pytest.approx(largest), [0])
+
+
+def test_diff_of_names_alone_reads_no_values(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not claim what it has not looked at ("equal: 17 tensors equal"), and does look at dtypes."""
+    flip(folders / "three" / MODEL, 100_000)
+    code, out = cli(capsys, "diff", folders / "three", folders / "whole", "--names-only")
+    assert (code, out) == (0, "same names, shapes and dtypes: 17 tensors alike, 0 different; no value was compared\n")
+    assert cli(capsys, "diff", folders / "three", folders / "whole") == (1, "")
+    convert(folders / "whole", folders / "narrow", to="ranks", dtype=torch.bfloat16)
+    code, out = cli(capsys, "diff", folders / "whole", folders / "narrow", "--names-only")
+    assert code == 1 and "dtype" in out and out.endswith("13 tensors alike, 4 different; no value was compared\n")
+
+
+def test_messages_name_flags(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An error advised ``overwrite=True``, which the command does not know."""
+    assert main(["convert", str(folders / "three"), str(folders / "whole")]) == 2
+    assert capsys.readouterr().err.endswith("Save to another folder, or pass --overwrite.\n")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert re.fullmatch(r"fsdp2 [\w.]+, torch [\w.+]+\n", capsys.readouterr().out)
+
+
+def test_runs_of_other_libraries(folders: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`describe` of a folder of them said that there was no checkpoint, and `verify` of one in DCP's format "whole, 0 B
+    checked": it has no checksums."""
+    run = tmp_path / "torchtitan"
+    for step in (1000, 500, 20):
+        convert(folders / "three", run / f"step-{step}", to="dcp")
+    assert fc.checkpoints(run) == [] or len(fc.checkpoints(run)) == 3
+    code, out = cli(capsys, "describe", run)
+    assert code == 0
+    assert re.findall(r"step-\d+", out) == ["step-20", "step-500", "step-1000"]
+    assert out.count("DCP") == 3
+    code, out = cli(capsys, "verify", run)
+    assert code == 0
+    assert out.count("readable") == 3 and "whole" not in out and "has no checksums" in out
+    code, out = cli(capsys, "describe", run / "step-20")
+    assert code == 0 and "DCP" in out
+    assert main(["describe", str(tmp_path / "nowhere")]) == 2
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+)
+def test_diff_counts_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Also NaNs of other payloads and zeros of another sign, which a comparison of values would not see."""
+    fc.save(tmp_path / "a", model={"x": torch.zeros(6, 5, dtype=dtype), "nan": torch.tensor([torch.nan, 0.0])})
+    other = torch.zeros(6, 5, dtype=dtype)
+    other[4, 3] = 1
+    nan = torch.tensor([0x7FC00001, -(1 << 31)], dtype=torch.int32).view(torch.float32)
+    fc.save(tmp_path / "b", model={"x": other, "nan": nan})
+    found = {one.name: (one.num_different, one.max_abs, one.at) for one in diff(tmp_path / "a", tmp_path / "b").tensors}
+    assert found == {"x": (1, 1.0, (4, 3)), "nan": (2, 0.0, (0,))}
+
+
+# --- convert, prune ---------------------------------------------------------------------------------------------------
+
+
+def test_convert(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--to", "consolidated", "--dtype", "bf16", "--max-file-size", "1.5MB", "--model-only")
+    code, out = cli(capsys, "convert", original / "three", tmp_path / "new", *options)
+    assert (code, out) == (0, f"{tmp_path}/new\n")
+    assert sorted(path.name for path in tmp_path.glob("new/model*")) == [
+        "model-00001-of-00003.safetensors",  # the count, a weight that is larger than that, and the rest
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert {one.dtype for one in describe(tmp_path / "new").tensors} == {"BF16", "I64"}
+    code, out = cli(capsys, "convert", original / "three", tmp_path / "two", "--world", 2, "--json")
+    assert (code, json.loads(out)) == (0, {"folder": f"{tmp_path}/two"})
+    assert cli(capsys, "convert", original / "three", tmp_path / "two")[0] == 2
+    assert cli(capsys, "convert", original / "three", tmp_path / "two", "--overwrite")[0] == 0
+    assert describe(tmp_path / "two").world == 1
+
+
+def test_prune(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folders / "run"
+    for step in (10, 15, 20):
+        convert(run / "step-00000005", run / f"step-000000{step}", model_only=True)
+    dead = left_over(run, "step-00000030")
+    names = sorted(os.listdir(run))
+    code, out = cli(capsys, "prune", run, "--keep", 1, "--every", 10, "--sweep", "--dry-run")
+    assert code == 0
+    assert out.splitlines() == [
+        f"would delete {run}/step-00000005",
+        f"would delete {run}/step-00000015",
+        f"would delete {dead}",
+    ]
+    assert sorted(os.listdir(run)) == names
+    code, out = cli(capsys, "prune", run, "--keep", 1, "--every", 10, "--json")
+    assert code == 0
+    expected = {"deleted": True, "checkpoints": [f"{run}/step-00000005", f"{run}/step-00000015"], "left_overs": []}
+    assert json.loads(out) == expected
+    assert sorted(os.listdir(run)) == [dead.name, "step-00000010", "step-00000020"]
+    assert cli(capsys, "prune", run, "--sweep") == (0, f"deleted {dead}\n")
+    assert cli(capsys, "prune", run, "--keep", 5) == (0, "nothing to delete\n")
+
+
+# --- calls that cannot work -------------------------------------------------------------------------------------------
+
+
+def test_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (
+        ["verify", tmp_path],
+        ["describe", tmp_path / "no"],
+        ["prune", tmp_path],
+        ["prune", tmp_path, "--keep", 0],
+    ):
+        assert main([str(arg) for arg in args]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    for args in ([], ["explode"], ["verify"], ["convert", "a", "b", "--max-file-size", "5 lots"]):
+        with pytest.raises(SystemExit) as raised:
+            main(args)
+        assert raised.value.code == 2
+    assert cli(capsys, "verify", "--json", tmp_path) == (
+        2,
+        json.dumps({"error": f"{tmp_path}: there is no checkpoint (no checkpoint.json)"}, indent=2) + "\n",
+    )
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        find_damage(tmp_path)
+
+
+def test_progress_bars_are_for_terminals(
+    original: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["verify", str(original / "three")])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "250")  # the path of a temporary folder may be long
+    main(["verify", str(original / "three")])
+    captured = capsys.readouterr()
+    assert "verify" in captured.err
+    assert "10.8" in captured.err
+
+
+def command(*args: object, code: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "fsdp2.checkpoint"] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *start, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=170, **options
+    )
+
+
+def test_the_command_itself(folders: Path) -> None:
+    flip(folders / "three" / MODEL, 100_000)
+    done = command("verify", folders / "three", folders / "whole")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "three is damaged" in done.stdout
+    assert f"whole {folders}/whole: 17 tensors" in done.stdout
+
+
+def test_without_rich_the_error_says_what_to_install(original: Path) -> None:
+    """In a process of its own, since rich is loaded in this one."""
+    code = """
+import sys
+sys.modules["rich"] = None
+from fsdp2.checkpoint.tools.cli import main
+print(main(sys.argv[1:]), main([*sys.argv[1:], "--json"]))
+"""
+    done = command("describe", original / "three", code=code)
+    assert done.returncode == 0
+    assert "pip install 'fsdp2[cli]'" in done.stderr
+    assert done.stdout.startswith("{")
+    assert done.stdout.endswith("}\n2 0\n")

@@ -1,0 +1,366 @@
+"""The moment in which a save begins to count: what was there before stays loadable, and so does what counts already."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import committing
+from fsdp2.checkpoint.folders import delete, find, replace_folder, sweep
+from fsdp2.checkpoint.lease import take_lease
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.manifest import MANIFEST, Manifest
+from fsdp2.errors import CheckpointError, CorruptError
+from tests.helpers.ranks import on_ranks
+
+pytest.importorskip("fsspec")
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from fsdp2.checkpoint.remote import RemoteStorage
+from tests.helpers.object_store import Bucket, bucket
+
+NONCES = ["000000000000", "ffffffffffff"]  # of names that come before and after all others
+
+
+@pytest.fixture(autouse=True)
+def fresh_stores() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    Bucket.before_put.clear()
+
+
+def save(folder: str | Path, value: float, **options: Any) -> None:
+    checkpoint.save(folder, model={"w": torch.full((3,), value)}, **options)
+
+
+def value_at(folder: str | Path) -> float:
+    into = {"w": torch.zeros(3)}
+    checkpoint.load(folder, model=into)
+    return float(into["w"][0])
+
+
+# --- storages that cannot rename: the manifest may be there though its writer was told that it is not ----------------
+
+
+def lose_the_answer(patch: pytest.MonkeyPatch, arrives: bool = True, blind: bool = True) -> None:
+    """The upload of the manifest times out, whether or not it arrives; then, if blind, nothing can be looked at."""
+    write_all, open_file = RemoteStorage.write_all, RemoteStorage.open_file
+    lost = []
+
+    def timing_out(self: RemoteStorage, path: str, content: bytes, new: bool = False) -> None:
+        if not path.endswith(MANIFEST):
+            return write_all(self, path, content, new)
+        if arrives:
+            write_all(self, path, content, new)
+        lost.append(path)
+        raise OSError(110, "timed out", path)
+
+    def unreachable(self: RemoteStorage, path: str) -> Any:
+        if path.endswith(MANIFEST) and blind:  # also on a rank that did not write it
+            raise OSError(110, "timed out", path)
+        return open_file(self, path)
+
+    patch.setattr(RemoteStorage, "write_all", timing_out)
+    patch.setattr(RemoteStorage, "open_file", unreachable)
+
+
+@on_ranks(1, 2)
+def test_a_manifest_whose_answer_was_lost_keeps_its_files(rank: int, world_size: int, tmp_path: Path) -> None:
+    """No rank may delete its own: neither the one that wrote the manifest, nor those that learn of its error."""
+    run = f"{bucket(tmp_path)}/run"
+    with pytest.MonkeyPatch.context() as patch:
+        lose_the_answer(patch)
+        with pytest.raises((OSError, CheckpointError), match="timed out"):
+            save(run, 1.0, extra={"own": torch.full((3,), rank)}, step=1)
+        dist.barrier()
+    newest = checkpoint.latest(run)
+    assert newest == f"{run}/step-00000001"
+    assert value_at(newest) == 1.0
+    assert checkpoint.load(newest).extra["own"].tolist() == [rank] * 3
+
+
+def test_a_manifest_that_may_come_yet_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there, which is no proof: the request may still be on its way. The next save takes the place."""
+    with monkeypatch.context() as patch:
+        lose_the_answer(patch, arrives=False, blind=False)
+        with pytest.raises(OSError, match="timed out"):
+            save("memory://run", 1.0, step=1)
+    storage = RemoteStorage("memory://run")
+    assert len(storage.names("memory://run/step-00000001")) == 1
+    assert checkpoint.latest("memory://run") is None
+    save("memory://run", 2.0, step=1)
+    assert len(storage.names("memory://run/step-00000001")) == 2
+    assert value_at("memory://run/step-00000001") == 2.0
+
+
+def test_files_go_if_the_manifest_was_never_begun(tmp_path: Path) -> None:
+    """The second of two uploads fails: the first one is of no use to anybody."""
+    run = bucket(tmp_path)
+
+    def fail(key: str) -> None:
+        if "optimizer" in key:
+            raise OSError("no room")
+
+    Bucket.before_put.append(fail)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(OSError, match="no room"):
+        checkpoint.save(run, model=model, optimizer=optimizer, step=1)
+    assert RemoteStorage(run).names(f"{run}/step-00000001") == []
+
+
+def test_a_conversion_whose_answer_was_lost_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a", 3.0)
+    with monkeypatch.context() as patch:
+        lose_the_answer(patch, blind=False)
+        with pytest.raises(OSError, match="timed out"):
+            checkpoint.convert(tmp_path / "a", "memory://b", to="ranks", world=2)
+    assert value_at("memory://b") == 3.0
+
+
+# --- replacing a checkpoint -------------------------------------------------------------------------------------------
+
+
+def set_aside(path: Path, nonce: str, changed: float | None = None) -> Path:
+    """As a save leaves it that was killed while it replaced `path`."""
+    old = path.parent / f".old-{path.name}-{nonce}"
+    path.rename(old)
+    if changed is not None:
+        os.utime(old / MANIFEST, (changed, changed))
+    return old
+
+
+@on_ranks(1, 2)
+def test_a_checkpoint_that_was_set_aside_is_not_replaced_unasked(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / "step-00000001"
+    save(tmp_path, 1.0, step=1)
+    dist.barrier()
+    if rank == 0:
+        set_aside(path, NONCES[0])
+    dist.barrier()
+    assert checkpoint.latest(tmp_path) == str(path)
+    with pytest.raises(CheckpointError, match=r"is a checkpoint already \(it lies in .*\.old-step-00000001-0{12}"):
+        save(tmp_path, 2.0, step=1)
+    dist.barrier()
+    assert value_at(path) == 1.0
+    save(tmp_path, 2.0, step=1, overwrite=True)
+    dist.barrier()  # the rank that finishes the save is also the one that cleans up
+    assert value_at(path) == 2.0
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_what_a_user_made_in_place_of_one_that_was_set_aside(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1.0)
+    set_aside(tmp_path / "a", NONCES[0])
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
+        save(tmp_path / "a", 2.0, overwrite=True)
+    assert value_at(tmp_path / "a") == 1.0
+    (tmp_path / "a" / "notes.txt").unlink()
+    save(tmp_path / "a", 2.0, overwrite=True)
+    assert value_at(tmp_path / "a") == 2.0
+
+
+@pytest.mark.parametrize("nonces", [NONCES, NONCES[::-1]], ids=["older first", "newer first"])
+def test_of_two_that_were_set_aside_the_newer_counts(nonces: list[str], tmp_path: Path) -> None:
+    """Whatever they are called, and whatever a user has put beside the files of the older one since."""
+    for value, nonce in zip((1.0, 2.0), nonces, strict=True):
+        save(tmp_path / str(value) / "a", value)
+        old = set_aside(tmp_path / str(value) / "a", nonce, changed=1e9 + value)
+        old.rename(tmp_path / old.name)
+    (tmp_path / f".old-a-{nonces[0]}" / "notes.txt").write_text("mine")
+    assert value_at(tmp_path / "a") == 2.0
+
+
+def test_a_link_in_the_place_of_one_that_was_set_aside(tmp_path: Path) -> None:
+    """It is neither taken for the checkpoint, nor is anything deleted behind it."""
+    save(tmp_path / "precious", 1.0)
+    (tmp_path / f".old-a-{NONCES[0]}").symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path / "a")
+    save(tmp_path / "a", 2.0)
+    assert value_at(tmp_path / "a") == 2.0
+
+
+class Died(BaseException):
+    """Nothing is cleaned up after it."""
+
+
+class Mortal(LocalStorage):
+    """A storage whose process dies before its change number `last`."""
+
+    def __init__(self, last: int) -> None:
+        self.changes = 0
+        self._last = last
+
+    def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
+        self._note()
+        super().rename_folder(folder, to, durably)
+
+    def remove(self, path: str) -> None:
+        self._note()
+        super().remove(path)
+
+    def _note(self) -> None:
+        if self.changes == self._last:
+            raise Died
+        self.changes += 1
+
+
+@pytest.mark.parametrize("stale", [NONCES, NONCES[:1], NONCES[1:], []], ids=["both", "before", "after", "none"])
+def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Path) -> None:
+    """1 was set aside long ago, 2 is there, 3 takes its place: at no moment is 1 found, even if 2's clock was wrong."""
+    base = tmp_path / "base"
+    for nonce in stale:
+        save(base / "a", 1.0)
+        set_aside(base / "a", nonce).rename(tmp_path / nonce)
+    save(base / "a", 2.0)
+    os.utime(base / "a" / MANIFEST, (1, 1))
+    save(tmp_path / "new", 3.0)
+    for nonce in stale:
+        (tmp_path / nonce).rename(base / f".old-a-{nonce}")
+    (tmp_path / "new").rename(base / ".tmp-a-888888888888")
+    found = []
+    for last in range(100):
+        root = shutil.copytree(base, tmp_path / str(last))
+        storage = Mortal(last)
+        lease = take_lease(storage, str(root / "a"), "888888888888", 5)
+        try:
+            replace_folder(storage, str(root / ".tmp-a-888888888888"), str(root / "a"), overwrite=True)
+            delete(storage, sweep(storage, str(root / "a"), (), "888888888888"))
+        except Died:
+            found.append(value_at(root / "a"))
+            continue
+        finally:
+            lease.release()
+        assert os.listdir(root) == ["a"]
+        break
+    assert value_at(root / "a") == 3.0
+    assert found == sorted(found) and {*found} == {2.0, 3.0}
+    assert found.count(2.0) == len(stale) + 2
+
+
+# --- a manifest that could not be read --------------------------------------------------------------------------------
+
+
+def assert_nothing_was_saved(tmp_path: Path) -> None:
+    assert checkpoint.checkpoints(tmp_path) == []
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob(MANIFEST))
+
+
+@on_ranks(1, 2)
+def test_a_step_that_no_manifest_may_have(rank: int, world_size: int, tmp_path: Path) -> None:
+    """All ranks learn it, and what was there is as it was."""
+    with pytest.raises((CheckpointError, ValueError), match="9223372036854775808"):
+        save(tmp_path, 1.0, step=1 << 63)
+    dist.barrier()
+    assert_nothing_was_saved(tmp_path)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["damaged", "too large", "deep"])
+def test_a_manifest_that_could_not_be_read_is_not_written(
+    rank: int, world_size: int, kind: str, tmp_path: Path
+) -> None:
+    """Whatever values lead to it."""
+
+    def parse(content: bytes, file: str) -> Manifest:
+        raise CorruptError(f"{file}: is not in order (damaged)")
+
+    def encode(body: Any) -> bytes:
+        raise RecursionError("deep")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "damaged":
+            patch.setattr(committing.Manifest, "parse", parse)
+        elif kind == "deep":
+            patch.setattr(committing.Manifest, "encode", encode)
+        else:
+            patch.setattr(committing, "MAX_MANIFEST_BYTES", 10)
+        with pytest.raises(
+            CheckpointError, match=rf"nothing is saved, since its manifest could not be read.*{kind}|10"
+        ):
+            save(tmp_path, 1.0, step=1)
+        dist.barrier()
+    assert_nothing_was_saved(tmp_path)
+    save(tmp_path, 2.0, step=1)
+    assert value_at(tmp_path / "step-00000001") == 2.0
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_that_does_not_tell_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE without statfs reports zeros."""
+    zeros = SimpleNamespace(f_bavail=0, f_blocks=0, f_frsize=512, f_bsize=512)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: zeros)
+    save(tmp_path / "a", 1.0)
+    assert value_at(tmp_path / "a") == 1.0
+    zeros.f_blocks = 1000
+    with pytest.raises(OSError, match="bytes are needed, 0 are free"):
+        save(tmp_path / "b", 1.0)
+
+
+def unreadable(patch: pytest.MonkeyPatch, *files: Path) -> None:
+    """Their blocks are bad."""
+    real, bad = os.preadv, {file.stat().st_ino for file in files}
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if os.fstat(fd).st_ino in bad:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    patch.setattr(os, "preadv", preadv)
+
+
+def test_the_newest_that_the_disk_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, float(step), step=step)
+    unreadable(monkeypatch, tmp_path / "step-00000003" / MANIFEST)
+    with pytest.warns(UserWarning, match=r"step-00000003: cannot be read .*Input/output error.* the checkpoint before"):
+        assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000002")
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.prune(tmp_path, keep=1)  # it deletes: only what it knows
+    assert len(checkpoint.checkpoints(tmp_path)) == 3
+
+
+def test_no_checkpoint_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not "there is none": the run would begin anew, and its checkpoints are there."""
+    save(tmp_path, 1.0, step=1)
+    save(tmp_path, 2.0, step=2)
+    (tmp_path / "step-00000001" / MANIFEST).write_bytes(b"damaged")
+    unreadable(monkeypatch, tmp_path / "step-00000002" / MANIFEST)
+    with pytest.warns(UserWarning, match="step-00000002"), pytest.raises(OSError, match="Input/output error"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where not even the folder says what is in it."""
+    for step in (1, 2):
+        save(tmp_path, float(step), step=step)
+    real = os.lstat
+
+    def lstat(path: Any) -> os.stat_result:
+        if str(path).endswith(f"step-00000002/{MANIFEST}"):
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(os, "lstat", lstat)
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
+    with pytest.raises(OSError, match="Input/output error"):
+        find(LocalStorage(), str(tmp_path / "step-00000002"))

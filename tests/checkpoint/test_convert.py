@@ -1,0 +1,451 @@
+"""Conversion between layouts, worlds and formats: the same bits, in bounded memory, and nothing is half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import fsdp2.checkpoint as fc
+from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.describing import describe
+from fsdp2.checkpoint.tools.inspection import verify
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
+from tests.helpers.checkpoint_cases import (
+    LAYOUTS,
+    Awkward,
+    assert_bits,
+    assert_part,
+    fill,
+    mesh_of,
+    put,
+    random_bits,
+    state_of,
+    tensors_of,
+    value_of,
+    with_state,
+)
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.source_tree import ROOT
+
+SOURCES = ("fsdp-3", "dim1-3", "hsdp2x2-4")
+TARGETS: dict[str, dict[str, Any]] = {
+    "ranks-1": {"to": "ranks", "world": 1},
+    "ranks-5": {"to": "ranks", "world": 5},
+    "consolidated": {"to": "consolidated"},
+    "small files": {"to": "consolidated", "max_file_bytes": 500},
+}
+
+
+class Position:
+    """Extra state that differs between ranks, and knows what to do with that of other worlds."""
+
+    def __init__(self, value: int = 0):
+        self.value: Any = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "noise": torch.full((3,), float(self.value))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+        assert state_dict["noise"].tolist() == [float(self.value)] * 3
+
+    def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
+        self.value = [state["value"] for state in states]
+
+
+# --- any sharding into any layout -------------------------------------------------------------------------------------
+
+
+def save_sources(rank: int, world_size: int, root: str) -> None:
+    for name in SOURCES:
+        if LAYOUTS[name].world_size == world_size:
+            model = LAYOUTS[name].apply(Awkward())
+            optimizer = with_state(model, lr=0.25)
+            for key, value in tensors_of(model):
+                fill(key, value)
+            extra = {"position": Position(rank + 10), "alike": {"seed": [1, 2.5]}}
+            fc.save(f"{root}/{name}", model=model, optimizer=optimizer, extra=extra, step=7)
+
+
+def load_one(rank: int, world_size: int, folder: str, layout: str, saved_on: int) -> None:
+    model = LAYOUTS[layout].apply(Awkward())
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1.0)
+    position = Position()
+    loaded = fc.load(folder, model=model, optimizer=optimizer, extra={"position": position})
+    for key, value in (*tensors_of(model), *state_of(model, optimizer)):
+        assert_part(key, value)
+    assert len(list(state_of(model, optimizer))) == 2 * len(optimizer.param_groups[0]["params"])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert loaded.step == 7
+    assert loaded.extra["alike"] == {"seed": [1, 2.5]}
+    everybody = [number + 10 for number in range(saved_on)]
+    assert position.value == (everybody[rank] if world_size == saved_on else everybody)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run folder for each of SOURCES."""
+    root = str(tmp_path_factory.mktemp("sources"))
+    for world_size in sorted({LAYOUTS[name].world_size for name in SOURCES}):
+        run_on_ranks(save_sources, world_size, root=root)
+    return root
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_converted_checkpoint_loads_into_other_layouts(sources: str, source: str, target: str, tmp_path: Path) -> None:
+    folder = convert(f"{sources}/{source}/step-00000007", tmp_path / "new", **TARGETS[target])
+    assert folder == str(tmp_path / "new")
+    assert verify(folder).checked_bytes == verify(f"{sources}/{source}/step-00000007").checked_bytes
+    assert diff(f"{sources}/{source}/step-00000007", folder).equal
+    saved_on = LAYOUTS[source].world_size
+    for layout in ("plain-1", "fsdp-2", f"fsdp-{saved_on}"):
+        run_on_ranks(load_one, LAYOUTS[layout].world_size, folder=folder, layout=layout, saved_on=saved_on)
+
+
+def test_back_and_forth_gives_the_same_files(sources: str, tmp_path: Path) -> None:
+    """Through the consolidated layout and back; the ids differ, the data do not."""
+    first = convert(f"{sources}/fsdp-3/step-00000007", tmp_path / "a", world=3)
+    middle = convert(first, tmp_path / "b", to="consolidated", max_file_bytes=300)
+    last = convert(middle, tmp_path / "c", world=3)
+    names = sorted(describe(first).files)
+    assert names == sorted(describe(last).files)
+    for name in names:
+        one, two = (safetensors.torch.load_file(f"{folder}/{name}") for folder in (first, last))
+        assert one.keys() == two.keys()
+        for key, value in one.items():
+            assert_bits(key, two[key], value)
+
+
+def test_extra_state_of_other_worlds_is_not_given_to_the_wrong_rank(sources: str, tmp_path: Path) -> None:
+    """The files are those of one rank, the extra state is of three: one rank must not be told that it is its own."""
+    folder = convert(f"{sources}/fsdp-3/step-00000007", tmp_path / "new", world=1)
+    with pytest.raises(MismatchError, match="differed between the 3 ranks that saved it"):
+        fc.load(folder, extra={"position": StatefulOnly()})
+    again = convert(folder, tmp_path / "again", world=2)
+    position = Position()
+    fc.load(again, extra={"position": position})
+    assert position.value == [10, 11, 12]
+
+
+class StatefulOnly:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("nobody may be given this state")
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def everything() -> dict[str, Any]:
+    """All dtypes, awkward shapes, values that are no tensors."""
+    shapes = {"scalar": (), "empty": (0, 4), "row": (1, 5), "cube": (7, 3, 2), "long": (1031,)}
+    tensors = {
+        f"{kind}.{shape}": random_bits(f"{kind}.{shape}", size, dtype)
+        for kind, dtype in DTYPES.items()
+        for shape, size in shapes.items()
+    }
+    return {**tensors, "number": 3.5, "nested": {"tuple": (1, b"bytes")}}
+
+
+def assert_loads(folder: str | Path, expected: dict[str, Any]) -> None:
+    found = {key: value.clone().zero_() if isinstance(value, torch.Tensor) else None for key, value in expected.items()}
+    fc.load(folder, model=found)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert_bits(key, found[key], value)
+        else:
+            assert found[key] == value, key
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_all_dtypes_and_shapes_keep_their_bits(target: str, tmp_path: Path) -> None:
+    fc.save(tmp_path / "old", model=everything())
+    convert(tmp_path / "old", tmp_path / "new", **TARGETS[target])
+    assert_loads(tmp_path / "new", everything())
+
+
+def large() -> dict[str, torch.Tensor]:
+    """Several chunks a tensor, which cut through its rows."""
+    return {"w": value_of("w", (1500, 1009)), "cube": value_of("cube", (300, 70, 101)), "b": value_of("b", (1009,))}
+
+
+def save_by_columns(rank: int, world_size: int, folder: str) -> None:
+    dims = {"w": 1, "cube": 2, "b": 0}
+    fc.save(folder, model={name: put(value, mesh_of(3), [Shard(dims[name])]) for name, value in large().items()})
+
+
+def test_large_tensors_cut_by_columns(tmp_path: Path) -> None:
+    """The blocks of the old pieces lie across those of the new ones."""
+    run_on_ranks(save_by_columns, 3, folder=str(tmp_path / "old"))
+    for number, options in enumerate(TARGETS.values()):
+        assert_loads(convert(tmp_path / "old", tmp_path / f"{number}", **options), large())
+    stored = safetensors.torch.load_file(tmp_path / "2" / "model.safetensors")
+    for name, value in large().items():
+        assert_bits(name, stored[name], value)
+
+
+def test_tied_names_and_module_values_come_along(tmp_path: Path) -> None:
+    class Counter(nn.Module):
+        def __init__(self, count: int):
+            super().__init__()
+            self.count = count
+
+        def get_extra_state(self) -> Any:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.count = state["count"]
+
+    def build(count: int) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), Counter(count), nn.Linear(4, 4, bias=False))
+        model[2].weight = model[0].weight
+        return model
+
+    fc.save(tmp_path / "old", model=build(3))
+    convert(tmp_path / "old", tmp_path / "new", to="consolidated")
+    assert [(one.name, one.aliases) for one in describe(tmp_path / "new").tensors] == [("0.weight", ("2.weight",))]
+    model = build(0)
+    fc.load(tmp_path / "new", model=model)
+    assert model[1].count == 3
+
+
+def test_dtype_is_that_of_the_models_floats_alone(tmp_path: Path) -> None:
+    model = {
+        "f32": value_of("a", (40, 3)),
+        "f16": value_of("b", (5,), torch.float16),
+        "fp8": value_of("c", (5,), torch.float8_e4m3fn),
+        "int": value_of("d", (5,), torch.int64),
+    }
+    fc.save(tmp_path / "old", model=model, optimizer={"m": value_of("m", (40, 3))})
+    for target in TARGETS.values():
+        folder = convert(tmp_path / "old", tmp_path / str(target), dtype=torch.bfloat16, **target)
+        expected = {key: value.bfloat16() if key in ("f32", "f16") else value for key, value in model.items()}
+        assert_loads(folder, expected)
+        state = {"m": torch.zeros(40, 3)}
+        fc.load(folder, optimizer=state)
+        assert_bits("m", state["m"], value_of("m", (40, 3)))
+
+
+def test_model_only_leaves_the_rest(tmp_path: Path) -> None:
+    fc.save(tmp_path / "old", model={"w": torch.ones(3)}, optimizer={"m": torch.ones(3)}, extra={"k": torch.ones(2)})
+    convert(tmp_path / "old", tmp_path / "new", model_only=True)
+    description = describe(tmp_path / "new")
+    assert [one.section for one in description.tensors] == ["model"]
+    assert not description.extra
+    assert sorted(os.listdir(tmp_path / "new")) == ["checkpoint.json", "model-rank-00000-of-00001.safetensors"]
+
+
+# --- other formats and places -----------------------------------------------------------------------------------------
+
+
+def test_hugging_face_both_ways(tmp_path: Path) -> None:
+    """Their folder becomes ours, and what is made of that is one of theirs again."""
+    weights = {f"layers.{number}.w": value_of(str(number), (5, 4)) for number in range(5)}
+    (tmp_path / "hf").mkdir()
+    safetensors.torch.save_file(weights, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "ours", world=3)
+    assert_loads(tmp_path / "ours", weights)
+    convert(tmp_path / "ours", tmp_path / "theirs", to="consolidated", max_file_bytes=200)
+    index = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 400}
+    assert len(set(index["weight_map"].values())) == 3
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "theirs" / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert_bits(name, opened.get_tensor(name), weights[name])
+
+
+def test_dcp_both_ways(sources: str, tmp_path: Path) -> None:
+    """torch reads what we write, and we read it too; the extra state has no place there."""
+    source = f"{sources}/dim1-3/step-00000007"
+    folder = convert(source, tmp_path / "dcp", to="dcp")
+    assert ".metadata" in os.listdir(folder)
+    whole = {key: torch.zeros_like(value) for key, value in Awkward().state_dict().items()}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        dcp.load({"model": whole}, checkpoint_id=folder, no_dist=True)
+    for name, value in whole.items():
+        assert_bits(name, value, value_of(name.replace("head.", "embed."), value.shape, value.dtype))
+    again = convert(folder, tmp_path / "again", world=2)
+    assert diff(source, again, model_only=True).equal
+    optimizers = diff(source, again)
+    assert not [one for one in optimizers.tensors if one.section == "optimizer"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_to_a_storage_that_only_writes_in_order(target: str, tmp_path: Path) -> None:
+    """`save` cannot write consolidated files there, since ranks would share them; one process can."""
+    pytest.importorskip("fsspec")
+    fc.save(tmp_path / "old", model=everything(), step=3)
+    place = f"memory://convert-{target.replace(' ', '-')}/new"
+    assert convert(tmp_path / "old" / "step-00000003", place, **TARGETS[target]) == place
+    assert_loads(place, everything())
+    assert verify(place).ok
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint of 2 MB."""
+    fc.save(tmp_path / "old", model={"w": value_of("w", (1000, 500))}, step=1)
+    return tmp_path / "old" / "step-00000001"
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_damaged_source_leaves_nothing(old: Path, tmp_path: Path) -> None:
+    flip(old / "model-rank-00000-of-00001.safetensors", 1_500_000)
+    for options in TARGETS.values():
+        with pytest.raises(CorruptError, match="'w'"):
+            convert(old, tmp_path / "new", **options)
+        assert os.listdir(tmp_path) == ["old"]
+    convert(old, tmp_path / "new", verify=False)  # who wants what is left can have it
+    assert (tmp_path / "new" / "checkpoint.json").exists()
+
+
+def test_interruption_leaves_nothing(old: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(old, tmp_path / "new", progress=interrupt)
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path: Path) -> None:
+    fc.save(tmp_path / "new", model={"v": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="is a checkpoint already"):
+        convert(old, tmp_path / "new")
+    convert(old, tmp_path / "new", overwrite=True)
+    assert [one.name for one in describe(tmp_path / "new").tensors] == ["w"]
+    flip(old / "model-rank-00000-of-00001.safetensors", 1_500_000)
+    with pytest.raises(CorruptError):
+        convert(old, tmp_path / "new", overwrite=True)
+    assert verify(tmp_path / "new").ok
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"to": "zip"}, ArgumentError, "to is one of ranks, consolidated, dcp"),
+        ({"world": 0}, ArgumentError, "are positive"),
+        ({"to": "consolidated", "world": 2}, ArgumentError, "world=2 has no effect on to='consolidated'"),
+        ({"dtype": torch.int8}, ArgumentError, "dtype is a floating point type"),
+        ({"to": "dcp", "dtype": torch.float16}, ArgumentError, "takes everything as it is"),
+        ({"shards": 3}, TypeError, "unexpected keyword argument 'shards'"),
+    ],
+)
+def test_options_that_cannot_work(
+    options: dict[str, Any], error: type[Exception], message: str, old: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        convert(old, tmp_path / "new", **options)
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_progress_counts_all_bytes(old: Path, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    convert(old, tmp_path / "new", world=3, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert calls[-1] == (2_000_000, 2_000_000)
+
+
+# --- whole processes --------------------------------------------------------------------------------------------------
+
+
+def run(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+KILLED = """
+import os, signal, sys
+from fsdp2.checkpoint.tools.converting import convert
+convert(sys.argv[1], sys.argv[2], world=2, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_killed_conversion_is_nothing_and_is_cleaned_up(old: Path, tmp_path: Path) -> None:
+    assert run(KILLED, old, tmp_path / "new").returncode == -signal.SIGKILL
+    lease, left, old_one = sorted(os.listdir(tmp_path))
+    assert (lease, old_one) == (".lease-new", "old") and left.startswith(".tmp-new-")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        fc.load(tmp_path / "new", model={})
+    convert(old, tmp_path / "new", world=2)
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+BOUNDED = """
+import sys
+from fsdp2.checkpoint.tools.comparing import diff
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.inspection import verify
+import torch; torch.zeros(1).double().isnan()
+def status(key):  # not ru_maxrss, which begins at the peak of the parent
+    line = next(line for line in open("/proc/self/status") if line.startswith(key))
+    return int(line.split()[1]) // 1024
+before = status("VmRSS")
+steps = []
+for work in (lambda: convert(sys.argv[1], sys.argv[2], world=3), lambda: verify(sys.argv[2]),
+             lambda: convert(sys.argv[2], sys.argv[3], to="consolidated"), lambda: diff(sys.argv[1], sys.argv[3])):
+    work()
+    steps.append(status("VmHWM") - before)
+print(*steps)
+"""
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """One tensor of 240 MB goes through a process that has much less."""
+    fc.save(tmp_path / "old", model={"w": torch.zeros(6000, 10_000)})
+    done = run(BOUNDED, tmp_path / "old", tmp_path / "new", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    growth_mb = [int(number) for number in done.stdout.split()]
+    assert max(growth_mb) < 100, growth_mb
+
+
+FEW_FILES = """
+import resource, sys, torch
+import fsdp2.checkpoint as fc
+from fsdp2.checkpoint.tools.converting import convert
+from fsdp2.checkpoint.tools.inspection import verify
+resource.setrlimit(resource.RLIMIT_NOFILE, (90, 90))
+convert(sys.argv[1], sys.argv[2], world=125)
+verify(sys.argv[2])
+convert(sys.argv[2], sys.argv[3], to="consolidated")
+state = {"w": torch.zeros(1000, 500)}
+fc.load(sys.argv[2], model=state)
+other = {"w": torch.zeros(1000, 500)}
+fc.load(sys.argv[3], model=other)
+assert torch.equal(state["w"], other["w"]) and state["w"].any()
+"""
+
+
+def test_more_files_than_a_process_may_open(old: Path, tmp_path: Path) -> None:
+    done = run(FEW_FILES, old, tmp_path / "many", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    assert len(os.listdir(tmp_path / "many")) == 126

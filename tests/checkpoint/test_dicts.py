@@ -1,0 +1,282 @@
+"""Plain state dicts, large tensors, and ranks that have different things or save among themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import fsdp2.checkpoint as fc
+from fsdp2 import fully_shard
+from fsdp2.errors import CheckpointError, MismatchError
+from tests.helpers.checkpoint_cases import (
+    BF16,
+    Awkward,
+    Block,
+    assert_bits,
+    assert_part,
+    fill,
+    mesh_of,
+    put,
+    random_bits,
+    shard,
+    spoil,
+    state_of,
+    tensors_of,
+    value_of,
+    with_state,
+)
+from tests.helpers.parity_models import shard_like
+from tests.helpers.ranks import on_ranks, run_on_ranks
+
+FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
+by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
+
+
+def filled(model: nn.Module, seed: int = 0) -> nn.Module:
+    for name, value in tensors_of(model):
+        fill(name, value, seed)
+    return model
+
+
+def check(model: nn.Module, seed: int = 0) -> None:
+    for name, value in tensors_of(model):
+        assert_part(name, value, seed)
+
+
+def save_large(rank: int, world_size: int, folder: str, dim: int, options: dict[str, Any]) -> None:
+    whole = random_bits("large", (3001, 2003), torch.float32)  # 23 MiB
+    tensors = {
+        "large": put(whole, mesh_of(world_size), [Shard(dim)]),
+        "transposed": put(whole.t(), mesh_of(world_size), [Shard(dim)]),
+        "small": put(random_bits("small", (5,), BF16), mesh_of(world_size), [Shard(0)]),
+    }
+    fc.save(folder, model=tensors, **options)
+
+
+def load_large(rank: int, world_size: int, folder: str, dim: int) -> None:
+    whole = random_bits("large", (3001, 2003), torch.float32)
+    tensors = {
+        "large": put(torch.zeros_like(whole), mesh_of(world_size), [Shard(dim)]),
+        "transposed": put(torch.zeros(2003, 3001), mesh_of(world_size), [Shard(dim)]),
+        "small": put(torch.zeros(5, dtype=BF16), mesh_of(world_size), [Shard(0)]),
+    }
+    fc.load(folder, model=tensors)
+    assert_bits("large", tensors["large"], shard_like(whole, tensors["large"]))
+    assert_bits("transposed", tensors["transposed"], shard_like(whole.t(), tensors["transposed"]))
+    assert_bits("small", tensors["small"], random_bits("small", (5,), BF16).chunk(world_size)[rank])
+
+
+@by_form
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 0)], ids=["rows_to_columns", "columns_to_rows"])
+def test_large_tensors(cuts: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
+    """Many blocks and buffers long, at odd offsets in the files."""
+    run_on_ranks(save_large, 2, folder=str(tmp_path / "a"), dim=cuts[0], options=options)
+    run_on_ranks(load_large, 3, folder=str(tmp_path / "a"), dim=cuts[1])
+
+
+# --- plain state dicts ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@by_form
+def test_state_dict_of_a_model(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """A model loads what was saved of its state dict, and the other way round; and a state dict of some names."""
+    model = filled(shard(Awkward()))
+    fc.save(tmp_path / "dict", model=model.state_dict(), **options)
+    fc.save(tmp_path / "model", model=model, **options)
+    other = filled(shard(Awkward()), seed=1)
+    fc.load(tmp_path / "dict", model=other)
+    check(other)
+    other = filled(shard(Awkward()), seed=1)
+    fc.load(tmp_path / "model", model=other.state_dict())
+    check(other)
+    other = filled(shard(Awkward()), seed=1)
+    some = {name: value for name, value in other.state_dict().items() if name.startswith("blocks.1")}
+    loaded = fc.load(tmp_path / "model", model=some, strict=False)
+    assert loaded.missing == []
+    assert any("blocks.0.up.weight" in name for name in loaded.unexpected)
+    for name, value in tensors_of(other):
+        assert_part(name, value, seed=0 if name.startswith("blocks.1") else 1)
+    with pytest.raises(MismatchError, match=r"blocks\.0\.up\.weight"):
+        fc.load(tmp_path / "model", model=some)
+
+
+@on_ranks(2)
+def test_values_in_a_plain_dict(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What is no tensor is filled in too."""
+    saved = {
+        "weight": torch.arange(3.0),
+        "epoch": 3,
+        "best": float("inf"),
+        "tag": ("a", None),
+        "scalar": torch.tensor(2),
+    }
+    fc.save(tmp_path / "a", model=saved)
+    state: dict[str, Any] = {
+        "weight": torch.zeros(3),
+        "epoch": 0,
+        "best": 0.0,
+        "tag": None,
+        "scalar": torch.tensor(0),
+    }
+    weight = state["weight"]
+    fc.load(tmp_path / "a", model=state)
+    assert state["weight"] is weight
+    assert torch.equal(weight, saved["weight"])
+    assert int(state["scalar"]) == 2
+    assert (state["epoch"], state["best"], state["tag"]) == (3, float("inf"), ("a", None))
+
+
+@on_ranks(2)
+def test_views_of_one_storage_are_not_one_tensor(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Only the same part of the same storage is a tie."""
+    base = torch.arange(12.0).reshape(3, 4)
+    saved = {"all": base, "row": base[1], "t": base.t(), "column": base[:, 2], "again": base, "flat": base.view(12)}
+    expected = {name: value.clone() for name, value in saved.items()}
+    fc.save(tmp_path / "a", model=saved)
+    state = {name: torch.zeros(value.shape) for name, value in saved.items()}
+    fc.load(tmp_path / "a", model=state)
+    for name, value in state.items():
+        assert_bits(name, value, expected[name])
+
+
+@on_ranks(2)
+@by_form
+def test_plain_tensors_that_differ_are_somebodys(
+    rank: int, world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Nothing says that plain tensors are equal on all ranks. What is stored is what one rank had, not a mixture."""
+    tensors = {"large": torch.full((1_000_003,), float(rank)), "small": torch.full((5,), float(rank))}
+    fc.save(tmp_path / "a", model=tensors, **options)
+    fc.load(tmp_path / "a", model=tensors)
+    for value in tensors.values():
+        assert value.min() == value.max()
+
+
+# --- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def stage(rank: int, num_blocks: int = 2) -> nn.Module:
+    """Ranks 0, 1 have the first of two pipeline stages, ranks 2, 3 the second; each is sharded over its two ranks."""
+    mesh = mesh_of(2, 2)["b"]
+    model = nn.ModuleDict({f"block{rank // 2 + 2 * index}": Block() for index in range(num_blocks)})
+    for block in model.values():
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def save_stages(rank: int, world_size: int, folder: str) -> None:
+    model = stage(rank)
+    optimizer = with_state(model, lr=0.1 * (1 + rank // 2))
+    filled(model)
+    fc.save(folder, model=model, optimizer=optimizer, extra={"stage": rank // 2})
+
+
+def load_stages(rank: int, world_size: int, folder: str) -> None:
+    """Four ranks: their stages. Two ranks: all blocks in one model, one at a time is left out."""
+    if world_size == 4:
+        model = stage(rank)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loaded = fc.load(folder, model=model, optimizer=optimizer, strict=False)
+        assert loaded.extra["stage"] == rank // 2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 + rank // 2))
+    else:
+        model = nn.ModuleDict({f"block{number}": fully_shard(Block()) for number in range(4)})
+        groups = [[model[f"block{n}"], model[f"block{n + 2}"]] for n in (0, 1)]
+        optimizer = torch.optim.AdamW(
+            [{"params": [p for module in modules for p in module.parameters()]} for modules in groups]
+        )
+        loaded = fc.load(folder, model=model, optimizer=optimizer)
+        assert loaded.unexpected == []
+    assert loaded.missing == []
+    check(model)
+    for key, value in state_of(model, optimizer):
+        assert_part(key, value)
+
+
+def test_pipeline_stages(tmp_path: Path) -> None:
+    """Ranks that have different modules make one checkpoint, and share it out again in any way."""
+    run_on_ranks(save_stages, 4, folder=str(tmp_path / "a"))
+    run_on_ranks(load_stages, 4, folder=str(tmp_path / "a"))
+    run_on_ranks(load_stages, 2, folder=str(tmp_path / "a"))
+
+
+@on_ranks(4)
+def test_pipeline_stages_are_not_consolidated(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Nobody knows what is in the common files; the message says what to do."""
+    with pytest.raises(CheckpointError, match="convert"):
+        fc.save(tmp_path / "a", model=stage(rank), consolidated=True)
+    assert not (tmp_path / "a").exists()
+
+
+@on_ranks(4)
+@by_form
+def test_subgroup_of_the_ranks(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Two ranks save and load by themselves, each pair its own checkpoint, at the same time; one rank reads alone."""
+    mesh = mesh_of(2, 2)["b"]
+    group, alone, pair = mesh.get_group(), mesh_of(4, 1)["b"].get_group(), rank // 2
+    model = shard(Awkward(), mesh=mesh)
+    optimizer = with_state(model)
+    filled(model, seed=pair)
+    fc.save(tmp_path / str(pair), model=model, optimizer=optimizer, process_group=group, extra={"r": rank}, **options)
+    dist.barrier()
+    other = filled(shard(Awkward(), mesh=mesh), seed=7)
+    loaded = fc.load(tmp_path / str(1 - pair), model=other, process_group=group)
+    check(other, seed=1 - pair)
+    assert loaded.extra["r"] == (rank + 2) % 4
+    if rank == 3:
+        with pytest.raises(MismatchError, match=r"nowhere"):
+            fc.load(tmp_path / "0", model={"nowhere": torch.zeros(1)}, process_group=alone)
+        whole = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in other.state_dict().items()}
+        fc.load(tmp_path / "0", model=whole, process_group=alone)
+        for name, _ in tensors_of(other):
+            assert_bits(name, whole[name], value_of(name, whole[name].shape, whole[name].dtype))
+
+
+@on_ranks(4)
+@by_form
+@pytest.mark.parametrize("axis", ["a", "b"])
+def test_one_axis_of_a_larger_mesh(
+    rank: int, world_size: int, axis: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Sharded over one axis only; along the other (context parallel, say) every rank has the same, and nothing of the
+    model says so."""
+    model = shard(Awkward(), mesh=mesh_of(2, 2)[axis])
+    optimizer = with_state(model)
+    filled(model)
+    fc.save(tmp_path / "a", model=model, optimizer=optimizer, **options)
+    other = shard(Awkward())
+    other_optimizer = with_state(other)
+    for _, value in [*tensors_of(other), *state_of(other, other_optimizer)]:
+        spoil(value)
+    fc.load(tmp_path / "a", model=other, optimizer=other_optimizer)
+    check(other)
+    for key, value in state_of(other, other_optimizer):
+        assert_part(key, value)
+
+
+@on_ranks(4)
+def test_ranks_of_different_sharding(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Replicated over one axis, cut over the other, in both orders."""
+    mesh = mesh_of(2, 2)
+    whole = value_of("w", (7, 5))
+    tensors = {
+        "rows": put(whole, mesh, [Replicate(), Shard(0)]),
+        "columns": put(whole, mesh, [Shard(1), Replicate()]),
+        "both": put(whole, mesh, [Shard(1), Shard(0)]),
+    }
+    fc.save(tmp_path / "a", model=tensors)
+    others = {name: torch.zeros(7, 5) for name in tensors}
+    fc.load(tmp_path / "a", model=others)
+    for name, value in others.items():
+        assert_bits(name, value, whole)
+    if rank < 2:  # a part of a mesh, beside tensors on all of it: the others would have the same
+        tensors["some_ranks"] = put(whole, mesh["b"], [Shard(0)])
+    with pytest.raises(CheckpointError, match=r"'some_ranks': is on ranks \[0, 1, 2, 3\], of which \[2, 3\] did not"):
+        fc.save(tmp_path / "b", model=tensors)

@@ -1,0 +1,265 @@
+"""Writing past the page cache: the bytes of the file are the same, whatever the ranges and the file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import direct, local
+from fsdp2.checkpoint.direct import PAGE, open_direct
+from fsdp2.checkpoint.local import LocalStorage, LocalWriter
+from fsdp2.checkpoint.workers import run_all
+from tests.helpers.ranks import on_ranks
+
+PWriteV = Callable[[int, list[memoryview], int], int]
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on a disk that takes direct writes; every whole page goes there, three at a time."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    with open(probe, "rb") as file:
+        opened = open_direct(str(probe), file.fileno(), 0)
+    if opened is None:
+        pytest.skip("the temporary folder is on no disk, or on one without direct writes")
+    opened.close()
+    every_page(monkeypatch)
+    return tmp_path
+
+
+def every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "DIRECT_FROM", PAGE)
+    monkeypatch.setattr(direct, "PIECE", 3 * PAGE)
+
+
+class Writes:
+    """What was asked of `os.pwritev`: (is it direct, bytes, offset). `answer` may do something else for direct ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seen: list[tuple[bool, int, int]] = []
+        self.answer: PWriteV = os.pwritev
+        pwritev = os.pwritev
+
+        def write(fd: int, parts: list[memoryview], offset: int) -> int:
+            nbytes = sum(part.nbytes for part in parts)
+            self.seen.append((is_direct(fd), nbytes, offset))
+            return (self.answer if is_direct(fd) else pwritev)(fd, parts, offset)
+
+        monkeypatch.setattr(os, "pwritev", write)
+
+    def direct_bytes(self) -> int:
+        return sum(nbytes for was_direct, nbytes, _ in self.seen if was_direct)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    return Writes(monkeypatch)
+
+
+def ranges(size: int, most: int, seed: int) -> Iterator[tuple[int, int]]:
+    """All of a file in pieces of any size; some of them begin or end at a page."""
+    generator = random.Random(seed)
+    begin = 0
+    while begin < size:
+        end = begin + generator.randint(1, most)
+        if generator.random() < 0.3:
+            end = max(begin + 1, end // PAGE * PAGE)
+        yield begin, min(end, size)
+        begin = end
+
+
+def in_parts(content: bytes, seed: int) -> list[memoryview]:
+    """The same bytes, out of several places."""
+    cuts = sorted(random.Random(seed).choices(range(len(content) + 1), k=5))
+    return [memoryview(content)[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True)]
+
+
+def write_in_ranges(writer: LocalWriter, content: bytes, most: int, seed: int) -> None:
+    def write(of: tuple[int, int]) -> None:
+        writer.write(of[0], in_parts(content[slice(*of)], of[0]))
+
+    pieces = list(ranges(len(content), most, seed))
+    random.Random(seed).shuffle(pieces)
+    run_all(write, pieces, 4, "test-direct")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_ranges_from_any_thread(disk: Path, writes: Writes, seed: int) -> None:
+    """Also of a file that has been there, and was longer."""
+    path = disk / "file"
+    path.write_bytes(b"old" * 100_000)
+    content = random.Random(seed).randbytes(40 * PAGE + seed * 531)
+    writer = LocalStorage().write_file(str(path), len(content))
+    write_in_ranges(writer, content, 10 * PAGE, seed)
+    writer.finish()
+    assert path.read_bytes() == content
+    assert writes.direct_bytes() > 10 * PAGE
+    for was_direct, nbytes, offset in writes.seen:
+        if was_direct:
+            assert offset % PAGE == 0 and nbytes % PAGE == 0 and nbytes <= 3 * PAGE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_several_write_to_one_file(disk: Path, writes: Writes, seed: int) -> None:
+    """As ranks do to a consolidated one: they share the page at which one's part ends and another's begins."""
+    path, content = disk / "file", random.Random(seed).randbytes(60 * PAGE + 77)
+    cuts = [0, 20 * PAGE + 1 + seed, 41 * PAGE - 1 - seed, len(content)]
+    writers = [LocalStorage().join_file(str(path), len(content)) for _ in range(3)]
+
+    def write(rank: int) -> None:
+        for begin, end in ranges(cuts[rank + 1] - cuts[rank], 9 * PAGE, seed):
+            writers[rank].write(cuts[rank] + begin, [memoryview(content)[cuts[rank] + begin : cuts[rank] + end]])
+        writers[rank].finish()
+
+    run_all(write, range(3), 3, "test-direct")
+    assert path.read_bytes() == content
+    assert writes.direct_bytes() > 10 * PAGE
+
+
+def test_little_goes_through_the_cache(disk: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files and small writes are worth no direct one."""
+    monkeypatch.setattr(local, "DIRECT_FROM", 8 * PAGE)
+    for size in (8 * PAGE - 1, 20 * PAGE):
+        content = random.Random(0).randbytes(size)
+        writer = LocalStorage().write_file(str(disk / "file"), size)
+        for begin in range(0, size, 7 * PAGE):
+            writer.write(begin, [memoryview(content)[begin : begin + 7 * PAGE]])
+        writer.finish()
+        assert (disk / "file").read_bytes() == content
+    assert writes.direct_bytes() == 0
+
+
+def test_short_writes(disk: Path, writes: Writes) -> None:
+    pwritev = writes.answer
+    writes.answer = lambda fd, parts, offset: pwritev(fd, [parts[0][:PAGE]], offset)
+    content = random.Random(0).randbytes(10 * PAGE)
+    writer = LocalStorage().write_file(str(disk / "file"), len(content))
+    writer.write(0, [memoryview(content)])
+    writer.finish()
+    assert (disk / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_file_system_that_refuses_a_write(disk: Path, writes: Writes, refusal: int, after: int) -> None:
+    """From the first on, or only later, in the middle of a range; then all goes through the cache."""
+    pwritev, refused = writes.answer, []
+
+    def answer(fd: int, parts: list[memoryview], offset: int) -> int:
+        if len([None for was_direct, *_ in writes.seen if was_direct]) > after:
+            refused.append(offset)
+            raise OSError(refusal, os.strerror(refusal))
+        return pwritev(fd, parts, offset)
+
+    writes.answer = answer
+    content = random.Random(after).randbytes(40 * PAGE)
+    writer = LocalStorage().write_file(str(disk / "file"), len(content))
+    for begin in range(0, len(content), 10 * PAGE):
+        writer.write(begin, [memoryview(content)[begin : begin + 10 * PAGE]])
+    writer.finish()
+    assert (disk / "file").read_bytes() == content
+    assert len(refused) == 1
+
+
+def test_a_file_system_that_refuses_to_open(disk: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
+    os_open = os.open
+
+    def refuse(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os_open(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    content = random.Random(0).randbytes(10 * PAGE)
+    writer = LocalStorage().write_file(str(disk / "file"), len(content))
+    writer.write(0, [memoryview(content)])
+    writer.finish()
+    assert (disk / "file").read_bytes() == content
+    assert writes.direct_bytes() == 0
+
+
+def test_errors_of_the_disk_are_errors(disk: Path, writes: Writes) -> None:
+    def answer(fd: int, parts: list[memoryview], offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writes.answer = answer
+    writer = LocalStorage().write_file(str(disk / "file"), 10 * PAGE)
+    with pytest.raises(OSError, match="No space left"):
+        writer.write(0, [memoryview(bytes(10 * PAGE))])
+    writer.abandon()
+
+
+def test_descriptors_are_closed(disk: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for end in (LocalWriter.finish, LocalWriter.abandon):
+        writer = LocalStorage().write_file(str(disk / "file"), 10 * PAGE)
+        assert len(os.listdir("/proc/self/fd")) == len(before) + 2
+        end(writer)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_another_file_of_that_name(disk: Path) -> None:
+    """Only the file that is open is written to, not one that took its name in between."""
+    first, other = disk / "first", disk / "other"
+    first.touch()
+    other.touch()
+    with open(first, "r+b") as file:
+        assert open_direct(str(other), file.fileno(), 0) is None
+        first.unlink()
+        other.rename(first)
+        assert open_direct(str(first), file.fileno(), 0) is None
+
+
+def test_a_file_system_without_a_device(writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a network, where each direct write would wait for the server; here one in memory."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir() or os.major(folder.stat().st_dev):
+        pytest.skip("no file system in memory at /dev/shm")
+    monkeypatch.setattr(local, "DIRECT_FROM", PAGE)
+    path, content = folder / f"fsdp2-test-{os.getpid()}", random.Random(0).randbytes(10 * PAGE)
+    try:
+        writer = LocalStorage().write_file(str(path), len(content))
+        writer.write(0, [memoryview(content)])
+        writer.finish()
+        assert path.read_bytes() == content
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+    assert writes.direct_bytes() == 0
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_checkpoints(rank: int, world_size: int, consolidated: bool, disk: Path) -> None:
+    """Tensors of all sizes, shards that end within pages, rows of several ranks in one page."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(7, 1001), (1,), (100, 999), (3, 5), (1024, 64), (0, 4), (50, 333)]
+    whole = {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
+    state["w4"] = distribute_tensor(whole["w4"], mesh, [Shard(1)])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        every_page(monkeypatch)
+        writes = Writes(monkeypatch)
+        checkpoint.save(disk / "a", model=state, consolidated=consolidated)
+    assert writes.direct_bytes() > 20 * PAGE
+    assert not checkpoint.verify(disk / "a").damage
+    loaded = {name: torch.zeros_like(value) for name, value in whole.items()}
+    checkpoint.load(disk / "a", model=loaded)
+    assert all(torch.equal(loaded[name], whole[name]) for name in whole)

@@ -1,0 +1,340 @@
+"""What a run keeps besides tensors of model and optimizer: values, objects, random numbers; each rank's or common."""
+
+from __future__ import annotations
+
+import collections
+import math
+import random
+import sys
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp2.checkpoint as fc
+from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
+from tests.helpers.checkpoint_cases import assert_bits, mesh_of, put, random_bits
+from tests.helpers.ranks import on_ranks, run_on_ranks
+
+
+def assert_equal(where: str, got: Any, expected: Any) -> None:
+    """The same types and values, and the same order of keys; NaN is NaN."""
+    if isinstance(expected, Tensor):
+        assert_bits(where, got, expected)
+    elif isinstance(expected, dict):
+        assert type(got) is type(expected), where
+        assert list(got) == list(expected), where
+        for key, item in expected.items():
+            assert_equal(f"{where}.{key}", got[key], item)
+    elif isinstance(expected, (list, tuple)):
+        assert type(got) is type(expected), where
+        assert len(got) == len(expected), where
+        for index, item in enumerate(expected):
+            assert_equal(f"{where}[{index}]", got[index], item)
+    elif isinstance(expected, (float, np.floating)):
+        assert type(got) is type(expected), where
+        assert math.copysign(1, got) == math.copysign(1, expected) or math.isnan(expected), where
+        assert got == expected or (math.isnan(got) and math.isnan(expected)), where
+    else:
+        assert type(got) is type(expected), where
+        assert got == expected, where
+
+
+def nested(depth: int) -> Any:
+    return [{"level": depth, "below": nested(depth - 1)}] if depth else ()
+
+
+class Shape(NamedTuple):
+    """The program's own."""
+
+    rows: int
+    columns: Any = None
+
+
+VALUES: dict[str, Any] = {
+    "none": None,
+    "bools": [True, False],
+    "ints": [0, -1, 2**63, -(2**200)],
+    "floats": [0.1, -0.0, math.inf, -math.inf, math.nan, 1e-310, 1.7976931348623157e308, 1 / 3, 3.0],
+    "text": ["", "ü€😀", '\x00\n"\\', "$tensor"],
+    "bytes": [b"", b"\x00\xff" * 7],
+    "tuples": ((), (1,), (1, (2, [3, ()]))),
+    "int keys": {1: "a", -2: "b", 10: {3: ()}},
+    "other keys": {True: 1, None: 2, 0.5: 3, "1": 4, 1.5: 5},
+    "tuple keys": {(1, "a"): 0, (): 1},
+    "dollars": {"$tensor": 1, "$float": "nan", "$": [{"$dict": {}}], "$$x": None},
+    "order": {"z": 1, "a": 2, "m": 3},
+    "deep": nested(18),
+    "empty": [{}, [], (), ""],
+    "tensor": torch.arange(6, dtype=torch.int16).reshape(2, 3),
+    "tensors": {"a": [torch.tensor(2.5), (torch.zeros(0, 3, dtype=torch.bool),)], "b": torch.eye(3).t()[1:]},
+    "a.b/c d": "an odd name",
+    "ordered": collections.OrderedDict([("b", 1), ("a", [collections.OrderedDict(), torch.ones(2)]), (3, "int")]),
+    "counters": [collections.Counter("abca"), collections.Counter({(1, 2): -3}), collections.Counter()],
+    "defaults": [collections.defaultdict(list, a=[1]), collections.defaultdict(None, b=2)],
+    "named": [Shape(2), Shape(3, Shape(4, torch.eye(2))), {Shape(5): "key"}],
+    "sizes": [torch.zeros(2, 0, 3).shape, torch.Size([])],
+    "numpy": [np.float64(0.1), np.float32(0.1), np.float16(-0.0), np.int64(-(2**63)), np.uint8(255), np.bool_(True)],
+    "numpy's nan": [np.float32("nan"), np.float64("-inf")],
+    "numpy's keys": {np.int64(1): np.float32(1), 1.5: 2},
+}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("consolidated", [False, True])
+def test_values_come_back_as_they_were(rank: int, world_size: int, consolidated: bool, tmp_path: Path) -> None:
+    fc.save(tmp_path / "a", extra=VALUES, consolidated=consolidated)
+    loaded = fc.load(tmp_path / "a")
+    assert loaded.extra.keys() == VALUES.keys()
+    for key, value in VALUES.items():
+        assert_equal(key, loaded.extra[key], value)
+
+
+@on_ranks(2)
+def test_tensors_of_every_kind(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Of each rank its own, in extra state; and DTensors are refused or come back as they were."""
+    dtypes = [torch.float8_e5m2, torch.uint64, torch.complex64, torch.bool, torch.bfloat16]
+    own = {str(dtype): [random_bits(f"{rank} {dtype}", (3, 2), dtype), rank] for dtype in dtypes}
+    fc.save(tmp_path / "a", extra={"own": own, "same": random_bits("same", (3,), torch.float32)})
+    loaded = fc.load(tmp_path / "a")
+    assert_equal("own", loaded.extra["own"], own)
+    assert_equal("same", loaded.extra["same"], random_bits("same", (3,), torch.float32))
+
+
+def save_own(rank: int, world_size: int, folder: str) -> None:
+    parity = {"parity": rank % 2, "tensor": torch.full((2,), rank % 2)}
+    fc.save(folder, extra={"same": {"step": 3}, "own": rank, "parity": parity}, step=12)
+
+
+def load_own(rank: int, world_size: int, folder: str, saved_on: int) -> None:
+    if world_size == saved_on:
+        loaded = fc.load(f"{folder}/step-00000012")
+        assert loaded.extra["own"] == rank
+        assert loaded.extra["parity"]["parity"] == rank % 2
+        assert torch.equal(loaded.extra["parity"]["tensor"], torch.full((2,), rank % 2))
+    else:
+        loaded = fc.load(f"{folder}/step-00000012", extra={})
+    assert loaded.extra["same"] == {"step": 3}
+    assert loaded.step == 12
+
+
+def test_own_and_common_values(tmp_path: Path) -> None:
+    """What all ranks have alike goes to any number of ranks; each rank's own goes to as many as there were."""
+    run_on_ranks(save_own, 3, folder=str(tmp_path))
+    for world_size in (3, 2, 4):
+        run_on_ranks(load_own, world_size, folder=str(tmp_path), saved_on=3)
+
+
+class Loader:
+    """A data loader's position."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Files(Loader):
+    """One that deals its files out anew."""
+
+    def load_resharded(self, states: Sequence[Any], rank: int, world_size: int) -> None:
+        files = sorted(file for state in states for file in state["files"])
+        self.state = {"files": files[rank::world_size], "seen": sum(int(state["seen"]) for state in states)}
+
+
+def save_objects(rank: int, world_size: int, folder: str) -> None:
+    files = Files({"files": [f"{number}.bin" for number in range(rank, 7, world_size)], "seen": torch.tensor(rank)})
+    fc.save(folder, extra={"files": files, "own": Loader({"position": rank}), "same": Loader({"epoch": 2})})
+
+
+def load_objects(rank: int, world_size: int, folder: str, saved_on: int) -> None:
+    files, same, own = Files({}), Loader({}), Loader({"untouched": True})
+    if world_size == saved_on:
+        loaded = fc.load(folder, extra={"files": files, "own": own, "same": same})
+        assert files.state["files"] == [f"{number}.bin" for number in range(rank, 7, world_size)]
+        assert int(files.state["seen"]) == rank
+        assert own.state == {"position": rank}
+        assert loaded.extra["own"] == {"position": rank}
+    else:
+        fc.load(folder, extra={"files": files, "same": same})
+        assert files.state["files"] == [f"{number}.bin" for number in range(rank, 7, world_size)]
+        assert files.state["seen"] == sum(range(saved_on))
+        with pytest.raises(FSDPError, match=r"(?s)own.*(load_resharded|Reshardable)"):
+            fc.load(folder, extra={"files": files, "own": own, "same": same})
+        assert own.state == {"untouched": True}
+    assert same.state == {"epoch": 2}
+
+
+def test_objects_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """What was the same everywhere goes on; what was not asks the object, and is refused if it has no answer."""
+    run_on_ranks(save_objects, 3, folder=str(tmp_path / "a"))
+    for world_size in (3, 2, 4):
+        run_on_ranks(load_objects, world_size, folder=str(tmp_path / "a"), saved_on=3)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def draw() -> list[float]:
+    return [
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        random.gauss(0, 1),
+        float(np.random.randn()),
+    ]
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    draw()
+
+
+def save_random(rank: int, world_size: int, folder: str) -> list[float]:
+    seed_all(rank)
+    fc.save(folder, extra={"random": fc.RandomState()})
+    return draw()
+
+
+def load_random(rank: int, world_size: int, folder: str, expected: list[list[float]]) -> list[float]:
+    seed_all(99)
+    if world_size == len(expected):
+        fc.load(folder, extra={"random": fc.RandomState()})
+        first = draw()
+        assert first == expected[rank]
+        return first
+    with pytest.raises((ArgumentError, CheckpointError), match="strict"):  # its own error, or that of a faster rank
+        fc.load(folder, extra={"random": fc.RandomState(strict=True)})
+    results = []
+    for _ in range(2):  # the same on every try
+        with pytest.warns(UserWarning, match="random"):
+            fc.load(folder, extra={"random": fc.RandomState()})
+        results.append(draw())
+    assert results[0] == results[1]
+    return results[0]
+
+
+def test_random_numbers_of_each_rank(tmp_path: Path) -> None:
+    """Every rank goes on with its own; on another number of ranks all are different and repeatable, with a warning."""
+    folder = str(tmp_path / "a")
+    expected = run_on_ranks(save_random, 2, folder=folder)
+    assert expected[0] != expected[1]
+    run_on_ranks(load_random, 2, folder=folder, expected=expected)
+    drawn = run_on_ranks(load_random, 3, folder=folder, expected=expected)
+    assert len({tuple(values) for values in drawn + expected}) == 5
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Point:
+    """No plain data."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "value",
+    [
+        Point(),
+        {"a": [1, {"inner": Point()}]},
+        {1, 2},
+        draw,
+        torch.float32,
+        np.ones(3),
+        {Point(): 1},
+        np.random.default_rng(0),
+        3j,
+    ],
+    ids=["object", "inner", "set", "function", "dtype", "array", "key", "generator", "complex"],
+)
+def test_other_objects_are_refused_by_name(rank: int, world_size: int, value: Any, tmp_path: Path) -> None:
+    """Before anything is written; nothing is pickled."""
+    with pytest.raises(ArgumentError, match=r"state\.of\.me"):
+        fc.save(tmp_path / "a", extra={"fine": 1, "state.of.me": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+class Text(str):
+    """A subclass of a plain type."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Text("a"),
+        type("Bytes", (bytes,), {})(b"a"),
+        type("List", (list,), {})([1]),
+        type("Pair", (tuple,), {})((1, 2)),
+        type("Dict", (dict,), {})(a=1),
+        type("Ordered", (collections.OrderedDict,), {})(a=1),
+        types.MappingProxyType({"a": 1}),
+        collections.UserDict(a=1),
+        collections.ChainMap({"a": 1}),
+        collections.defaultdict(lambda: 1),
+        torch.max(torch.eye(2), dim=0),
+        time.gmtime(0),
+        np.longdouble(1),
+        np.complex64(1),
+        np.datetime64("2020-01-01"),
+        np.str_("a"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_something_else_is_refused(value: Any, tmp_path: Path) -> None:
+    """Subclasses of what a checkpoint holds came back as dicts, tuples and bytes, without a word."""
+    with pytest.raises(ArgumentError, match=f"'state' at '0': .* got .*{type(value).__name__}"):
+        fc.save(tmp_path / "a", extra={"state": [value]})
+
+
+def test_a_named_tuple_whose_class_is_not_loaded(tmp_path: Path) -> None:
+    """A program that evaluates does not have the classes of the one that trained. It gets the fields by name, and no
+    module is imported for them."""
+    kind = collections.namedtuple("Position", "shard row")
+    kind.__module__ = "antigravity"  # one that would show if it were imported
+    fc.save(tmp_path / "a", extra={"at": kind(1, 2)})
+    at = fc.load(tmp_path / "a").extra["at"]
+    assert (type(at).__name__, at.shard, at.row, at._replace(row=3)) == ("Position", 1, 2, (1, 3))
+    assert at == kind(1, 2)
+    assert type(fc.load(tmp_path / "a").extra["at"]) is type(at)
+    assert "antigravity" not in sys.modules
+
+
+@on_ranks(2)
+def test_circles_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    circle: dict[str, Any] = {"a": 1}
+    circle["self"] = [circle]
+    with pytest.raises(ArgumentError, match="circle"):
+        fc.save(tmp_path / "a", extra={"circle": circle})
+
+
+@on_ranks(2)
+def test_keys_of_extra_that_are_missing(rank: int, world_size: int, tmp_path: Path) -> None:
+    """An object that is given to `load` must find its state; with ``strict=False`` it is left alone."""
+    fc.save(tmp_path / "a", extra={"one": Loader({"x": 1}), "more": 5})
+    one, two = Loader({}), Loader({"x": 0})
+    with pytest.raises(CheckpointError, match="two"):
+        fc.load(tmp_path / "a", extra={"one": one, "two": two})
+    loaded = fc.load(tmp_path / "a", extra={"one": one, "two": two}, strict=False)
+    assert any("two" in name for name in loaded.missing)
+    assert (one.state, two.state) == ({"x": 1}, {"x": 0})
+    assert loaded.extra == {"one": {"x": 1}, "more": 5}
+
+
+@on_ranks(2)
+def test_sharded_tensors_in_extra(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A DTensor has no place there: refused by name, not stored as if its shard were the whole."""
+    sharded = put(torch.arange(5.0), mesh_of(2), [torch.distributed.tensor.Shard(0)])
+    with pytest.raises(ArgumentError, match="sharded"):
+        fc.save(tmp_path / "a", extra={"sharded": {"x": sharded}})

@@ -1,0 +1,389 @@
+"""Damage, and requests that cannot be met: each is an error that says what is wrong; nothing is loaded half.
+
+One test a row of the table of faults, as far as files are concerned; for ranks that fail or disagree see
+`test_failing_ranks.py`, for those that die `test_kills.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import checkpoint
+from fsdp2.errors import CheckpointError, CorruptError, MismatchError
+from tests.helpers.hostile_checkpoints import (
+    MANIFEST,
+    content,
+    edit_body,
+    edit_header,
+    edit_own,
+    empty,
+    is_sound,
+    load,
+    sign,
+    two_ranks,
+    whole,
+)
+
+LAYOUTS = ["ranks", "consolidated", "alone"]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, or of one; not to be changed."""
+    return saved(request.param, tmp_path_factory.mktemp(request.param) / "step-00000001")
+
+
+def saved(layout: str, folder: Path, seed: int = 1) -> Path:
+    if layout == "alone":
+        return whole(folder, seed)
+    return two_ranks(folder, seed, consolidated=layout == "consolidated")
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(sound, tmp_path / "run" / sound.name))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def needed(folder: Path) -> list[Path]:
+    """Those that are read here: not the index for Hugging Face, nor the extra state of each of two ranks."""
+    return [
+        path
+        for path in files_of(folder)
+        if not path.name.endswith("index.json") and not ("extra" in path.name and "of-00002" in path.name)
+    ]
+
+
+def test_the_sound_one_loads(folder: Path) -> None:
+    assert is_sound(load(folder, strict=False))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["empty", "one byte less", "half", "one byte more"])
+def test_other_sizes(folder: Path, damage: str) -> None:
+    for path in needed(folder):
+        raw = path.read_bytes()
+        size = len(raw)
+        cut = {"empty": 0, "one byte less": size - 1, "half": size // 2, "one byte more": size + 1}[damage]
+        if path.name == MANIFEST and damage in ("one byte less", "one byte more"):
+            cut += -1 if cut < size else 0  # it ends with a newline, which means nothing
+        path.write_bytes((raw + b"\x01")[:cut])
+        with pytest.raises(CorruptError, match=path.name):
+            load(folder, strict=False)
+        path.write_bytes(raw)
+    assert is_sound(load(folder, strict=False))
+
+
+@pytest.mark.parametrize("instead", ["nothing", "a link to the same", "a broken link", "a folder", "a pipe"])
+def test_files_that_are_none(folder: Path, tmp_path: Path, instead: str) -> None:
+    for path in needed(folder):
+        if path.name == MANIFEST and instead == "nothing" and (folder / "model.safetensors.index.json").exists():
+            continue  # what remains are plain files of Hugging Face
+        elsewhere = tmp_path / "elsewhere" / path.name
+        elsewhere.parent.mkdir(exist_ok=True)
+        path.rename(elsewhere)
+        if instead == "a link to the same":
+            path.symlink_to(elsewhere)
+        elif instead == "a broken link":
+            path.symlink_to(tmp_path / "nowhere")
+        elif instead == "a folder":
+            path.mkdir()
+        elif instead == "a pipe":
+            os.mkfifo(path)
+        with pytest.raises(CheckpointError, match=folder.name if path.name == MANIFEST else path.name):
+            load(folder, strict=False)
+        if instead == "a folder":
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        elsewhere.rename(path)
+    assert is_sound(load(folder, strict=False))
+
+
+def test_flipped_bits(folder: Path) -> None:
+    """Anywhere: an error that names the file, and in data also the tensor and the bytes. Or no effect at all."""
+    seeded = random.Random(3)
+    for path in needed(folder):
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little") + 8 if path.suffix == ".safetensors" else len(raw)
+        used = len(raw[:length].rstrip())
+        places = [*range(8), *(seeded.randrange(8, used) for _ in range(20))]
+        places += [seeded.randrange(length, len(raw)) for _ in range(20 if len(raw) > length else 0)]
+        for place in places:
+            damaged = bytearray(raw)
+            damaged[place] ^= 1 << seeded.randrange(8)
+            path.write_bytes(damaged)
+            with pytest.raises(CorruptError) as caught:
+                load(folder, strict=False)
+            assert path.name in str(caught.value)
+            if place >= length:
+                assert "bytes" in str(caught.value) and "'" in str(caught.value)
+        path.write_bytes(raw)
+
+
+def test_data_are_not_checked_if_asked(folder: Path) -> None:
+    path = next(path for path in needed(folder) if path.name.startswith("model"))
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    load(folder, strict=False, verify=False)
+    with pytest.raises(CorruptError):
+        load(folder, strict=False)
+
+
+# --- files of other saves ---------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_another_save(sound: Path, folder: Path, tmp_path: Path) -> None:
+    """All shapes and sizes are the same, so only its content can tell."""
+    layout = sound.parent.name.rstrip("0123456789")
+    other = saved(layout, tmp_path / "other", seed=2)
+    for path in needed(folder):
+        raw = path.read_bytes()
+        shutil.copy(other / path.name, path)
+        if path.name == MANIFEST:
+            with pytest.raises(CorruptError):
+                load(folder, strict=False)
+        else:
+            with pytest.raises(CorruptError, match=path.name):
+                load(folder, strict=False)
+            manifest = (folder / MANIFEST).read_bytes()
+            sign(path)  # somebody "repairs" the manifest
+            with pytest.raises(CorruptError, match=path.name):
+                load(folder, strict=False)
+            (folder / MANIFEST).write_bytes(manifest)
+        path.write_bytes(raw)
+    assert is_sound(load(folder, strict=False))
+
+
+def test_a_file_of_another_rank(folder: Path) -> None:
+    ours = [path for path in needed(folder) if "rank-00000-of-00002" in path.name]
+    for path in ours:
+        raw = path.read_bytes()
+        shutil.copy(folder / path.name.replace("00000", "00001", 1), path)
+        sign(path)
+        with pytest.raises(CorruptError, match=path.name):
+            load(folder, strict=False)
+        path.write_bytes(raw)
+        sign(path)
+
+
+def test_a_manifest_with_too_few_files(folder: Path) -> None:
+    for path in needed(folder):
+        if path.name == MANIFEST:
+            continue
+        manifest = (folder / MANIFEST).read_bytes()
+        edit_body(folder, lambda body, name=path.name: body["files"].pop(name) and None)
+        with pytest.raises(CorruptError, match=path.name.split(".")[0]):
+            load(folder, strict=False)
+        (folder / MANIFEST).write_bytes(manifest)
+
+
+def test_files_that_the_manifest_does_not_list(folder: Path) -> None:
+    """Of a larger world, of a text editor: they are not looked at."""
+    stale = ("model-rank-00005-of-00009.safetensors", "model-rank-00001-of-00009.safetensors", "notes.txt", ".part")
+    for name in stale:
+        (folder / name).write_bytes(b"\xff" * 100)
+    assert is_sound(load(folder, strict=False))
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "shape": ({"embed": torch.zeros(40, 4)}, ["'embed'", r"\[40, 3\]", r"\[40, 4\]"]),
+    "number of dims": ({"steps": torch.zeros(1, dtype=torch.int64)}, ["'steps'", r"\[\]", r"\[1\]"]),
+    "dtype": ({"bias": torch.zeros(5)}, ["'bias'", "BF16", "F32"]),
+    "missing": ({"more": torch.zeros(2)}, ["missing", "'more'"]),
+    "missing value": ({"words": 3}, ["missing", "'words'"]),
+}
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_misfits(folder: Path, what: str) -> None:
+    """Both values are in the message, and nothing has been touched."""
+    change, words = MISFITS[what]
+    into = {**empty(), **change}
+    into["head"] = into["embed"]
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(folder, model=into)
+    for word in words:
+        caught.match(word)
+    assert all(not value.any() for value in into.values() if isinstance(value, torch.Tensor))
+    assert into["note"] is None
+
+
+def test_unexpected_names(folder: Path) -> None:
+    into = {name: value for name, value in empty().items() if name not in ("bias", "note")}
+    with pytest.raises(MismatchError, match=r"unexpected.*'bias'"):
+        checkpoint.load(folder, model=into)
+    loaded = checkpoint.load(folder, model=into, strict=False)
+    assert sorted(loaded.unexpected) == ["model 'bias'", "model 'note'"]
+    assert torch.equal(into["embed"], content()["embed"])
+
+
+def test_cast(folder: Path) -> None:
+    into = {**empty(), "bias": torch.zeros(5, dtype=torch.float64)}
+    checkpoint.load(folder, model=into, cast=True)
+    assert torch.equal(into["bias"], content()["bias"].double())
+
+
+# --- what is refused before anything is written -----------------------------------------------------------------------
+
+
+def state_of(root: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+
+
+def test_an_existing_step(tmp_path: Path) -> None:
+    whole(tmp_path / "run", step=1)
+    before = state_of(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-00000001.*already.*overwrite=True"):
+        whole(tmp_path / "run", seed=2, step=1)
+    assert state_of(tmp_path) == before
+    whole(tmp_path / "run", seed=2, step=1, overwrite=True)
+    assert is_sound(load(tmp_path / "run" / "step-00000001"), seed=2)
+    assert os.listdir(tmp_path / "run") == ["step-00000001"]
+
+
+@pytest.mark.parametrize("taken", ["a file", "a link to a file", "a folder with files"])
+def test_a_folder_that_is_taken(tmp_path: Path, taken: str) -> None:
+    path = tmp_path / "best"
+    (tmp_path / "there").mkdir()
+    if taken == "a file":
+        path.write_text("precious")
+    elif taken == "a folder with files":
+        path.mkdir()
+        (path / "thesis.txt").write_text("precious")
+    else:
+        (tmp_path / "there" / "thesis.txt").write_text("precious")
+        path.symlink_to(tmp_path / "there" / "thesis.txt")
+    before = state_of(tmp_path)
+    with pytest.raises(CheckpointError, match=r"best|thesis"):
+        whole(path, overwrite=True)
+    assert state_of(tmp_path) == before
+
+
+def test_ways_to_name_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative, with a slash at the end, through a link, empty but there."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names = ["a", "./b/", "link/c", f"{tmp_path}/link/../d", "empty", Path("e")]
+    for seed, name in enumerate(names):
+        whole(name, seed=seed)
+    for seed, name in enumerate(names):
+        assert is_sound(load(name), seed)
+    assert sorted(os.listdir(tmp_path / "disk")) == ["c"]
+    whole("link/", step=3)
+    newest = checkpoint.latest("link/")
+    assert newest is not None and os.path.samefile(newest, tmp_path / "disk" / "step-00000003")
+    (tmp_path / "shortcut").symlink_to(tmp_path / "later")
+    whole("shortcut", seed=4)
+    assert is_sound(load(tmp_path / "later"), 4)
+
+
+# --- the newest is damaged --------------------------------------------------------------------------------------------
+
+
+def test_find_the_last_that_is_whole(tmp_path: Path) -> None:
+    """A run whose newest checkpoint has lost a file goes on from the one before."""
+    for step in (1, 2, 3):
+        whole(tmp_path, seed=step, step=step)
+    victim = next((tmp_path / "step-00000003").glob("model-rank*"))
+    victim.unlink()
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000002")
+    (tmp_path / "step-00000002" / MANIFEST).write_bytes(b"")
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
+    assert is_sound(load(tmp_path / "step-00000001"))
+
+
+def test_an_overwrite_that_was_cut_off_does_not_change_names(tmp_path: Path) -> None:
+    """Between its two renames the old one is called `.old-best-ema-<id>`, which is not an older "best"."""
+    whole(tmp_path / "best-ema", seed=5)
+    (tmp_path / "best-ema").rename(tmp_path / ".old-best-ema-0123456789ab")
+    assert is_sound(load(tmp_path / "best-ema"), seed=5)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        load(tmp_path / "best")
+    whole(tmp_path / "best", seed=6)
+    assert is_sound(load(tmp_path / "best-ema"), seed=5)
+    whole(tmp_path / "best-ema", seed=7, overwrite=True)
+    assert is_sound(load(tmp_path / "best-ema"), seed=7)
+    assert sorted(os.listdir(tmp_path)) == ["best", "best-ema"]
+
+
+def test_left_overs_are_swept_by_the_next_commit(tmp_path: Path) -> None:
+    whole(tmp_path, step=1)
+    for name in (".tmp-step-00000002-0123456789ab", ".tmp-step-00000003-0123456789ab", ".tmp-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model-rank-00000-of-00001.safetensors").write_bytes(b"x")
+    old = tmp_path / ".tmp-step-00000003-0123456789ab"
+    for path in (*old.iterdir(), old):
+        os.utime(path, (1, 1))
+    whole(tmp_path, step=2)
+    assert sorted(os.listdir(tmp_path)) == [".tmp-mine", "step-00000001", "step-00000002"]
+
+
+def test_nothing_counts_before_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after the commit: every file, and the names in the folder, were synced before the folder got its
+    name; and that name after."""
+    synced: dict[int, int] = {}
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        real_fsync(fd)
+        status = os.fstat(fd)
+        synced[status.st_ino] = status.st_mtime_ns
+        events.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{fd}'))}")
+
+    def rename(source: str, target: str) -> None:
+        for path in (Path(source), *Path(source).iterdir()):
+            assert synced.get(path.stat().st_ino) == path.stat().st_mtime_ns, f"{path.name} was not synced"
+        real_rename(source, target)
+        events.append("rename")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    for consolidated in (False, True):
+        whole(tmp_path / "new" / "run", step=int(consolidated), consolidated=consolidated)
+    assert events.count("rename") == 2
+    assert events[-1] == "sync run" and events[events.index("rename") + 1] == "sync run"
+    assert {"sync new", f"sync {tmp_path.name}"} <= set(events)
+
+
+def test_a_header_that_says_another_dtype(folder: Path) -> None:
+    """With all checksums right: what is an integer there must not come out as a float here."""
+    for path in files_of(folder):
+        if path.name.startswith("model") and path.suffix == ".safetensors":
+            edit_header(
+                path, lambda header: [row.update(dtype="I32") for row in header.values() if _is_f32(row)] and None
+            )
+    with pytest.raises(CorruptError, match="embed"):
+        load(folder, strict=False)
+
+
+def _is_f32(row: dict[str, Any]) -> bool:
+    return row.get("dtype") == "F32"
+
+
+def test_a_file_that_says_another_place(folder: Path) -> None:
+    """Rows of rank 0 that claim to be those of rank 1, with all checksums right."""
+    for path in files_of(folder):
+        if path.name.startswith("model-rank-00000"):
+            edit_header(path, lambda header: edit_own(header, lambda own: own["shards"]["embed"][1].__setitem__(0, 20)))
+            with pytest.raises(CorruptError, match="'embed'"):
+                load(folder, strict=False)

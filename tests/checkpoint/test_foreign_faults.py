@@ -1,0 +1,429 @@
+"""Foreign and hostile files that were once read wrongly, or for minutes, or into all of the memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import struct
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import box
+from fsdp2.checkpoint.box import Box, Cover
+from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.formats.unpickling import shown, unpickle
+from fsdp2.checkpoint.header import parse_header, parse_json
+from fsdp2.checkpoint.manifest import Manifest
+from fsdp2.checkpoint.storage import storage_of
+from fsdp2.errors import CorruptError
+from tests.checkpoint.test_interop_deepspeed import write_ranks, write_universal
+from tests.helpers.hostile_checkpoints import edit_body, whole
+
+HUGE = 10**5000
+
+
+def change(file: Path, edit: Callable[[Any], Any]) -> None:
+    """Load a file, edit what is in it, and save it again."""
+    content = torch.load(file, weights_only=False)
+    edit(content)
+    torch.save(content, file)
+
+
+# --- DeepSpeed: what a rank lacks -------------------------------------------------------------------------------------
+
+
+def ranks(folder: Path, stage: int, scaler: type = dict) -> list[Path]:
+    """A checkpoint of two ranks; the optimizer's files."""
+    write_ranks(folder, stage, 2, scaler, torch.tensor(7.0))
+    return [folder / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+
+
+def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    own = content["optimizer_state_dict"]
+    state: dict[int, dict[str, Any]] = own.get("base_optimizer_state", own.get("optimizer_state_dict"))["state"]
+    return state
+
+
+LACKS: dict[str, Callable[[dict[int, dict[str, Any]]], Any]] = {
+    "missing": lambda state: state[1].pop("exp_avg_sq"),
+    "short": lambda state: state[1].update(exp_avg_sq=state[1]["exp_avg_sq"][:2].clone()),
+    "no tensor": lambda state: state[1].update(exp_avg_sq=None),
+    "empty": lambda state: state.clear(),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_lacks_a_state(tmp_path: Path, stage: int, rank: int, lack: str) -> None:
+    """What any rank has of a group all must have: moments are not dropped, whichever rank lacks them."""
+    file = ranks(tmp_path, stage)[rank]
+    change(file, lambda content: LACKS[lack](state_in(content)))
+    with pytest.raises(CorruptError, match=rf"{file.name}: of the flat tensor 'exp_avg"):
+        open_catalog(*storage_of(tmp_path))
+
+
+def test_a_state_of_one_group(tmp_path: Path) -> None:
+    """Groups may have other kinds of state: each parameter gets that of its own."""
+    for file in ranks(tmp_path, 3):
+        change(file, lambda content: state_in(content)[1].pop("exp_avg_sq"))
+    tensors = open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
+    assert "exp_avg.first.bias" in tensors and "exp_avg_sq.first.bias" not in tensors
+    assert {"exp_avg.first.weight", "exp_avg_sq.first.weight"} <= tensors.keys()
+
+
+def test_tables_of_an_8_bit_optimizer(tmp_path: Path) -> None:
+    """What is no state per element, by name, does not hinder."""
+    for file in ranks(tmp_path, 2):
+        change(file, lambda content: state_in(content)[0].update(qmap1=torch.zeros(3), absmax2=torch.zeros(2)))
+    assert "exp_avg.first.weight" in open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
+
+
+# --- DeepSpeed: shapes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("zero3", [False, True])
+def test_a_universal_state_of_another_shape(tmp_path: Path, zero3: bool, kind: str) -> None:
+    """No factor of a state, which other formats may have."""
+    write_universal(tmp_path, zero3)
+    file = tmp_path / "global_step7_universal" / "zero" / "first.weight" / f"{kind}.pt"
+    torch.save(torch.zeros(3), file)
+    with pytest.raises(CorruptError, match=rf"{kind}.pt: has shape \[3\], expected \[{'35' if zero3 else '7, 5'}\]"):
+        open_catalog(*storage_of(tmp_path))
+    (file.parent / "fp32.pt").unlink()
+    with pytest.raises(CorruptError, match=r"first.weight: has .* expected fp32.pt too"):
+        open_catalog(*storage_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**40, "ab"), (-1, -35), (2.0, 3), "ab", None, {1: 2}, (HUGE,), (True, 35), (1,) * 65, 35]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_impossible_shapes(tmp_path: Path, shape: Any, frozen: bool) -> None:
+    ranks(tmp_path, 2)
+
+    def edit(content: dict[str, Any]) -> None:
+        if frozen:
+            content["frozen_param_shapes"]["frozen"] = shape
+        else:
+            content["param_shapes"][1]["first.bias"] = shape
+
+    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", edit)
+    with pytest.raises(CorruptError) as caught:
+        open_catalog(*storage_of(tmp_path))
+    named = "give 'frozen' the shape" if frozen else "give 'first.bias' the shape"
+    assert named in str(caught.value) or shape == (HUGE,)  # an int that no file may have
+
+
+@pytest.mark.parametrize("padding", [-4, 0.5, "x", None])
+def test_impossible_paddings(tmp_path: Path, padding: Any) -> None:
+    """A negative one would place a parameter before the flat tensor, in other bytes of the file."""
+    paddings = [[padding, 0, 0], [0]]
+    for file in ranks(tmp_path, 2):
+        change(file, lambda content: content["optimizer_state_dict"].update(param_alignment_paddings=paddings))
+    with pytest.raises(CorruptError, match=r"rank_0.*: the padding behind 'first.weight' is .*; expected a number"):
+        open_catalog(*storage_of(tmp_path))
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 70])
+def test_impossible_steps(tmp_path: Path, step: int) -> None:
+    ranks(tmp_path, 2)
+    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=step))
+    assert open_catalog(*storage_of(tmp_path)).step is None
+
+
+# --- DeepSpeed: links -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["", "zero", "zero/first.weight"])
+def test_links_to_folders_are_not_followed(tmp_path: Path, level: str) -> None:
+    write_universal(tmp_path / "there", False)
+    folder = tmp_path / "there" / "global_step7_universal" / level
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(CorruptError, match=rf"{folder.name}: is a symbolic link, expected a folder"):
+        open_catalog(*storage_of(tmp_path / "there"))
+
+
+def test_a_link_that_the_user_names(tmp_path: Path) -> None:
+    write_universal(tmp_path / "there", False)
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "global_step7_universal", target_is_directory=True)
+    assert "first.weight" in open_catalog(*storage_of(tmp_path / "link")).tensors["model"]
+
+
+# --- small files that cost much ---------------------------------------------------------------------------------------
+
+
+def test_many_keys_with_one_twice() -> None:
+    keys = [f'"{number}":0' for number in range(30_000)]
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match="the key '29999' is there twice"):
+        parse_json(("{" + ",".join([*keys, '"29999":1']) + "}").encode(), "x")
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("dims", [65, 80_000])
+def test_a_header_with_many_dims(dims: int) -> None:
+    entry = {"dtype": "U8", "shape": [(1 << 62) - 1] * dims, "data_offsets": [0, 1]}
+    text = json.dumps({"a": entry}).encode()
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match=f"'a' has {dims} dims; expected at most 64"):
+        parse_header(text, "x", 8 + len(text) + 1)
+    assert time.monotonic() - start < 2
+
+
+def test_a_header_with_as_many_dims_as_torch_has() -> None:
+    text = json.dumps({"a": {"dtype": "U8", "shape": [1] * 64, "data_offsets": [0, 1]}}).encode()
+    assert parse_header(text, "x", 8 + len(text) + 1).tensors["a"].shape == (1,) * 64
+
+
+@pytest.mark.parametrize("place", ["tensor", "mesh"])
+def test_a_manifest_with_many_dims(tmp_path: Path, place: str) -> None:
+    folder = whole(tmp_path / "saved")
+
+    def edit(body: dict[str, Any]) -> None:
+        table = body["tables"][0]
+        if place == "mesh":
+            table["meshes"][0]["shape"] = [(1 << 62) - 1] * 80_000
+        else:
+            table["tensors"]["model"]["bias"][1] = [(1 << 62) - 1] * 80_000
+
+    edit_body(folder, edit)
+    start = time.monotonic()
+    with pytest.raises(CorruptError, match="80000 dims; expected at most 64"):
+        Manifest.parse((folder / "checkpoint.json").read_bytes(), "checkpoint.json")
+    assert time.monotonic() - start < 5
+
+
+def text(content: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+# A large object in the memo, and then again and again what makes another object of it. Lists keep them all.
+AMPLIFIED = {
+    "bytes": b"c_codecs\nencode\nq\x00" + text(b"x" * 500_000) + b"\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "sizes": b"ctorch\nSize\nq\x00(" + b"K\x01" * 50_000 + b"t\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "set": b"cbuiltins\nset\nq\x00](" + b"K\x01" * 50_000 + b"e\x85q\x01]" + b"h\x00h\x01Ra" * 1000 + b".",
+    "pairs": b"ccollections\nOrderedDict\nq\x00]("
+    + b"".join(b"M" + struct.pack("<H", number) + b"N\x86" for number in range(20_000))
+    + b"e\x85q\x01]"
+    + b"h\x00h\x01Ra" * 500
+    + b".",
+    "names": text(b"x" * 500_000) + b"q\x00]" + b"h\x00h\x00\x93a" * 1000 + b".",
+}
+
+
+@pytest.mark.parametrize("kind", AMPLIFIED)
+def test_pickles_that_make_much_of_little(kind: str) -> None:
+    program = b"\x80\x02" + AMPLIFIED[kind]
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match=r"much more content than it has bytes|a long one"):
+        unpickle(program, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+def test_honest_pickles_have_room() -> None:
+    """What makers are given once each: old pickles' bytes, sizes, ordered dicts and sets."""
+    value = {
+        "bytes": [bytes([number % 256]) * (1 + number % 7) for number in range(20_000)],
+        "sizes": [torch.Size((number, 1, 2)) for number in range(20_000)],
+        "same": [torch.Size((2, 3))] * 20_000,
+        "set": set(range(50_000)),
+    }
+    found = unpickle(pickle.dumps(value, 2), "x")
+    assert {**found, "set": set(found["set"])} == value
+
+
+def test_numbers_that_python_does_not_print(tmp_path: Path) -> None:
+    assert shown(HUGE) == f"an int of {HUGE.bit_length()} bits"
+    assert unpickle(pickle.dumps(1 << 4000, 2), "x") == 1 << 4000
+    for content in ({"a": torch.ones(2), "b": HUGE}, {HUGE: torch.ones(2)}, {HUGE: 3}):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CorruptError, match=r"pytorch_model.bin.*an int of 2077 bytes, expected at most 512"):
+            open_catalog(*storage_of(tmp_path))
+
+
+# --- permuted tensors -------------------------------------------------------------------------------------------------
+
+
+def cover_of(shape: tuple[int, ...], parts: list[Box]) -> Cover:
+    cover = Cover(Box((0,) * len(shape), shape))
+    for part in parts:
+        cover.add(part)
+    return cover
+
+
+def lines(size: int) -> list[Box]:
+    return [Box((0, row, column), (size, 1, 1)) for row in range(size) for column in range(size)]
+
+
+def problem_of(cover: Cover) -> str:
+    try:
+        cover.check("x")
+    except CorruptError as error:
+        return "overlap" if "overlap" in str(error) else "missing"
+    return ""
+
+
+def pinwheels(size: int) -> list[Box]:
+    """Squares of 3 x 3, each of five parts that no line through all of it tells apart."""
+    wheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    return [
+        Box((part.start[0] + 3 * row, part.start[1] + 3 * column), part.shape)
+        for row in range(size)
+        for column in range(size)
+        for part in wheel
+    ]
+
+
+def staggered(size: int) -> list[Box]:
+    """Long columns that begin one row apart, and what is above and below them: all meet along every dim."""
+    upper = [Box((0, column), (column + 1, 1)) for column in range(size)]
+    return upper + [Box((column + 1, column), (2 * size - column, 1)) for column in range(size)]
+
+
+def interlocked(size: int) -> list[Box]:
+    """A spiral: a strip along each side in turn, each as long as what is left."""
+    low, high, parts = [0, 0], [2 * size, 2 * size], []
+    for turn in range(2 * size - 1):
+        dim, at_end = turn % 2, turn % 4 > 1
+        start, end = [*low], [*high]
+        start[dim], end[dim] = (high[dim] - 1, high[dim]) if at_end else (low[dim], low[dim] + 1)
+        parts.append(Box(tuple(start), tuple(b - a for a, b in zip(start, end, strict=True))))
+        if at_end:
+            high[dim] -= 1
+        else:
+            low[dim] += 1
+    return [*parts, Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((48, 48, 48), lines(48)),
+        ((90, 90), pinwheels(30)),
+        ((3001, 3000 // 2), staggered(1500)),
+        ((4000, 4000), interlocked(2000)),
+    ],
+    ids=["lines", "pinwheels", "staggered", "spiral"],
+)
+def test_many_parts_take_linear_time(shape: tuple[int, ...], parts: list[Box]) -> None:
+    """A chunk list of some 2,000 parts that no dim tells apart took half a minute; a spiral as long again."""
+    start = time.process_time()
+    assert problem_of(cover_of(shape, parts)) == ""
+    assert problem_of(cover_of(shape, parts[1:])) == "missing"
+    assert problem_of(cover_of(shape, [*parts, parts[7]])) == "overlap"
+    assert problem_of(cover_of(shape, [*parts[1:], parts[0], parts[-1]])) == "overlap"
+    assert time.process_time() - start < 20
+
+
+def calls_of_check(parts: list[Box]) -> tuple[int, int]:
+    """How many calls `Cover.check` makes for parts of the smallest box around them, and how many of those compare two
+    parts. Its work is proportional to its calls, and they are the same on every machine."""
+    cover = cover_of(tuple(map(max, zip(*(part.end for part in parts), strict=True))), parts)
+    counts = [0, 0]
+
+    def count(frame: Any, event: str, called: Any) -> None:
+        counts[0] += event in ("call", "c_call")
+        counts[1] += event == "call" and frame.f_code is Box.intersect.__code__
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        problem_of(cover)
+    finally:
+        sys.setprofile(before)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("made", [lines, pinwheels, staggered, interlocked])
+def test_calls_grow_with_the_number_of_parts(made: Callable[[int], list[Box]]) -> None:
+    """No part is compared with another, and twice as many of them cost twice as much."""
+    sizes = (4, 8, 16, 32) if made in (lines, pinwheels) else (8, 16, 32, 64, 128, 256)
+    per_part = []
+    for parts in map(made, sizes):
+        calls, comparisons = calls_of_check(parts)
+        assert comparisons == 0
+        per_part.append(calls / len(parts))
+    assert max(per_part) < 1.2 * min(per_part), per_part
+
+
+def test_few_parts_are_compared_where_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which two overlap is only looked for so long: of these 600 parts 134,550 pairs meet along a dim."""
+    parts = staggered(300)
+    broken = [*parts[:-1], Box(parts[-1].start, (1, 1))]
+    monkeypatch.setattr(box, "MAX_COMPARED", 1_000)
+    calls, comparisons = calls_of_check(broken)
+    assert 0 < comparisons <= 1_000
+    assert calls < 100 * len(parts)
+
+
+def test_overlaps_are_found() -> None:
+    """As by counting how often each element is there; also where what overlaps has as many elements as what is
+    missing, and in more dims than any mesh has."""
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(600):
+        count, ndim = (int(torch.randint(1, high, (), generator=generator)) for high in (7, 4))
+        starts = torch.randint(0, 3, (count, ndim), generator=generator).tolist()
+        sizes = torch.randint(0, 4, (count, ndim), generator=generator).tolist()
+        parts = [
+            Box(tuple(start), tuple(min(size, 3 - at) for at, size in zip(start, sizes, strict=True)))
+            for start, sizes in zip(starts, sizes, strict=True)
+        ]
+        counts = torch.zeros((3,) * ndim)
+        for part in parts:
+            counts[part.slices()] += 1
+        expected = "overlap" if (counts > 1).any() else "missing" if (counts == 0).any() else ""
+        problem = problem_of(cover_of((3,) * ndim, parts))
+        assert problem == expected or ({problem, expected} == {"overlap", "missing"} and counts.sum() <= counts.numel())
+        seen.add(expected)
+    assert seen == {"overlap", "missing", ""}
+    assert problem_of(cover_of((3, 3), [Box((0, 0), (2, 3)), Box((1, 0), (1, 3))])) == "overlap"
+    assert problem_of(cover_of((), [Box((), ())])) == ""
+    assert problem_of(cover_of((), [Box((), ()), Box((), ())])) == "overlap"
+    assert problem_of(cover_of((), [])) == "missing"
+    assert problem_of(cover_of((0, 3), [])) == ""
+    ten = [Box(start, (1,) * 10) for start in itertools.product((0, 1), repeat=10)]
+    assert problem_of(cover_of((2,) * 10, ten)) == ""
+    assert problem_of(cover_of((2,) * 10, [*ten[1:], ten[1]])) == "overlap"
+
+
+@pytest.mark.parametrize("dims", [(2, 1, 0), (1, 0, 2), (0, 2, 1), (1, 2, 0)])
+def test_permuted_tensors_are_read(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    value = torch.arange(3.0 * 40 * 50).view(3, 40, 50).permute(dims)
+    torch.save({"weight": value, "expanded": torch.arange(4.0).expand(3, 4)}, tmp_path / "pytorch_model.bin")
+    into = {"weight": torch.zeros(value.shape), "expanded": torch.zeros(3, 4)}
+    checkpoint.load(tmp_path, model=into)
+    assert torch.equal(into["weight"], value) and into["expanded"].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+
+
+def test_moments_of_two_by_two(tmp_path: Path) -> None:
+    """Loading into an optimizer: the moments come, or an error; never one of another shape."""
+    write_universal(tmp_path, False)
+    zero = tmp_path / "global_step7_universal" / "zero"
+    (zero / "first.weight").rename(zero / "weight")
+    for other in ("second.weight", "scale", "first.bias"):
+        for file in (zero / other).iterdir():
+            file.unlink()
+        (zero / other).rmdir()
+    model = nn.Linear(5, 7, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)
+    assert optimizer.state[model.weight]["exp_avg"].shape == (7, 5)
+    torch.save(torch.zeros(3), zero / "weight" / "exp_avg.pt")
+    with pytest.raises(CorruptError, match="has shape"):
+        checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)

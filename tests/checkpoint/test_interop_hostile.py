@@ -1,0 +1,255 @@
+"""Folders of other libraries, damaged or made to harm: an error, or the right values; and nothing is executed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint.formats.dcp import open_dcp
+from fsdp2.checkpoint.formats.torch_files import read_torch_file
+from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.storage import storage_of
+from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
+from tests.helpers.dcp_saves import save_dcp
+
+
+class Evil:
+    """Its pickle makes a file when it is executed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.file),))
+
+
+STATE = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5), "step": torch.tensor(3.0)}
+
+
+def saved(folder: Path, **others: Any) -> Path:
+    return save_dcp(folder / "dcp", {"model": STATE, **others})
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    checkpoint.load(folder, model=found)
+    return found
+
+
+def is_right(found: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], value) for name, value in STATE.items())
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize("place", ["planner_data", "storage_meta", "version", "state_dict_metadata", "storage_data"])
+def test_code_in_the_metadata_is_refused(tmp_path: Path, place: str) -> None:
+    folder, mark = saved(tmp_path), tmp_path / "executed"
+
+    def plant(metadata: Any) -> None:
+        if place in ("state_dict_metadata", "storage_data"):
+            getattr(metadata, place)["evil"] = Evil(mark)
+        else:
+            setattr(metadata, place, Evil(mark))
+
+    change_metadata(folder, plant)
+    with pytest.raises(CorruptError, match=r"posix\.mkdir.*Nothing has been executed"):
+        loaded(folder)
+    assert not mark.exists()
+
+
+def test_code_in_a_value_is_left_out(tmp_path: Path) -> None:
+    """A data loader that was pickled whole: the model loads, the rest is named."""
+    mark = tmp_path / "executed"
+    folder = saved(
+        tmp_path, dataloader={"state": Evil(mark)}, optimizer={"param_groups": [{"params": [], "x": Evil(mark)}]}
+    )
+    assert is_right(loaded(folder))
+    catalog = open_dcp(*storage_of(folder))
+    assert catalog.values["optimizer"][0]["groups"] == []
+    assert "posix.mkdir" in catalog.left_out["optimizer.param_groups.0.x"]
+    assert "dataloader.state" in catalog.left_out
+    assert not mark.exists()
+
+
+def test_code_in_place_of_a_tensor(tmp_path: Path) -> None:
+    folder, mark = saved(tmp_path), tmp_path / "executed"
+    buffer = io.BytesIO()
+    torch.save(Evil(mark), buffer)
+
+    def point(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "model.a":
+                info.relative_path, info.offset, info.length = "evil", 0, len(buffer.getvalue())
+
+    (folder / "evil").write_bytes(buffer.getvalue())
+    change_metadata(folder, point)
+    with pytest.raises(CorruptError, match=r"should be 'model.a' F32 \[3, 4\], and are <an object of posix.mkdir>"):
+        loaded(folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "a/b", ".metadata", "", "a\0b", 3])
+def test_files_outside_of_the_folder(tmp_path: Path, name: Any) -> None:
+    folder = saved(tmp_path)
+    (folder / "__0_0.distcp").rename(tmp_path / "secret")
+    change_metadata(
+        folder, lambda metadata: [setattr(info, "relative_path", name) for info in metadata.storage_data.values()]
+    )
+    with pytest.raises(CorruptError, match="cannot be a file of a checkpoint"):
+        loaded(folder)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "__0_0.distcp").rename(tmp_path / "secret")
+    (folder / "__0_0.distcp").symlink_to(tmp_path / "secret")
+    with pytest.raises(FSDPError, match=r"__0_0\.distcp: cannot be opened"):
+        loaded(folder)
+
+
+def grow(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size((4, 4))
+
+
+def shift(metadata: Any) -> None:
+    next(info for index, info in metadata.storage_data.items() if index.fqn == "model.a").offset += 64
+
+
+def beyond(metadata: Any) -> None:
+    next(info for index, info in metadata.storage_data.items() if index.fqn == "model.a").length = 1 << 62
+
+
+def drop(metadata: Any) -> None:
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.a"}
+
+
+def lose_chunk(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.a"].chunks.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (grow, "has a part"),
+        (shift, "torch.save"),
+        (beyond, "should be a file of torch.save"),
+        (drop, "does not say where 'model.a'"),
+        (lose_chunk, "hold 0 of 12 elements"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is not in order"),
+        (lambda metadata: metadata.state_dict_metadata.update({"model.a": "x"}), "is not described"),
+    ],
+)
+def test_metadata_that_does_not_fit(tmp_path: Path, change: Callable[[Any], None], message: str) -> None:
+    folder = saved(tmp_path)
+    change_metadata(folder, change)
+    with pytest.raises(CorruptError, match=message):
+        loaded(folder)
+
+
+def test_extensions_are_not_guessed(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    change_metadata(
+        folder,
+        lambda metadata: [setattr(info, "transform_descriptors", ["zstd"]) for info in metadata.storage_data.values()],
+    )
+    with pytest.raises(UnsupportedError, match="zstd"):
+        loaded(folder)
+
+
+def test_every_byte_of_metadata_and_headers(tmp_path: Path) -> None:
+    """Flipped bits and cuts: an error of ours or the right values; never anything else, and never for long."""
+    folder = saved(tmp_path)
+    generator = random.Random(0)
+    for name, places in ((".metadata", None), ("__0_0.distcp", (b"PK", b"\x80\x02"))):
+        good = (folder / name).read_bytes()
+        data = [
+            index for index in range(len(good)) if not any(tensor in good[index - 96 : index + 96] for tensor in raw())
+        ]
+        spots = range(len(good)) if places is None else data
+        for index in generator.sample(spots, 250):
+            bad = bytearray(good)
+            bad[index] ^= 1 << generator.randrange(8)
+            (folder / name).write_bytes(bad)
+            start = time.monotonic()
+            with suppress(FSDPError):
+                assert is_right(loaded(folder)), (name, index)
+            assert time.monotonic() - start < 5
+        for length in generator.sample(range(len(good)), 30):
+            (folder / name).write_bytes(good[:length])
+            with pytest.raises(FSDPError):
+                loaded(folder)
+        (folder / name).write_bytes(good)
+    assert is_right(loaded(folder))
+
+
+def raw() -> list[bytes]:
+    return [bytes(value.contiguous().view(-1).view(torch.uint8).tolist()) for value in STATE.values()]
+
+
+def test_other_strides_are_noticed(tmp_path: Path) -> None:
+    """A bit of a tensor's strides is flipped: other values of the right shape, but for the checksum that zip has."""
+    folder = saved(tmp_path)
+    content = (folder / "__0_0.distcp").read_bytes()
+    assert content.count(b"K\x04K\x01\x86") == 1
+    (folder / "__0_0.distcp").write_bytes(content.replace(b"K\x04K\x01\x86", b"K\x00K\x01\x86"))
+    with pytest.raises(CorruptError, match=r"'data\.pkl' has checksum"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02Nr\xff\xff\xff\xff",  # an entry far up in the memo
+        b"\x80\x02" + b"(" * 100_000 + b".",
+        b"\x80\x02]q\x00h\x00a.",  # a list in itself
+        b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00ls\x85R.",
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",  # a text of 2^63 bytes
+        b"\x80\x02)q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00Ns.",  # a key whose hash takes 2^60 steps
+        b"\x80\x02]q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b".",  # 2^60 items
+        b"\x80\x02\x8a\xff.",
+        b"\x80\x00N.",
+        b"",
+        b"\x80\x02",
+        b"not a pickle",
+    ],
+)
+def test_hostile_pickles(program: bytes) -> None:
+    start = time.monotonic()
+    with pytest.raises(CorruptError):
+        plain(unpickle(program, "x", frozenset()), "x")
+    assert time.monotonic() - start < 20
+
+
+def test_pickles_of_all_versions() -> None:
+    """What Python writes comes back as it was; classes are notes."""
+    value = {"a": [1, -5, 1 << 70, 2.5, None, True], 3: ("x", "ä\ud800"), "b": b"\x00\xff", "long": "y" * 300}
+    for version in (2, 3, 4, 5):
+        assert plain(unpickle(pickle.dumps(value, version), "x"), "x") == value
+        made = unpickle(pickle.dumps(Evil(Path("z")), version), "x")
+        assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))
+
+
+def test_what_is_no_torch_file(tmp_path: Path) -> None:
+    (tmp_path / "legacy").write_bytes(b"")
+    torch.save({"a": torch.ones(2)}, tmp_path / "legacy", _use_new_zipfile_serialization=False)
+    reader = LocalStorage().open_file(str(tmp_path / "legacy"))
+    with pytest.raises(CorruptError, match=r"not a file of torch.save \(since 1.6\)"):
+        read_torch_file(reader, "legacy")
+    reader.close()

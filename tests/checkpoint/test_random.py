@@ -1,0 +1,232 @@
+"""Random trees of random tensors, cut at random over random meshes, saved by some ranks and loaded by another number.
+
+A case is a function of its seed; every rank of every world makes the same one. ``FSDP2_CHECKPOINT_SEEDS=1000`` runs
+more cases than the default, ``FSDP2_CHECKPOINT_SEEDS=17:18`` runs one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import fsdp2.checkpoint as fc
+from tests.helpers.checkpoint_cases import assert_bits, mesh_of, random_bits, spoil
+from tests.helpers.parity_models import local, shard_like
+from tests.helpers.ranks import run_on_ranks
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+]
+MESHES = {
+    1: [(1,), (1, 1)],
+    2: [(2,), (2, 1), (1, 2)],
+    3: [(3,), (1, 3), (3, 1)],
+    4: [(4,), (2, 2), (4, 1), (2, 1, 2), (1, 2, 2)],
+}
+WORLDS = sorted(MESHES)
+SIZES = [0, 1, 1, 2, 3, 3, 4, 5, 7, 8, 11, 13]
+WORDS = ["layers", "0", "1", "10", "weight", "bias", "a b", "ü", "x/y", '"', "\\", "step", "__metadata", "%d", "{}"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is saved (section -> name -> dtype, shape), where, how, and where it is loaded."""
+
+    seed: int
+    sections: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]
+    values: dict[str, Any]
+    options: dict[str, Any]
+    save_on: int
+    load_on: int
+
+
+def random_name(rng: random.Random) -> str:
+    return ".".join(rng.choice(WORDS) for _ in range(rng.randint(1, 4)))
+
+
+def random_shape(rng: random.Random) -> tuple[int, ...]:
+    if rng.random() < 0.05:  # larger than a block of checksums together with its like
+        return (rng.randint(300, 700), rng.randint(300, 700))
+    return tuple(rng.choice(SIZES) for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 4])))
+
+
+def random_json(rng: random.Random, depth: int = 3) -> Any:
+    if depth and rng.random() < 0.6:
+        items = [random_json(rng, depth - 1) for _ in range(rng.randint(0, 3))]
+        keys = [rng.choice([random_name(rng), "$tensor", "$x", rng.randint(-3, 3)]) for _ in items]
+        return rng.choice([items, tuple(items), dict(zip(keys, items, strict=True))])
+    simple = [
+        None,
+        True,
+        False,
+        0,
+        -(2**70),
+        1e-320,
+        -0.0,
+        0.1,
+        math.inf,
+        "",
+        "text \x00 \ud7ff",
+        b"",
+        b"\x00\xff",
+        3.5,
+    ]
+    return rng.choice(simple)
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    sections = {
+        section: {random_name(rng): (rng.choice(DTYPES), random_shape(rng)) for _ in range(rng.randint(0, 12))}
+        for section in ("model", "optimizer")[: rng.randint(1, 2)]
+    }
+    options: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        options = {"consolidated": True, "max_file_bytes": rng.choice([100, 1000, 10**6])}
+    if rng.random() < 0.3:
+        options["async_op"] = True
+    values = {random_name(rng): random_json(rng) for _ in range(rng.randint(0, 4))}
+    return Case(seed, sections, values, options, rng.choice(WORLDS), rng.choice(WORLDS))
+
+
+def random_placements(rng: random.Random, ndim: int, sizes: Sequence[int]) -> list[Any]:
+    if ndim and len(sizes) > 1 and rng.random() < 0.3:  # as fully_shard makes it of a tensor-parallel parameter
+        dim = rng.randrange(ndim)
+        return [
+            *[Replicate()] * (len(sizes) - 2),
+            _StridedShard(dim, split_factor=sizes[-1]),
+            Shard(dim),
+        ]
+    return [Shard(rng.randrange(ndim)) if ndim and rng.random() < 0.7 else Replicate() for _ in sizes]
+
+
+def in_some_order(rng: random.Random, part: Tensor) -> Tensor:
+    """The same values, perhaps in another order or with gaps in memory."""
+    how = rng.choice(["contiguous", "transposed", "gaps", "offset"])
+    if how == "transposed" and part.ndim > 1:
+        return part.mT.contiguous().mT
+    if how == "gaps" and part.ndim:
+        return torch.stack([part, part], -1)[..., 1]
+    if how == "offset":
+        flat = torch.cat([part.reshape(-1)[:1], part.reshape(-1)]) if part.numel() else part.reshape(-1)
+        return flat[flat.numel() - part.numel() :].view(part.shape)
+    return part.clone()
+
+
+def random_tensor(rng: random.Random, whole: Tensor, world_size: int) -> Tensor:
+    """The whole, or a DTensor of it, laid out at random."""
+    sizes = rng.choice(MESHES[world_size])
+    placements = random_placements(rng, whole.ndim, sizes)
+    if rng.random() < 0.2:
+        return in_some_order(rng, whole)
+    mesh = mesh_of(*sizes)
+    meta: dict[str, Any] = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    part = shard_like(whole, DTensor.from_local(torch.empty(0), mesh, placements, **meta))
+    assert part is not None
+    return DTensor.from_local(in_some_order(rng, part), mesh, placements, **meta)
+
+
+def tensors_of(case: Case, purpose: str, world_size: int) -> dict[str, dict[str, Tensor]]:
+    """The case's tensors by section, laid out as this purpose ("save", "load") has it."""
+    rng = random.Random(f"{case.seed} {purpose}")
+    return {
+        section: {
+            name: random_tensor(rng, random_bits(f"{case.seed} {section} {name}", shape, dtype), world_size)
+            for name, (dtype, shape) in tensors.items()
+        }
+        for section, tensors in case.sections.items()
+    }
+
+
+def save_cases(rank: int, world_size: int, root: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        case = random_case(seed)
+        try:
+            fc.save(f"{root}/{seed}", **tensors_of(case, "save", world_size), extra=case.values, **case.options).wait()
+        except Exception as error:
+            raise AssertionError(f"cannot save {case}") from error
+
+
+def load_cases(rank: int, world_size: int, root: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        case = random_case(seed)
+        tensors = tensors_of(case, "load", world_size)
+        expected = {section: {k: local(v).clone() for k, v in named.items()} for section, named in tensors.items()}
+        for named in tensors.values():
+            for value in named.values():
+                spoil(value)
+        try:
+            loaded = fc.load(f"{root}/{seed}", **tensors)
+            for section, named in tensors.items():
+                for name, value in named.items():
+                    assert_bits(f"{section} {name}", value, expected[section][name])
+            assert repr(sorted(loaded.extra.items())) == repr(sorted(case.values.items()))
+        except Exception as error:
+            raise AssertionError(f"cannot load {case}") from error
+
+
+def seeds_to_run() -> range:
+    first, _, last = os.environ.get("FSDP2_CHECKPOINT_SEEDS", "40").rpartition(":")
+    return range(int(first or 0), int(last))
+
+
+def test_random_trees_load_bit_equal(tmp_path: Path) -> None:
+    cases = [random_case(seed) for seed in seeds_to_run()]
+    for world_size in WORLDS:
+        seeds = [case.seed for case in cases if case.save_on == world_size]
+        run_on_ranks(save_cases, world_size, root=str(tmp_path), seeds=seeds, timeout_s=300)
+    for world_size in WORLDS:
+        seeds = [case.seed for case in cases if case.load_on == world_size]
+        run_on_ranks(load_cases, world_size, root=str(tmp_path), seeds=seeds, timeout_s=300)
+    if cases:
+        check_files(tmp_path, cases)
+
+
+def check_files(root: Path, cases: list[Case]) -> None:
+    """Every file with tensors opens with safetensors; consolidated tensors are whole there, under their names."""
+    for case in cases:
+        wholes: dict[str, Tensor] = {}
+        for file in sorted((root / str(case.seed)).glob("*.safetensors")):
+            with safe_open(file, "pt") as reader:
+                found = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a dict
+            if file.name.startswith("model"):
+                assert not (case.options.get("consolidated") and wholes.keys() & found.keys())
+                wholes.update(found)
+        assert wholes.keys() == case.sections["model"].keys(), case
+        if case.options.get("consolidated"):
+            for name, (dtype, shape) in case.sections["model"].items():
+                assert_bits(name, wholes[name], random_bits(f"{case.seed} model {name}", shape, dtype))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cases_are_functions_of_their_seed(seed: int) -> None:
+    assert repr(random_case(seed)) == repr(random_case(seed))

@@ -1,0 +1,390 @@
+"""Whole checkpoints behind URLs: where folders cannot be renamed, and files are written from first to last byte.
+
+The storages: fsspec's memory; `Disk`, a file system with folders; `Bucket`, an object store
+(`tests/helpers/object_store.py`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.checkpoint import RandomState, checkpoints, convert, latest, load, prune, save, verify
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.manifest import MANIFEST
+from fsdp2.checkpoint.remote import RemoteStorage
+from fsdp2.checkpoint.storage import storage_of
+from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
+from tests.helpers.ranks import on_ranks
+from tests.helpers.source_tree import ROOT
+
+pytest.importorskip("fsspec")
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.helpers.object_store import Bucket, bucket
+
+
+@pytest.fixture(autouse=True)
+def fresh_stores() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    Bucket.puts.clear()
+    yield
+    Bucket.lose = 0
+    Bucket.before_put.clear()
+
+
+# --- URLs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["simplecache::s3://bucket/x", "s3://bucket/run*", "s3://bucket/run[1]", "nowhere://x"])
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(ArgumentError, match=url.split("/")[0].rstrip(":")):
+        RemoteStorage(url)
+
+
+def test_which_storage_a_name_means(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/a", f"local://{tmp_path}/a/"):
+        storage, path = storage_of(url)
+        assert isinstance(storage, LocalStorage) and path == f"{tmp_path}/a"
+    storage, path = storage_of("s3://bucket/a/")
+    assert isinstance(storage, RemoteStorage) and path == "s3://bucket/a"
+    with pytest.raises(ArgumentError, match=r"s3:/bucket/a: .*pathlib"):
+        storage_of(Path("s3://bucket/a"))
+
+
+def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UnsupportedError, match=r"memory://run: .* pip install 'fsdp2\[remote\]'"):
+        save("memory://run", model={"w": torch.ones(2)})
+
+
+def test_without_the_package_of_a_protocol() -> None:
+    with pytest.raises(UnsupportedError, match=r"smb://.*smbprotocol"):
+        RemoteStorage("smb://host/x")
+
+
+def test_errors_of_clients_become_os_errors(tmp_path: Path) -> None:
+    """gcsfs raises `HttpError`, a mere `Exception`, which a save or sweep that expects `OSError` does not."""
+    storage = RemoteStorage(bucket(tmp_path))
+    path = storage.join(storage.root, "forbidden")
+    calls: list[Callable[[], object]] = [
+        lambda: storage.size(path),
+        lambda: storage.write_file(path, 1),
+        lambda: storage.write_all(path, b"1"),
+        lambda: storage.remove(path),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="forbidden: RuntimeError: 403"):
+            call()
+    with pytest.raises(CheckpointError, match=r"forbidden: cannot be opened .*403"):
+        storage.open_file(path)
+
+
+# --- whole checkpoints ------------------------------------------------------------------------------------------------
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    result = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        result |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[param].items()}
+    return result
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "bucket"])
+def test_a_run_in_one_process(kind: str, tmp_path: Path) -> None:
+    run = {"memory": "memory://runs/a/", "disk": f"disk://{tmp_path}/a", "bucket": f"{bucket(tmp_path)}/a"}[kind]
+    torch.manual_seed(0)
+    model, optimizer = trained()
+    for step in (1, 2, 3):
+        save(run, model=model, optimizer=optimizer, step=step, extra={"random": RandomState(), "x": torch.arange(3)})
+    expected = values(model, optimizer)
+    base = run.rstrip("/")
+    assert checkpoints(run) == [f"{base}/step-0000000{step}" for step in (1, 2, 3)]
+    assert prune(run, keep=1, every=2) == [f"{base}/step-00000001"]
+    assert checkpoints(run) == [f"{base}/step-00000002", f"{base}/step-00000003"]
+
+    drawn = torch.rand(3)
+    other, its_optimizer = trained()
+    folder = latest(run)
+    assert folder is not None
+    loaded = load(folder, model=other, optimizer=its_optimizer, extra={"random": RandomState()})
+    assert torch.equal(torch.rand(3), drawn)
+    assert_same(values(other, its_optimizer), expected)
+    assert (loaded.step, loaded.folder) == (3, folder)
+    assert torch.equal(loaded.extra["x"], torch.arange(3))
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    weight = torch.arange(1000.0)
+    handle = save(bucket(tmp_path), model={"w": weight}, step=1, async_op=True)
+    weight.zero_()
+    found = {"w": torch.empty(1000)}
+    load(handle.wait(), model=found)
+    assert torch.equal(found["w"], torch.arange(1000.0))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_sharded(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+    """Saved by all ranks, loaded by the same, and by each alone."""
+    run = f"disk://{tmp_path}/a" if kind == "disk" else f"{bucket(tmp_path)}/a"
+
+    def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        fsdp2.fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters())
+
+    torch.manual_seed(0)
+    model, optimizer = sharded()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    save(run, model=model, optimizer=optimizer, step=1, extra={"rank": rank})
+    folder = latest(run)
+    assert folder is not None
+
+    torch.manual_seed(1)
+    again, its_optimizer = sharded()
+    assert load(folder, model=again, optimizer=its_optimizer).extra == {"rank": rank}
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert isinstance(mine, DTensor) and isinstance(theirs, DTensor)
+        assert torch.equal(mine.to_local(), theirs.to_local())
+        assert torch.equal(
+            its_optimizer.state[mine]["exp_avg"].to_local(), optimizer.state[theirs]["exp_avg"].to_local()
+        )
+    whole = {name: torch.empty(value.shape) for name, value in model.state_dict().items()}
+    load(folder, model=whole)
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole[name], value.full_tensor()), name
+
+
+@on_ranks(2)
+def test_a_file_system_that_is_not_shared(rank: int, world_size: int) -> None:
+    """Every process has a memory of its own; without a look at all files this would be "saved", and half of it lost."""
+    with pytest.raises(CheckpointError, match="All ranks must save to one shared folder"):
+        save("memory://run", model={"w": torch.ones(2)}, extra={"rank": rank})
+    assert latest("memory://") is None
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    run, model = bucket(tmp_path), {"w": torch.ones(2)}
+    with pytest.raises(ArgumentError, match="consolidated=True needs a file system on which all ranks may write"):
+        save(run, model=model, step=1, consolidated=True)
+    save(run, model=model, step=1)
+    with pytest.raises(CheckpointError, match="is a checkpoint already"):
+        save(run, model=model, step=1)
+    with pytest.raises(CheckpointError, match="cannot be replaced in one step"):
+        save(run, model=model, step=1, overwrite=True)
+    with pytest.raises(CheckpointError, match="step-00000002: there is no checkpoint"):
+        load(f"{run}/step-00000002", model=model)
+    with pytest.raises(CheckpointError, match=r"is the folder of a run, with step-00000001"):
+        load(run, model=model)
+    with pytest.raises(OSError, match="forbidden"):
+        save(f"{run}/forbidden", model=model)
+
+
+def test_the_manifest_comes_last(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    save(bucket(tmp_path), model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=1)
+    assert Bucket.puts[-1] == f"step-00000001/{MANIFEST}"
+    assert len(Bucket.puts) == 4
+    assert not [name for name in Bucket.puts if not name.startswith("step-00000001/")], "nothing is moved afterwards"
+
+
+@pytest.mark.parametrize("lose", [1, 100])
+def test_a_read_that_is_cut_short(lose: int, tmp_path: Path) -> None:
+    save(bucket(tmp_path), model={"w": torch.ones(1000)}, step=1)
+    Bucket.lose = lose
+    with pytest.raises(CheckpointError, match=rf"checkpoint.json: ends at byte \d+, {lose} bytes too early"):
+        load(f"{bucket(tmp_path)}/step-00000001", model={"w": torch.ones(1000)})
+
+
+DEATHS = 4  # a save has four uploads: model, optimizer, extra, manifest
+
+DYING = """
+import os, sys
+from pathlib import Path
+import torch
+from tests.checkpoint.test_remote import *
+
+torch.set_num_threads(1)
+for deaths in range(DEATHS):
+    if not os.fork():
+        model, optimizer = trained()
+        left = iter(range(deaths))
+        Bucket.before_put.append(lambda key: next(left, None) is None and os._exit(9))
+        run = bucket(Path(sys.argv[1]) / str(deaths))
+        save(run, model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
+"""
+
+
+def test_a_save_that_died_neither_hides_nor_spoils_the_next(tmp_path: Path) -> None:
+    """It wrote some of its files to the folder in which the next try writes."""
+    model, optimizer = trained()
+    for deaths in range(DEATHS):
+        (tmp_path / str(deaths)).mkdir()
+        save(bucket(tmp_path / str(deaths)), model={"w": torch.ones(2)}, step=1)
+    done = subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for deaths in range(DEATHS):
+        run = bucket(tmp_path / str(deaths))
+        assert len(RemoteStorage(run).names(f"{run}/step-00000002")) == deaths
+        assert latest(run) == f"{run}/step-00000001"
+        save(run, model=model, optimizer=optimizer, extra={"x": torch.ones(2)}, step=2)
+        assert len(RemoteStorage(run).names(f"{run}/step-00000002")) == DEATHS
+        other, its_optimizer = trained()
+        load(latest(run) or "", model=other, optimizer=its_optimizer)
+        assert_same(values(other, its_optimizer), values(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_files_of_a_dead_save_with_other_ranks_go(kind: str, tmp_path: Path) -> None:
+    """The manifest does not list them, so nobody reads them; but who would delete them? What is not ours stays."""
+    run = f"disk://{tmp_path}" if kind == "disk" else bucket(tmp_path)
+    storage = RemoteStorage(run)
+    folder = f"{run}/step-00000001"
+    storage.make_folder(folder)
+    dead = ["model-rank-00003-of-00004.safetensors", "extra-rank-00001-of-00004.safetensors"]
+    for name in (*dead, "tokenizer.json"):
+        storage.write_all(f"{folder}/{name}", b"left over")
+    save(run, model={"w": torch.ones(2)}, step=1)
+    left = storage.names(folder)
+    assert len(left) == 3 and not {*dead} & {*left} and {MANIFEST, "tokenizer.json"} < {*left}
+    load(folder, model={"w": torch.ones(2)})
+
+
+def test_of_two_saves_that_come_to_the_manifest_one_counts(tmp_path: Path) -> None:
+    """Each had seen that there is none, then the second wrote over the first one's, whose clean-up had deleted its
+    files: nothing was left of either."""
+    run = bucket(tmp_path)
+    hangs, goes_on = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def hold(key: str) -> None:
+        if threading.current_thread() is not threading.main_thread() and key.endswith(MANIFEST):
+            hangs.set()
+            goes_on.wait()
+
+    def first_try() -> None:
+        try:
+            save(run, model={"w": torch.ones(2)}, step=1)
+        except CheckpointError as error:
+            errors.append(error)
+
+    Bucket.before_put.append(hold)
+    thread = threading.Thread(target=first_try)
+    thread.start()
+    hangs.wait()
+    save(run, model={"w": torch.full((2,), 2.0)}, step=1)
+    goes_on.set()
+    thread.join()
+    assert "another save has completed a checkpoint there" in str(errors)
+    found = {"w": torch.zeros(2)}
+    load(f"{run}/step-00000001", model=found)
+    assert found["w"].eq(2).all()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_late_save_does_not_spoil_the_one_that_took_its_place(fails: bool, tmp_path: Path) -> None:
+    """A save hangs in an upload; the run is started anew, and saves that step; then the first one moves again."""
+    run = bucket(tmp_path)
+    late, later = trained(), trained()
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hold(key: str) -> None:
+        if threading.current_thread() is not threading.main_thread() and "optimizer" in key:
+            hangs.set()
+            goes_on.wait()
+            if fails:
+                raise OSError("timed out")
+
+    def first_try() -> None:
+        with pytest.raises((CheckpointError, OSError)):
+            save(run, model=late[0], optimizer=late[1], step=1)
+
+    Bucket.before_put.append(hold)
+    thread = threading.Thread(target=first_try)
+    thread.start()
+    hangs.wait()
+    save(run, model=later[0], optimizer=later[1], step=1)
+    goes_on.set()
+    thread.join()
+    found = trained()
+    load(latest(run) or "", model=found[0], optimizer=found[1])
+    assert_same(values(*found), values(*later))
+
+
+@pytest.mark.parametrize("at", ["model", MANIFEST])
+@pytest.mark.parametrize("to", ["ranks", "consolidated"])
+def test_a_save_that_comes_first_to_where_a_conversion_writes(to: str, at: str, tmp_path: Path) -> None:
+    """A conversion writes to a URL, and a job saves there meanwhile. The conversion took its place without a word."""
+    save(tmp_path / "source", model={"w": torch.ones(2)})
+    (tmp_path / "bucket").mkdir()
+    target = f"{bucket(tmp_path / 'bucket')}/step-00000001"
+
+    def comes_first(key: str) -> None:
+        if at in key:
+            Bucket.before_put.clear()
+            save(target, model={"w": torch.full((2,), 2.0)})
+
+    Bucket.before_put.append(comes_first)
+    with pytest.raises(CheckpointError, match=r"another save has .* there in the meantime"):
+        convert(tmp_path / "source", target, to=to)
+    found = {"w": torch.zeros(2)}
+    load(target, model=found)
+    assert found["w"].eq(2).all()
+    verify(target)
+
+
+def test_a_conversion_that_fails_takes_nothing_of_a_save_away(tmp_path: Path) -> None:
+    """It deleted whatever looked like a file of a save: also those that a job was just writing to the same URL."""
+    save(tmp_path / "source", model={"w": torch.ones(2)})
+    (tmp_path / "bucket").mkdir()
+    target = f"{bucket(tmp_path / 'bucket')}/step-00000001"
+    names: list[list[str]] = []
+
+    def conversion_fails(key: str) -> None:
+        if MANIFEST not in key:
+            return
+        Bucket.before_put[:] = [refuse]
+        with pytest.raises(OSError, match="no quota"):
+            convert(tmp_path / "source", target)
+        names.append(RemoteStorage(target).names(target))
+        Bucket.before_put.clear()
+
+    def refuse(key: str) -> None:
+        if MANIFEST in key:
+            raise OSError("no quota")
+
+    Bucket.before_put.append(conversion_fails)
+    save(target, model={"w": torch.full((2,), 2.0)})
+    assert len(names[0]) == 1  # that of the save; nothing is left of the conversion
+    found = {"w": torch.zeros(2)}
+    load(target, model=found)
+    assert found["w"].eq(2).all()

@@ -1,0 +1,322 @@
+"""Killed and resumed is the same as never killed, to the last bit; and what other programs make of the files."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2.checkpoint as fc
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard, local_optimizer
+from tests.helpers.checkpoint_cases import (
+    BF16,
+    DIM,
+    LAYOUTS,
+    VOCAB,
+    Awkward,
+    assert_bits,
+    assert_part,
+    bits,
+    fill,
+    mesh_of,
+    shard,
+    spoil,
+    state_of,
+    tensors_of,
+    tp_fsdp,
+    value_of,
+    with_state,
+)
+from tests.helpers.parity_models import batch, full
+from tests.helpers.ranks import on_ranks, run_on_ranks
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+class Data:
+    """Shuffled rows, each rank its own part: the order is that of a generator, the position is in the middle of it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.generator = torch.Generator().manual_seed(rank)
+        self.order: list[int] = []
+        self.position = 0
+
+    def next(self) -> Tensor:
+        if self.position == len(self.order):
+            self.order, self.position = torch.randperm(5, generator=self.generator).tolist(), 0
+        self.position += 1
+        return batch(self.order[self.position - 1], self.rank, DIM)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order, self.position = state_dict["order"], state_dict["position"]
+        self.generator.set_state(state_dict["generator"])
+
+
+class Average(nn.Module):
+    """A buffer that every step changes, alike on all ranks: it damps what comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9)
+        return x * self.mean.to(x.dtype)
+
+
+class Run:
+    """A training run with everything that has a state: dropout, all three generators, a schedule, a loader."""
+
+    def __init__(self, rank: int, world_size: int, kind: str) -> None:
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        model = nn.Sequential(nn.Linear(DIM, 9), nn.Dropout(0.3), Average(), nn.Linear(9, VOCAB))
+        for name, value in model.named_parameters():
+            fill(name, value)
+        options: dict[str, dict[str, Any]] = {
+            "fsdp": {},
+            "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
+            "zero2": {"zero": ZeroPolicy(2)},
+            "hsdp": {"mesh": mesh_of(2, world_size // 2)} if world_size > 1 else {},
+        }
+        fully_shard(model[0], **options[kind])
+        self.model = fully_shard(model, **options[kind])
+        make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+        if kind == "bf16":
+            self.optimizer: Any = local_optimizer(torch.optim.AdamW, self.model.parameters(), lr=0.1)
+        else:
+            self.optimizer = make(self.model.parameters(), lr=0.1, foreach=True)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=20)
+        self.data = Data(rank, world_size)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "data": self.data, "random": fc.RandomState()}
+
+    def save(self, root: str, step: int, **options: Any) -> fc.SaveHandle:
+        return fc.save(root, model=self.model, optimizer=self.optimizer, extra=self.extra, step=step, **options)
+
+    def resume(self, root: str) -> int:
+        newest = fc.latest(root)
+        assert newest is not None
+        step = fc.load(newest, model=self.model, optimizer=self.optimizer, extra=self.extra).step
+        assert step is not None
+        return step
+
+    def train(self, num_steps: int) -> list[Any]:
+        """Everything that can differ, of each step and of the end."""
+        seen: list[Any] = []
+        for _ in range(num_steps):
+            rows = self.data.next() + random.random() + float(np.random.rand())
+            loss = self.model(rows).float().square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            seen += [float(loss.detach()), self.scheduler.get_last_lr()[0], self.data.order[self.data.position - 1]]
+        seen += [bits(value).tolist() for _, value in tensors_of(self.model)]
+        seen += [bits(value).tolist() for _, value in state_of(self.model, self.optimizer)]
+        seen += [torch.rand(()).item(), random.random(), np.random.rand()]
+        return seen
+
+
+def train_on(rank: int, world_size: int, root: str, kind: str, options: dict[str, Any]) -> list[Any]:
+    run = Run(rank, world_size, kind)
+    run.train(3)
+    handle = run.save(root, 3, **options)
+    rest = run.train(6)
+    handle.wait()
+    return rest
+
+
+def resume_and_train(rank: int, world_size: int, root: str, kind: str, spare: int) -> list[Any]:
+    run = Run(rank, world_size, kind)
+    run.train(spare)  # whatever happened before the load is forgotten
+    assert run.resume(root) == 3
+    return run.train(6)
+
+
+CASES = [
+    (2, "fsdp", {}),
+    (2, "bf16", {"async_op": True}),
+    (2, "zero2", {"consolidated": True}),
+    (4, "hsdp", {"async_op": True}),
+    (1, "fsdp", {}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "kind", "options"), CASES, ids=[f"{kind}-{size}" for size, kind, _ in CASES])
+def test_resumed_is_as_never_killed(world_size: int, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Losses, learning rates, order of the data, parameters, optimizer state, buffers and random numbers."""
+    root = str(tmp_path)
+    expected = run_on_ranks(train_on, world_size, root=root, kind=kind, options=options)
+    for spare in (0, 2):
+        resumed = run_on_ranks(resume_and_train, world_size, root=root, kind=kind, spare=spare)
+        assert resumed == expected
+
+
+# --- no communication -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("options", [{}, {"consolidated": True}, {"async_op": True}], ids=["ranks", "whole", "async"])
+def test_no_collectives(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Neither a save nor a load issues one, whichever way one counts."""
+    model = shard(Awkward(), mesh=mesh_of(2, world_size // 2))
+    optimizer = with_state(model)
+    groups = [torch.distributed.group.WORLD, *(mesh_of(2, world_size // 2).get_group(axis) for axis in (0, 1))]
+    before = [group._get_sequence_number_for_group() for group in groups]
+    with CommDebugMode() as comms:
+        fc.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"r": rank}, **options).wait()
+        fc.load(tmp_path / "a", model=model, optimizer=optimizer)
+    assert comms.get_total_counts() == 0
+    assert [group._get_sequence_number_for_group() for group in groups] == before
+
+
+# --- what others make of it -------------------------------------------------------------------------------------------
+
+
+def save_both(rank: int, world_size: int, root: str, layout: str) -> None:
+    model = LAYOUTS[layout].apply(Awkward())
+    optimizer = with_state(model)
+    for key, value in tensors_of(model):
+        fill(key, value)
+    fc.save(f"{root}/ranks", model=model, optimizer=optimizer)
+    fc.save(f"{root}/whole", model=model, optimizer=optimizer, consolidated=True, max_file_bytes=600)
+
+
+@pytest.mark.parametrize("layout", ["fsdp-2", "hsdp2x2-4", "dim1-3"])
+def test_files_open_with_safetensors(layout: str, tmp_path: Path) -> None:
+    """Every file by itself, in both ways of reading; the index names every tensor, in the file where it is."""
+    run_on_ranks(save_both, LAYOUTS[layout].world_size, root=str(tmp_path), layout=layout)
+    wholes = {key: value_of(key, value.shape, value.dtype) for key, value in tensors_of(Awkward())}
+    files = sorted(tmp_path.glob("*/*.safetensors"))
+    assert len(files) > 4
+    for file in files:
+        tensors = load_file(file)
+        with safe_open(file, "pt") as reader:
+            assert (reader.metadata() or {})["format"] == "pt"
+            assert set(reader.keys()) == set(tensors)
+            for name, value in tensors.items():
+                assert_bits(name, reader.get_tensor(name), value)
+        if file.parent.name == "ranks" and file.name.startswith("model"):
+            for name, value in tensors.items():
+                rows = wholes[name].reshape(-1).tolist()
+                assert all(item in rows for item in value.reshape(-1).tolist()), name
+    index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())
+    found = {name: load_file(tmp_path / "whole" / file)[name] for name, file in index["weight_map"].items()}
+    assert found.keys() - {"head.weight"} == wholes.keys()
+    for name, whole in wholes.items():
+        assert_bits(name, found[name], whole)
+    assert index["metadata"]["total_size"] == sum(value.numel() * value.itemsize for value in wholes.values())
+    numbers = sorted(path.name for path in (tmp_path / "whole").glob("model-*.safetensors"))
+    assert numbers == [f"model-{n + 1:05d}-of-{len(numbers):05d}.safetensors" for n in range(len(numbers))]
+    assert set(index["weight_map"].values()) == set(numbers)
+
+
+def save_tiny_llama(rank: int, world_size: int, folder: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = tiny_llama(transformers)
+    model = transformers.LlamaForCausalLM(config)
+    shard_llama(model)
+    for name, value in model.named_parameters():
+        fill(name, value)
+    fc.save(folder, model=model, consolidated=True, max_file_bytes=20_000)
+    if rank == 0:
+        config.save_pretrained(folder)
+
+
+def tiny_llama(transformers: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaConfig(vocab_size=33, tie_word_embeddings=False, **sizes)
+
+
+def shard_llama(model: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def load_tiny_llama(rank: int, world_size: int, folder: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = shard_llama(transformers.LlamaForCausalLM(tiny_llama(transformers)))
+    loaded = fc.load(folder, model=model)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+    for name, value in model.named_parameters():
+        assert_part(name, value)
+
+
+def test_transformers_round_trip(tmp_path: Path) -> None:
+    """`from_pretrained` takes what a consolidated save wrote, and `load` takes what `save_pretrained` wrote."""
+    transformers = pytest.importorskip("transformers")
+    run_on_ranks(save_tiny_llama, 2, folder=str(tmp_path / "ours"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", torch_dtype=torch.float32)
+    for name, value in model.named_parameters():
+        assert_part(name, value)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    run_on_ranks(load_tiny_llama, 3, folder=str(tmp_path / "theirs"))
+
+
+@on_ranks(2, 4)
+def test_torch_checkpoints_our_models(rank: int, world_size: int, tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` by itself: its functions on our modules and optimizers, both ways."""
+    options = {} if world_size == 2 else {"mesh": mesh_of(2, 2)}
+    model = shard(Awkward(), **options)
+    optimizer = with_state(model, lr=0.25)
+    for key, value in tensors_of(model):
+        fill(key, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        states = get_state_dict(model, optimizer)
+        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path / "dcp")
+        other = shard(Awkward(), **options)
+        for _, value in tensors_of(other):
+            spoil(value)
+        other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1.0)
+        got = get_state_dict(other, other_optimizer)
+        dcp.load({"model": got[0], "optimizer": got[1]}, checkpoint_id=tmp_path / "dcp")
+        set_state_dict(other, other_optimizer, model_state_dict=got[0], optim_state_dict=got[1])
+    for key, value in tensors_of(other):
+        assert_part(key, value)
+    for key, value in state_of(other, other_optimizer):
+        assert_part(key, value)
+    assert other_optimizer.param_groups[0]["lr"] == 0.25
+    # and a state dict that torch made goes into a checkpoint of ours
+    fc.save(tmp_path / "ours", model=states[0])
+    for _, value in tensors_of(other):
+        spoil(value)
+    fc.load(tmp_path / "ours", model=other)
+    for key, value in tensors_of(other):
+        assert_part(key, value)
+
+
+@on_ranks(4)
+def test_strided_shards_are_whole_in_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
+    """FSDP after TP: the rows come out in the model's order, not in that of the ranks."""
+    model = tp_fsdp(Awkward(), 2)
+    for key, value in tensors_of(model):
+        fill(key, value)
+    fc.save(tmp_path / "a", model=model)
+    state = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in Awkward().state_dict().items()}
+    fc.load(tmp_path / "a", model=state)
+    for key, value in tensors_of(model):
+        assert_bits(key, state[key], value_of(key, value.shape, value.dtype))
+        assert_bits(key, full(value), state[key])

@@ -1,0 +1,317 @@
+"""Around one name: writers, readers, `prune` and death at the same time, in real processes.
+
+What must hold: at no moment is there no loadable checkpoint where there was one; none is ever mixed of two saves;
+nothing sound is called damaged; and whatever a dead process leaves, the next save of that name commits.
+
+Every process is a job of its own (without a process group), unless a test says otherwise. All values of a save are the
+same number, so a mixture shows.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2 import checkpoint
+from fsdp2.errors import CheckpointError
+from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
+
+pytestmark = pytest.mark.timeout(900)
+
+LIMIT_S = 60.0
+SAVES = 6
+FIRST_NEW, LAST_NEW = 10, 15
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+# --- what is saved, and how it is looked at ---------------------------------------------------------------------------
+
+
+def state(value: int) -> dict[str, Any]:
+    return {
+        "model": {"a": torch.full((60, 50), float(value)), "b": torch.full((7,), value)},
+        "optimizer": {"m": torch.full((3000,), float(value))},
+        "extra": {"value": value, "t": torch.full((9,), value)},
+    }
+
+
+def save(root: str, value: int, step: int = 1, **options: Any) -> None:
+    checkpoint.save(root, **state(value), step=step, **options)
+
+
+def value_of(folder: str, verify: bool = True) -> int:
+    """The number of which all values are; `AssertionError` if they are of several saves."""
+    into = state(-1)
+    extra = checkpoint.load(folder, model=into["model"], optimizer=into["optimizer"], verify=verify).extra
+    numbers = {float(x) for each in (*into["model"].values(), *into["optimizer"].values()) for x in each.unique()}
+    numbers |= {float(extra["value"]), *map(float, extra["t"])}
+    assert len(numbers) == 1, f"MIXED: {numbers}"
+    return int(numbers.pop())
+
+
+def look(root: str, verify: bool) -> str | None:
+    """What is wrong with the newest checkpoint of a run, which has one; None if nothing is. `prune` may delete it
+    between two calls, when there is a newer one."""
+    newest = None
+    while True:
+        before = newest
+        try:
+            newest = checkpoint.latest(root)
+            if newest is None:
+                return "NONE: there is no checkpoint"
+            value_of(newest, verify)
+        except Exception as error:
+            if newest == before:
+                return f"{type(error).__name__}: {error}"
+        else:
+            return None
+
+
+# --- roles of processes -----------------------------------------------------------------------------------------------
+
+Role = Callable[["Scene"], Any]
+
+
+class Scene:
+    """What a process knows: where, its number, its own random numbers, and which of the others are to end."""
+
+    def __init__(self, rank: int, root: str, seed: int, awaited: list[int]) -> None:
+        self.rank, self.root = rank, root
+        self.random = random.Random(f"{seed} {rank}")
+        self._awaited = awaited
+        self._deadline = time.monotonic() + LIMIT_S / 2
+
+    def pause(self, longest_s: float = 0.004) -> None:
+        time.sleep(self.random.uniform(0, longest_s))
+
+    def ended(self) -> None:
+        Path(f"{self.root}.ended-{self.rank}").touch()
+
+    def over(self) -> bool:
+        late = time.monotonic() > self._deadline
+        return late or all(os.path.exists(f"{self.root}.ended-{rank}") for rank in self._awaited)
+
+
+def play(rank: int, root: str, roles: list[str], seed: int, awaited: list[int], alone: bool = True) -> Any:
+    """A process of a case: its role, and what came of it."""
+    if alone:
+        dist.destroy_process_group()
+    scene = Scene(rank, root, seed, awaited)
+    begin()
+    scene.pause()
+    try:
+        return ROLES[roles[rank]](scene)
+    finally:
+        scene.ended()
+
+
+def overwrites(scene: Scene) -> list[str]:
+    """Save one name again and again; the errors."""
+    errors = []
+    for number in range(SAVES):
+        try:
+            save(scene.root, 1000 * (scene.rank + 1) + number, overwrite=True)
+        except CheckpointError as error:
+            errors.append(str(error))
+        scene.pause()
+    return errors
+
+
+def overwrites_as_one_job(scene: Scene) -> None:
+    """All ranks together, back to back, each with values of its own."""
+    for number in range(50):
+        value = torch.full((100,), float(number))
+        options = {"overwrite": True, "async_op": number % 3 == 2}
+        checkpoint.save(scene.root, model={"w": value}, extra={"r": scene.rank}, step=1, timeout_s=20, **options)
+    checkpoint.save(scene.root, model={"w": value}, extra={"r": scene.rank}, step=1, timeout_s=20, overwrite=True)
+
+
+def watches(scene: Scene) -> tuple[int, list[str]]:
+    """Look again and again until the others are done: how often, and what was wrong."""
+    looks, problems = 0, []
+    while not scene.over():
+        problem = look(scene.root, verify=scene.random.random() < 0.5)
+        looks += 1
+        if problem is not None:
+            problems.append(problem)
+    return looks, problems
+
+
+def goes_on(scene: Scene) -> None:
+    """A run: saves, every step a new name."""
+    for number in range(FIRST_NEW, LAST_NEW + 1):
+        save(scene.root, number, step=number)
+        scene.pause()
+
+
+def goes_back(scene: Scene) -> None:
+    """A run that was rolled back: it saves steps which are there, or were."""
+    for number in range(SAVES):
+        step = scene.random.randint(1, 4)
+        save(scene.root, 1000 + number, step=step, overwrite=True)
+        saved = os.path.join(scene.root, f"step-{step:08d}")
+        found = value_of(saved)
+        assert found == 1000 + number, f"LOST: saved {1000 + number}, found {found}"
+        scene.pause()
+
+
+def prunes(scene: Scene) -> int:
+    """Prune again and again until the others are done."""
+    gone = 0
+    while not scene.over():
+        gone += len(checkpoint.prune(scene.root, keep=1))
+        scene.pause()
+    return gone
+
+
+ROLES: dict[str, Role] = {
+    role.__name__: role for role in (overwrites, overwrites_as_one_job, watches, goes_on, goes_back, prunes)
+}
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def rounds(
+    tmp_path: Path, roles: list[str], count: int, steps: int = 1, kill_within_s: float | None = None, **how: Any
+) -> list[tuple[str, list[Outcome]]]:
+    """Run cases with these roles, each in a folder that has checkpoints of the first steps.
+
+    Args:
+        kill_within_s: process 0 is killed at some moment in that time.
+
+    Returns:
+        for each the folder of the run, and how its processes ended.
+    """
+    cases, roots = [], []
+    for seed in range(count):
+        roots.append(str(tmp_path / f"run {seed}"))
+        for step in range(1, steps + 1):
+            save(roots[-1], step, step=step)
+        kill = None if kill_within_s is None else Kill(0, random.Random(seed).uniform(0, kill_within_s))
+        watchers = [rank for rank, role in enumerate(roles) if role in ("watches", "prunes")]
+        awaited = [rank for rank in range(len(roles)) if rank not in watchers and (rank or kill is None)]
+        cases.append(Case(play, len(roles), (roots[-1], roles, seed, awaited, *how.values()), kill, limit_s=LIMIT_S))
+    return list(zip(roots, run_cases(cases), strict=True))
+
+
+def afterwards(root: str, step: int = 1) -> list[str]:
+    """What is wrong with what processes have left: it must load, the next save of that name must commit, and nothing
+    may lie about then."""
+    problems = [] if (found := look(root, verify=True)) is None else [found]
+    try:
+        save(root, 7, step=step, overwrite=True)
+        assert value_of(os.path.join(root, f"step-{step:08d}")) == 7
+    except Exception as error:
+        problems.append(f"next save: {type(error).__name__}: {error}")
+    left = [name for name in os.listdir(root) if f"step-{step:08d}" in name and name != f"step-{step:08d}"]
+    return problems + ([f"left over: {left}"] if left else [])
+
+
+def problems_of(outcome: Outcome) -> list[str]:
+    """Of one process: an error, or what a watcher saw."""
+    if outcome.ok:
+        return outcome.value[1] if isinstance(outcome.value, tuple) else []
+    return [] if outcome.value == "SIGKILL" else [f"{outcome.how}: {outcome.value} {outcome.text}"]
+
+
+def report(found: list[tuple[str, list[str]]], looks: int = 0) -> None:
+    """Fail with a count of each kind of problem."""
+    bad = [(root, problems) for root, problems in found if problems]
+    kinds = Counter(problem.replace(root, "")[:110] for root, problems in bad for problem in problems)
+    text = "\n".join(f"{count:5} x {kind}" for kind, count in kinds.most_common(12))
+    assert not bad, f"{len(bad)} of {len(found)} rounds ({looks} looks):\n{text}"
+
+
+def looks_of(results: list[tuple[str, list[Outcome]]]) -> int:
+    return sum(one.value[0] for _, outcomes in results for one in outcomes if one.ok and isinstance(one.value, tuple))
+
+
+sampled = pytest.mark.parametrize("count", [6, pytest.param(200, marks=EXHAUSTIVE)])
+
+
+@sampled
+def test_two_jobs_that_overwrite_one_name(count: int, tmp_path: Path) -> None:
+    """A requeued job beside the old one: each deleted what the other was writing, then what had been there. Now one of
+    two is told who else saves there, and what counts is always whole."""
+    results = rounds(tmp_path, ["overwrites", "overwrites", "watches"], count)
+    found = []
+    for root, outcomes in results:
+        problems = [problem for one in outcomes for problem in problems_of(one)] + afterwards(root)
+        errors = [error for one in outcomes[:2] if one.ok for error in one.value]
+        problems += [f"save: {error}" for error in errors if "is being saved by" not in error]
+        found.append((root, problems))
+    report(found, looks_of(results))
+
+
+@sampled
+def test_one_job_that_overwrites_one_name(count: int, tmp_path: Path) -> None:
+    """Back to back, some of it in the background: the clean-up of one save took the folder of the next for a dead
+    one's."""
+    count = -(-count // 15)
+    results = rounds(tmp_path, ["overwrites_as_one_job"] * 3, count, steps=0, alone=False)
+    report([(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results])
+
+
+@sampled
+def test_readers_beside_a_writer(count: int, tmp_path: Path) -> None:
+    """Headers and values were opened apart by path: without checks a load mixed two saves, with them it called sound
+    files damaged."""
+    results = rounds(tmp_path, ["overwrites", "watches", "watches"], count)
+    report(
+        [(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results],
+        looks_of(results),
+    )
+
+
+@sampled
+def test_prune_beside_a_writer(count: int, tmp_path: Path) -> None:
+    results = rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3)
+    found = []
+    for root, outcomes in results:
+        problems = [problem for one in outcomes for problem in problems_of(one)] + afterwards(root, LAST_NEW)
+        if f"step-{LAST_NEW:08d}" not in os.listdir(root):
+            problems.append("LOST: what was saved last")
+        found.append((root, problems))
+    report(found, looks_of(results))
+
+
+@sampled
+def test_prune_beside_a_run_that_was_rolled_back(count: int, tmp_path: Path) -> None:
+    """What it has just saved has a lower step than what is there, and must stay all the same."""
+    results = rounds(tmp_path, ["goes_back", "prunes", "watches"], count, steps=4)
+    report(
+        [(root, [problem for one in outcomes for problem in problems_of(one)]) for root, outcomes in results],
+        looks_of(results),
+    )
+
+
+@sampled
+def test_killed_while_overwriting(count: int, tmp_path: Path) -> None:
+    results = rounds(tmp_path, ["overwrites", "overwrites", "watches"], count, kill_within_s=0.06)
+    found = []
+    for root, outcomes in results:
+        found.append((root, [problem for one in outcomes for problem in problems_of(one)] + afterwards(root)))
+    report(found, looks_of(results))
+
+
+@sampled
+def test_killed_while_pruning(count: int, tmp_path: Path) -> None:
+    """It left folders without a manifest, which nothing listed or deleted, and no save could take the place of."""
+    results = rounds(tmp_path, ["prunes", "goes_on", "watches"], count, steps=5, kill_within_s=0.03)
+    found = []
+    for root, outcomes in results:
+        problems = [problem for one in outcomes for problem in problems_of(one)]
+        for step in range(1, 6):
+            problems += afterwards(root, step)
+        found.append((root, problems))
+    report(found, looks_of(results))

@@ -1,0 +1,173 @@
+"""Several optimizers and several models in one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import ArgumentError, MismatchError, checkpoint, fully_shard
+from tests.helpers.parity_models import full
+from tests.helpers.ranks import on_ranks
+
+
+def network(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)))
+
+
+def two(model: nn.Module, lr: float = 0.1) -> list[torch.optim.Optimizer]:
+    """One for matrices, another for the rest, as with Muon."""
+    params = list(model.parameters())
+    return [
+        torch.optim.SGD([param for param in params if param.ndim == 2], lr=lr, momentum=0.9),
+        torch.optim.AdamW([param for param in params if param.ndim != 2], lr=lr),
+    ]
+
+
+def step(model: nn.Module, optimizers: Any, number: int) -> torch.Tensor:
+    loss = model(torch.full((2, 4), 0.1 * number)).square().mean()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("named", [False, True])
+def test_two_optimizers_of_one_model(rank: int, world_size: int, named: bool, tmp_path: Path) -> None:
+    def form(optimizers: list[torch.optim.Optimizer]) -> Any:
+        return dict(zip(("muon", "adamw"), optimizers, strict=True)) if named else optimizers
+
+    model = network(0)
+    optimizers = two(model)
+    for number in range(3):
+        step(model, optimizers, number)
+    checkpoint.save(tmp_path / "a", model=model, optimizer=form(optimizers))
+    other = network(1)
+    its = two(other, lr=7.0)
+    checkpoint.load(tmp_path / "a", model=other, optimizer=form(its))
+    assert [optimizer.param_groups[0]["lr"] for optimizer in its] == [0.1, 0.1]
+    for number in range(3, 6):
+        assert torch.equal(step(model, optimizers, number), step(other, its, number))
+    assert checkpoint.describe(tmp_path / "a").optimizer == "SGD, AdamW"
+    assert checkpoint.diff(tmp_path / "a", tmp_path / "a").equal
+    with pytest.raises(MismatchError, match=r"state of AdamW, and this is SGD|state of 'param"):
+        checkpoint.load(tmp_path / "a", model=other, optimizer=form(its[::-1]))
+    if named:
+        with pytest.raises(MismatchError, match="unexpected in the checkpoint: optimizer 'adamw'"):
+            checkpoint.load(tmp_path / "a", model=other, optimizer={"muon": its[0]})
+
+
+@on_ranks(2)
+def test_one_optimizer_that_became_two(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What one AdamW saved goes to two of them by the names of parameters."""
+    model = network(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, [optimizer], 0)
+    checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+    other = network(1)
+    params = list(other.parameters())
+    its = [torch.optim.AdamW(params[:2]), torch.optim.AdamW(params[2:])]
+    checkpoint.load(tmp_path / "a", model=other, optimizer=its)
+    for number in range(1, 4):
+        assert torch.equal(step(model, [optimizer], number), step(other, its, number))
+
+
+@on_ranks(2)
+def test_two_models(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Generator and discriminator, each with its optimizer."""
+    models = {"generator": network(0), "discriminator": network(1)}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.1) for name, model in models.items()}
+    for name in models:
+        step(models[name], [optimizers[name]], 1)
+    checkpoint.save(tmp_path / "a", model=models, optimizer=optimizers, step=None)
+    names = [tensor.name for tensor in checkpoint.describe(tmp_path / "a").tensors if tensor.section == "model"]
+    assert names[0] == "generator.0.weight" and names[-1] == "discriminator.2.bias"
+    others = {"generator": network(2), "discriminator": network(3)}
+    its = {name: torch.optim.Adam(model.parameters()) for name, model in others.items()}
+    checkpoint.load(tmp_path / "a", model=others, optimizer=its)
+    for name in models:
+        assert torch.equal(step(models[name], [optimizers[name]], 2), step(others[name], [its[name]], 2))
+        for one, other in zip(models[name].parameters(), others[name].parameters(), strict=True):
+            assert torch.equal(full(one), full(other))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_what_a_save_costs_and_says(rank: int, world_size: int, async_op: bool, tmp_path: Path) -> None:
+    """Commit and run are shown by `describe`, and stay in a conversion; the callback has what a dashboard wants."""
+    costs: list[checkpoint.Saved] = []
+    about = {"commit": "c0ffee", "run": 7}
+    values = {"a": torch.ones(1000)}
+    handle = checkpoint.save(
+        tmp_path / "a",
+        model=values,
+        extra={"b": torch.ones(10 + rank)},
+        async_op=async_op,
+        about=about,
+        on_saved=costs.append,
+    )
+    handle.wait()
+    [cost] = costs
+    assert cost.folder == handle.folder
+    assert cost.nbytes == (4000 if rank == 0 else 0) + 4 * (10 + rank)
+    assert cost.seconds >= cost.blocked_seconds > 0 and (async_op or cost.seconds == cost.blocked_seconds)
+    assert checkpoint.describe(tmp_path / "a").about == about
+    if rank == 0:
+        checkpoint.convert(tmp_path / "a", tmp_path / "b")
+        assert checkpoint.describe(tmp_path / "b").about == about
+    for number in (float("inf"), -float("inf"), float("nan")):  # JSON has none: it failed when everything was written
+        with pytest.raises(ArgumentError, match=r"about= takes texts and finite numbers"):
+            checkpoint.save(tmp_path / "c", model=values, about={"loss": number})
+    with pytest.raises(ArgumentError, match=r"about= takes texts and finite numbers"):
+        checkpoint.save(tmp_path / "c", model=values, about={"config": {"lr": 1}})
+
+
+def test_what_is_no_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    one, another = torch.optim.SGD(model.parameters(), momentum=0.5), torch.optim.SGD([model.weight])
+    wrong: list[tuple[Any, str]] = [
+        ([one, 3], "got 3 under the name '1'"),
+        ({"a": one, "b": torch.ones(1)}, "under the name 'b'"),
+        ([one, another], "'weight' is a parameter of '0' and of '1'"),
+        (5, "optimizer= expects"),
+    ]
+    for optimizer, message in wrong:
+        with pytest.raises(ArgumentError, match=message):
+            checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+    with pytest.raises(ArgumentError, match="names without dots"):
+        checkpoint.save(tmp_path / "a", model={"a.b": model})
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("how", [{}, {"async_op": True}, {"consolidated": True}], ids=str)
+def test_what_was_written_is_what_the_files_hold(
+    rank: int, world_size: int, how: dict[str, bool], tmp_path: Path
+) -> None:
+    """Extra state that all ranks have was counted by each, and only one had written it."""
+    costs: list[checkpoint.Saved] = []
+    model = network(0)
+    extra = {"all have this": torch.ones(30), "own": {"n": 5, "t": torch.full((10 + rank,), rank)}, "name": "x"}
+    checkpoint.save(tmp_path / "a", model=model, extra=extra, on_saved=costs.append, **how).wait()
+    counted: list[Any] = [None] * world_size
+    dist.all_gather_object(counted, [cost.nbytes for cost in costs])
+    in_files = {file.name: bytes_of_values(file) for file in (tmp_path / "a").glob("*.safetensors")}
+    assert [len(each) for each in counted] == [1] * world_size
+    assert sum(nbytes for [nbytes] in counted) == sum(in_files.values())
+    assert sum(in_files.values()) == 4 * (30 + sum(full(each).numel() for each in model.parameters())) + 8 * sum(
+        10 + each for each in range(world_size)
+    )
+    if not how.get("consolidated"):  # where each rank has files of its own
+        own = sum(nbytes for name, nbytes in in_files.items() if f"rank-{rank:05d}-" in name)
+        assert costs[0].nbytes == own
+
+
+def bytes_of_values(file: Path) -> int:
+    """The size of a file without its header."""
+    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")

@@ -1,0 +1,515 @@
+"""`sources` of `fsdp2.checkpoint.load`, and `load_from_rank`: other names, fused, transposed, seen by one rank only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp2 import checkpoint, fully_shard
+from fsdp2.checkpoint import concatenated, stacked, stored
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
+from tests.helpers.checkpoint_cases import BF16, DIM, HIDDEN, LAYOUTS, Block, assert_bits, random_bits, spoil
+from tests.helpers.mortal_ranks import Case, run_cases
+from tests.helpers.parity_models import shard_like
+from tests.helpers.ranks import on_ranks, run_on_ranks
+from tests.helpers.resident import extra_memory, reads_proc
+
+MIB = 1 << 20
+SHAPES = {
+    "a": (7, 5),
+    "b": (4, 5),
+    "t": (5, 7),
+    "wide": (12, 5),
+    "cube": (4, 3, 2),
+    "line": (9,),
+    "one": (),
+    "half": (6, 4),
+    "bytes": (9, 4),
+    "up": (DIM, HIDDEN),
+    "down": (3 * HIDDEN, DIM),
+    "biases": (HIDDEN + DIM,),
+}
+DTYPES = {"half": BF16, "bytes": torch.int8}
+THEIRS = {name: random_bits(name, shape, DTYPES.get(name, torch.float32)) for name, shape in SHAPES.items()}
+OWN = {name: random_bits(name, (DIM,), torch.float32) for name in ("blocks.0.norm.weight", "blocks.0.norm.bias")}
+
+# Name in the model: (where it comes from, the same in torch's words).
+CASES: dict[str, tuple[Any, Callable[[dict[str, Tensor]], Tensor]]] = {
+    "renamed": ("a", lambda all: all["a"]),
+    "scalar": ("one", lambda all: all["one"]),
+    "turned": (stored("t").T, lambda all: all["t"].T),
+    "turned_twice": (stored("t").T.T, lambda all: all["t"]),
+    "rows": (stored("wide").narrow(0, 3, 4), lambda all: all["wide"][3:7]),
+    "columns": (stored("wide").narrow(-1, 1, 3), lambda all: all["wide"][:, 1:4]),
+    "joined": (concatenated("a", "b"), lambda all: torch.cat([all["a"], all["b"]])),
+    "beside": (concatenated("t", stored("a").T, dim=1), lambda all: torch.cat([all["t"], all["a"].T], 1)),
+    "nested": (
+        concatenated(stored("wide").T.narrow(1, 2, 5), concatenated("t", stored("a").T, dim=-1).narrow(1, 3, 8), dim=1)
+        .narrow(0, 1, 3)
+        .T,
+        lambda all: torch.cat([all["wide"].T[:, 2:7], torch.cat([all["t"], all["a"].T], 1)[:, 3:11]], 1)[1:4].T,
+    ),
+    "middle": (stored("cube").narrow(1, 1, 2), lambda all: all["cube"][:, 1:3]),
+    "deep": (concatenated("cube", stored("cube").narrow(2, 1, 1), dim=-1),
+             lambda all: torch.cat([all["cube"], all["cube"][..., 1:]], -1)),
+    "line": (concatenated(stored("line").narrow(0, 4, 5), stored("line").narrow(0, 0, 2)),
+             lambda all: torch.cat([all["line"][4:], all["line"][:2]])),
+    "halves": (stored("half").T, lambda all: all["half"].T),
+    "octets": (concatenated(stored("bytes").narrow(0, 5, 4), stored("bytes").narrow(0, 0, 5)),
+              lambda all: all["bytes"].roll(4, 0)),
+    "few": (stored("a").narrow(0, 1, 1), lambda all: all["a"][1:2]),  # no rows for most ranks
+    "nothing": (stored("a").narrow(0, 7, 0), lambda all: all["a"][7:]),
+    "stacked": (stacked("a", stored("t").T, "a"), lambda all: torch.stack([all["a"], all["t"].T, all["a"]])),
+    "stacked_inside": (stacked("t", stored("a").T, dim=1).narrow(1, 1, 1),
+                       lambda all: torch.stack([all["t"], all["a"].T], 1)[:, 1:]),
+    "stacked_last": (stacked("line", "line", dim=-1), lambda all: torch.stack([all["line"]] * 2, -1)),
+    "of_scalars": (stacked("one", "one", "one"), lambda all: all["one"].repeat(3)),
+    "exchanged": (stored("cube").transpose(0, -1), lambda all: all["cube"].transpose(0, 2)),
+    "merged": (stored("cube").reshape(12, 2), lambda all: all["cube"].reshape(12, 2)),
+    "split": (stored("wide").reshape(3, 4, -1), lambda all: all["wide"].reshape(3, 4, 5)),
+    "across": (stored("wide").reshape(15, 4), lambda all: all["wide"].reshape(15, 4)),
+    "flat": (stored("a").T.reshape(-1), lambda all: all["a"].T.reshape(-1)),
+    "single": (stored("one").reshape(1, 1), lambda all: all["one"].reshape(1, 1)),
+    "interleaved": (stored("wide").reshape(6, 2, 5).transpose(0, 1).reshape(12, 5),
+                    lambda all: torch.cat([all["wide"][::2], all["wide"][1::2]])),
+    "experts": (concatenated(stacked("a", "a"), stacked("a", stored("t").T), dim=1),
+                lambda all: torch.stack([all["a"].repeat(2, 1), torch.cat([all["a"], all["t"].T])])),
+    "blocks.0.up.weight": (stored("up").T, lambda all: all["up"].T),
+    "blocks.0.up.bias": (stored("biases").narrow(0, 0, HIDDEN), lambda all: all["biases"][:HIDDEN]),
+    "blocks.0.down.weight": (stored("down").narrow(0, HIDDEN, HIDDEN).T,
+                             lambda all: all["down"][HIDDEN : 2 * HIDDEN].T),
+    "blocks.0.down.bias": (stored("biases").narrow(0, HIDDEN, DIM), lambda all: all["biases"][HIDDEN:]),
+}  # fmt: skip
+SOURCES = {name: source for name, (source, _) in CASES.items()}
+EXPECTED = {**OWN, **{name: of(THEIRS) for name, (_, of) in CASES.items()}}
+
+
+class Net(nn.Module):
+    """A parameter for each case; the block is what layouts with tensor parallelism cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        for name, value in EXPECTED.items():
+            if "." not in name:
+                empty = torch.full(value.shape, 7, dtype=value.dtype)
+                setattr(self, name, nn.Parameter(empty, requires_grad=value.is_floating_point()))
+
+
+def write(folder: Path) -> None:
+    """The same in our format and in a file of Hugging Face."""
+    checkpoint.save(folder / "native", model={**THEIRS, **OWN}).wait()
+    (folder / "hf").mkdir()
+    save_file({**THEIRS, **OWN}, folder / "hf" / "model.safetensors")
+
+
+def check(model: nn.Module) -> None:
+    found = dict(model.named_parameters())
+    assert found.keys() == EXPECTED.keys()
+    for name, tensor in found.items():
+        assert_bits(name, tensor, shard_like(EXPECTED[name], tensor))
+        spoil(tensor)
+
+
+# --- the same as in one process ---------------------------------------------------------------------------------------
+
+
+def load_in_layout(rank: int, world_size: int, folder: str, layout: str) -> None:
+    def fresh(device: str) -> nn.Module:
+        with torch.device(device):
+            return LAYOUTS[layout].apply(Net())
+
+    model = fresh("cpu")
+    for kind in ("native", "hf"):
+        checkpoint.load(f"{folder}/{kind}", model=model, sources=SOURCES)
+        check(model)
+        for reader in {0, world_size - 1}:
+            path = f"{folder}/{kind}" if rank == reader else "/nowhere"
+            checkpoint.load_from_rank(path, model=model, sources=SOURCES.get, rank=reader)
+            check(model)
+    model = fresh("meta")
+    checkpoint.load(f"{folder}/hf", model=model, sources=SOURCES.get)
+    check(model)
+    model = fresh("meta")
+    checkpoint.load_from_rank("/nowhere" if rank else f"{folder}/native", model=model, sources=SOURCES)
+    check(model)
+
+
+@pytest.mark.parametrize(
+    "layout", ["fsdp-1", "fsdp-2", "fsdp-3", "dim1-2", "dim1-3", "hsdp2x2-4", "tp-fsdp-4", "tp-dim1-4"]
+)
+def test_bits_are_those_of_one_process(layout: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    run_on_ranks(load_in_layout, LAYOUTS[layout].world_size, folder=str(tmp_path), layout=layout)
+
+
+@on_ranks(3)
+def test_other_dtypes(rank: int, world_size: int, tmp_path: Path) -> None:
+    """With `cast`, on the way: through transposition and from another rank too."""
+    values = torch.arange(35.0).view(7, 5)
+    checkpoint.save(tmp_path / "a", model={"theirs": values}).wait()
+    net = nn.Linear(7, 5, bias=False, dtype=BF16)
+    fully_shard(net)
+    sources = {"weight": stored("theirs").T}
+    with pytest.raises(MismatchError, match=r"'weight': stored as F32, here BF16 \(cast=True converts\)"):
+        checkpoint.load(tmp_path / "a", model=net, sources=sources)
+    dist.barrier()  # a rank that fails later would take the others' next load for this one
+    for load in (checkpoint.load, checkpoint.load_from_rank):
+        spoil(net.weight)
+        load(tmp_path / "a", model=net, sources=sources, cast=True)
+        assert_bits("weight", net.weight, shard_like(values.T.to(BF16), net.weight))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_from_rank])
+def test_tied_weights(rank: int, world_size: int, load: Any, tmp_path: Path) -> None:
+    """One tensor here: sources may say of either name where it is. What is said of both must be the same values."""
+    same, other = torch.arange(35.0).view(7, 5), torch.zeros(7, 5)
+    checkpoint.save(tmp_path / "a", model={"x": same, "turned": same.T.clone(), "other": other}).wait()
+    model = Tied()
+    fully_shard(model)
+    for sources in (
+        {"embed.weight": "x"},
+        {"head.weight": "x"},
+        {"head.weight": stored("turned").T},
+        {"embed.weight": "x", "head.weight": stored("turned").T},
+        {"embed.weight": "not there", "head.weight": "x"},
+    ):
+        spoil(model.embed.weight)
+        load(tmp_path / "a", model=model, sources=sources, strict=False)
+        assert_bits("embed", model.embed.weight, shard_like(same, model.embed.weight))
+        assert model.head.weight is model.embed.weight
+    with pytest.raises(CheckpointError, match="'x' and 'other' are stored apart with different values"):
+        load(tmp_path / "a", model=model, sources={"embed.weight": "x", "head.weight": "other"}, strict=False)
+    dist.barrier()
+    with pytest.raises(MismatchError, match=r"'embed.weight': stored with shape \[5, 7\], here \[7, 5\]"):
+        load(tmp_path / "a", model=model, sources={"embed.weight": "x", "head.weight": "turned"}, strict=False)
+
+
+def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
+    """A checkpoint of a tied model lists one tensor under two names; either may be said."""
+    tied = Tied()
+    checkpoint.save(tmp_path / "a", model=tied).wait()
+    plain = {"x": torch.zeros(7, 5), "y": torch.zeros(5, 7)}
+    checkpoint.load(tmp_path / "a", model=plain, sources={"x": "embed.weight", "y": stored("head.weight").T})
+    assert torch.equal(plain["x"], tied.embed.weight)
+    assert torch.equal(plain["y"], tied.embed.weight.T)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("no", r"missing in the checkpoint: model 'w' \(made of 'no'\)"),
+        (concatenated("a", stored("no").T.narrow(0, 0, 2)), r"missing in the checkpoint: model 'w' \(made of 'no'\)"),
+        (stored("cube").T, r"model 'w': 'cube'\.T: expected 2 dims, stored are \[4, 3, 2\]"),
+        (stored("a").narrow(0, 5, 3), r"model 'w': 'a'\.narrow\(0, 5, 3\): stored are \[7, 5\]"),
+        (stored("a").narrow(2, 0, 1), r"'a'\.narrow\(2, 0, 1\): stored are \[7, 5\]"),
+        (stored("a").narrow(-3, 0, 1), r"'a'\.narrow\(-3, 0, 1\): stored are \[7, 5\]"),
+        (stored("a").narrow(0, -1, 1), r"'a'\.narrow\(0, -1, 1\): stored are"),
+        (stored("a").narrow(0, 3, -1), r"'a'\.narrow\(0, 3, -1\): stored are"),
+        (concatenated("a", "t"), r"along dim 0: these do not fit together: 'a' F32 \[7, 5\], 't' F32 \[5, 7\]"),
+        (concatenated("a", "half", dim=1), r"dim 1: these do not fit together: 'a' F32 \[7, 5\], 'half' BF16 \[6, 4\]"),
+        (concatenated("a", "line"), r"these do not fit together: .*'line' F32 \[9\]"),
+        (concatenated("one", "one"), r"these do not fit together"),
+        (concatenated("a", "b", dim=2), r"along dim 2: these do not fit together"),
+        (stacked("a", "t"), r"stacked along dim 0: these do not fit together: 'a' F32 \[7, 5\], 't' F32 \[5, 7\]"),
+        (stacked("line", dim=2), r"stacked along dim 2: these do not fit together"),
+        (stored("a").transpose(0, 2), r"'a'\.transpose\(0, 2\): stored are \[7, 5\]"),
+        (stored("a").reshape(3, -1), r"'a'\.reshape\(3, -1\): stored are \[7, 5\]"),
+        (stored("a").reshape(-1, -1), r"'a'\.reshape\(-1, -1\): stored are"),
+        (stored("a").reshape(-5, -7), r"'a'\.reshape\(-5, -7\): stored are"),
+        (stored("t").T.narrow(0, 0, 3), r"model 'w': stored with shape \[3, 5\], here \[7, 5\]"),
+    ],
+)
+def test_mistakes_are_named(source: Any, message: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    target = {"w": torch.full((7, 5), 3.0)}
+    with pytest.raises(MismatchError, match=message):
+        checkpoint.load(tmp_path / "hf", model=target, sources={"w": source})
+    assert target["w"].eq(3).all()
+
+
+def test_what_is_no_source(tmp_path: Path) -> None:
+    write(tmp_path)
+    target = {"w": torch.zeros(7, 5)}
+    with pytest.raises(ArgumentError, match=r"sources: 'w': expected the name of a stored tensor.* got a Tensor"):
+        checkpoint.load(tmp_path / "hf", model=target, sources={"w": THEIRS["a"]})
+    with pytest.raises(ArgumentError, match=r"concatenated: expected the name .* got a int"):
+        concatenated("a", 3)
+    for joining in (concatenated, stacked):
+        with pytest.raises(ArgumentError, match=f"{joining.__name__}: expected at least one"):
+            joining()
+
+
+def test_what_is_not_used_is_unexpected(tmp_path: Path) -> None:
+    """Even if the model has that name, with values from elsewhere."""
+    write(tmp_path)
+    target = {"t": torch.zeros(7, 5)}
+    loaded = checkpoint.load(tmp_path / "hf", model=target, sources={"t": "a"}, strict=False)
+    assert "model 't'" in loaded.unexpected
+    assert "model 'a'" not in loaded.unexpected
+    swapped = {"a": torch.zeros(5, 7), "t": torch.zeros(7, 5)}
+    loaded = checkpoint.load(tmp_path / "hf", model=swapped, sources={"t": "a", "a": "t"}, strict=False)
+    assert not {"model 't'", "model 'a'"} & {*loaded.unexpected}
+    assert_bits("t", swapped["t"], THEIRS["a"])
+
+
+# --- a model of transformers ------------------------------------------------------------------------------------------
+
+
+class Gpt(nn.Module):
+    """GPT-2 with linear layers as torch has them, and queries, keys and values apart."""
+
+    def __init__(self, dim: int, heads: int, vocab: int, positions: int, layers: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(positions, dim)
+        names = {"q": dim, "k": dim, "v": dim, "proj": dim, "up": 4 * dim}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                **{name: nn.Linear(dim, out) for name, out in names.items()}, "down": nn.Linear(4 * dim, dim),
+                "ln_1": nn.LayerNorm(dim), "ln_2": nn.LayerNorm(dim),
+            })
+            for _ in range(layers)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        for layer in self.layers:
+            y = layer["ln_1"](x)
+            q, k, v = (layer[name](y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in "qkv")
+            x = x + layer["proj"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + layer["down"](F.gelu(layer["up"](layer["ln_2"](x)), approximate="tanh"))
+        return self.head(self.norm(x))
+
+
+def gpt_source(name: str) -> Any:
+    """From the names of transformers, whose Conv1D has (in, out)."""
+    plain = {"tokens.weight": "wte.weight", "head.weight": "wte.weight", "positions.weight": "wpe.weight"}
+    if not name.startswith("layers."):
+        return "transformer." + plain.get(name, name.replace("norm", "ln_f"))
+    _, number, part, kind = name.split(".")
+    theirs = {"proj": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+    theirs |= dict.fromkeys("qkv", "attn.c_attn")
+    source = stored(f"transformer.h.{number}.{theirs.get(part, part)}.{kind}")
+    if part in "qkv":
+        source = source.narrow(-1, 12 * "qkv".index(part), 12)
+    return source.T if kind == "weight" and part in theirs else source
+
+
+def load_gpt(rank: int, world_size: int, folder: str, ids: Tensor, logits: Tensor) -> None:
+    for load, path in ((checkpoint.load, folder), (checkpoint.load_from_rank, folder if rank == 0 else "/nowhere")):
+        with torch.device("meta"):
+            model = Gpt(12, 3, 17, 16, 2)
+        for layer in model.layers:
+            fully_shard([*layer.values()])
+        fully_shard(model)
+        load(path, model=model, sources=gpt_source)
+        torch.testing.assert_close(model(ids), logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
+def test_gpt2(max_shard_size: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=12, n_head=3, n_layer=2, vocab_size=17, n_positions=16)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for param in theirs.parameters():
+        nn.init.normal_(param, std=0.4)
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "5GB")
+    ids = torch.randint(17, (2, 9))
+    with torch.no_grad():
+        logits = theirs(ids).logits
+    run_on_ranks(load_gpt, 2, folder=str(tmp_path), ids=ids, logits=logits)
+
+
+# --- what is read, and how much is held -------------------------------------------------------------------------------
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    counts: list[int] = []
+    original = os.preadv
+
+    def counting(*args: Any) -> int:
+        counts.append(original(*args))
+        return counts[-1]
+
+    os.preadv = counting
+    try:
+        yield counts
+    finally:
+        os.preadv = original
+
+
+@on_ranks(2)
+def test_only_what_is_needed_is_read(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Rows of a fused tensor: the bytes of the shard, and with checksums at most a block more at each end. Of what
+    several ranks have alike, `load_from_rank` reads one copy."""
+    values = torch.arange(3 << 20, dtype=torch.float32).view(3 << 10, 1 << 10)  # 12 MiB
+    checkpoint.save(tmp_path / "native", model={"fused": values}).wait()
+    plain = tmp_path / str(rank) / "net"
+    plain.mkdir(parents=True)
+    save_file({"fused": values}, plain / "model.safetensors")
+    net = nn.Linear(1 << 10, 1000, bias=False)
+    fully_shard(net)
+    sources = {"weight": stored("fused").narrow(0, 1100, 1000)}
+    own = 500 * 4096
+    for folder, more in ((plain, 0), (tmp_path / "native", 2 * MIB)):
+        with bytes_read() as counts:
+            checkpoint.load(folder, model=net, sources=sources)
+        assert own <= sum(counts) <= own + more + 10_000
+    replicas = {"weight": torch.zeros(1000, 1 << 10)}
+    with bytes_read() as counts:
+        checkpoint.load_from_rank(plain, model=replicas, sources=sources)
+    assert sum(counts) <= (2 * own + 10_000 if rank == 0 else 0)
+    assert torch.equal(replicas["weight"], values[1100:2100])
+
+
+def load_large(rank: int, folder: str, load: Any) -> tuple[int, bool]:
+    """How much memory it took, and whether the values are right."""
+    small = {"a": torch.zeros(7, 5)}  # modules are imported, connections made
+    load(folder, model=small, sources={"a": stored("large").narrow(0, 0, 7).narrow(1, 0, 5)}, strict=False)
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(4 << 10, 6 << 10, bias=False) for _ in range(2)))
+    fully_shard(net)
+    sources = {"0.weight": stored("large"), "1.weight": stored("turned").T}
+    used = extra_memory(partial(load, folder, model=net, sources=sources))
+    return used, net[1].weight.to_local()[5, 6].item() == 6 * 100 + rank * 3072 + 5
+
+
+@reads_proc
+@pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_from_rank])
+def test_memory(load: Any, tmp_path: Path) -> None:
+    """Of a model of 192 MiB in two tensors each of two ranks holds its half, four buffers of 4 MiB, and with
+    `load_from_rank` two messages: nobody has a whole tensor (96 MiB)."""
+    turned = (100 * torch.arange(4 << 10).float()[:, None]) + torch.arange(6 << 10).float()
+    save_file({"large": torch.zeros(6 << 10, 4 << 10), "turned": turned}, tmp_path / "model.safetensors")
+    for outcome in run_cases([Case(load_large, 2, (str(tmp_path), load))])[0]:
+        assert outcome.ok, outcome
+        used, right = outcome.value
+        assert 91 < used / MIB < 96 + (24 if load is checkpoint.load else 40)
+        assert right
+
+
+# --- one rank reads: errors -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 10
+
+
+def rows() -> nn.Module:
+    net = nn.Linear(1 << 10, 1200, bias=False)  # 1.6 MiB on each of three ranks
+    fully_shard(net)
+    return net
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("reader", [0, -1])
+def test_the_reader_finds_nothing(rank: int, world_size: int, reader: int, tmp_path: Path) -> None:
+    net, reader = rows(), reader % world_size
+    message = "no checkpoint" if rank == reader else f"rank {reader}, which reads, gave up: CheckpointError: .*no check"
+    with soon(), pytest.raises(CheckpointError, match=message):
+        checkpoint.load_from_rank(tmp_path / "none", model=net, rank=reader)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("place", [0.5, -100])
+def test_damage_on_the_way(rank: int, world_size: int, place: float, tmp_path: Path) -> None:
+    """Ranks that have had their part, or wait for it, learn of the damage of another's, and can go on."""
+    net = rows()
+    path = tmp_path / "a"
+    if rank == 0:
+        checkpoint.save(path, model={"weight": torch.ones(1200, 1 << 10)}, process_group=alone()).wait()
+        file = max(path.iterdir(), key=lambda file: file.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[int(place * len(content)) if place > 0 else int(place)] ^= 1
+        file.write_bytes(content)
+    else:
+        alone()
+    kind = CorruptError if rank == 0 else CheckpointError
+    with soon(), pytest.raises(kind, match=r"'weight' is damaged: bytes"):
+        checkpoint.load_from_rank(path if rank == 0 else "/nowhere", model=net)
+    checkpoint.save(tmp_path / "b", model=net).wait()
+    spoil(net.weight)
+    checkpoint.load_from_rank(tmp_path / "b" if rank == 0 else "/nowhere", model=net)
+    assert net.weight.to_local().ne(77).all()
+
+
+def alone() -> Any:
+    """A group of each rank of its own; all call this."""
+    return dist.new_subgroups(1)[0]
+
+
+@on_ranks(2, 4)
+def test_names_are_told_to_all(rank: int, world_size: int, tmp_path: Path) -> None:
+    if rank == 1:
+        save_file({"weight": torch.ones(5, 3), "other": torch.ones(2)}, tmp_path / "model.safetensors")
+    net = nn.Linear(3, 5)
+    fully_shard(net)
+    folder = tmp_path if rank == 1 else "/nowhere"
+    with soon(), pytest.raises(MismatchError, match=r"(?s)missing .*model 'bias'.*unexpected .*model 'other'"):
+        checkpoint.load_from_rank(folder, model=net, rank=1)
+    loaded = checkpoint.load_from_rank(folder, model=net, rank=1, strict=False)
+    assert (loaded.missing, loaded.unexpected) == (["model 'bias'"], ["model 'other'"])
+    assert loaded.folder == os.path.realpath(tmp_path)
+    with pytest.raises(ArgumentError, match=f"rank={world_size}: expected a rank of the group, 0 to {world_size - 1}"):
+        checkpoint.load_from_rank(folder, model=net, rank=world_size)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_ranks_that_differ_do_not_hang(rank: int, world_size: int, odd: int, tmp_path: Path) -> None:
+    if rank == 0:
+        save_file({"a": torch.ones(5, 3), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    fewer = {"a": torch.zeros(5, 3)} if rank == odd else {"a": torch.zeros(5, 3), "b": torch.zeros(2)}
+    with soon(), pytest.raises(CheckpointError, match=r"ranks .* ask for other tensors"):
+        checkpoint.load_from_rank(tmp_path, model=fewer, strict=False)
+    wrong = {"a": torch.zeros(3, 5) if rank == odd else torch.zeros(5, 3)}
+    message = "stored with shape" if rank == odd else rf"model of ranks \[{odd}\] does not fit"
+    with soon(), pytest.raises(CheckpointError, match=message):
+        checkpoint.load_from_rank(tmp_path, model=wrong, strict=False)
+
+
+@on_ranks(4)
+def test_within_a_group(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Ranks of a group are counted there."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    stage = rank // 2
+    (tmp_path / str(rank)).mkdir()
+    save_file({"weight": torch.full((5, 3), float(rank))}, tmp_path / str(rank) / "model.safetensors")
+    net = nn.Linear(3, 5, bias=False)
+    fully_shard(net, mesh=mesh)
+    checkpoint.load_from_rank(tmp_path / str(rank), model=net, rank=1, process_group=mesh.get_group())
+    assert net.weight.to_local().eq(2 * stage + 1).all()

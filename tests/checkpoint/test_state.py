@@ -1,0 +1,350 @@
+"""What a model is to a checkpoint: names, dtypes, ties, buffers, strictness, meta models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import Shard
+
+import fsdp2.checkpoint as fc
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
+from tests.checkpoint.test_random import DTYPES
+from tests.helpers.checkpoint_cases import (
+    BF16,
+    DIM,
+    Awkward,
+    Block,
+    assert_bits,
+    assert_part,
+    column,
+    fill,
+    mesh_of,
+    put,
+    random_bits,
+    shard,
+    spoil,
+    state_of,
+    tensors_of,
+    value_of,
+    with_state,
+)
+from tests.helpers.parity_models import batch, local, shard_like
+from tests.helpers.ranks import on_ranks
+
+FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
+by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
+
+
+def filled(model: nn.Module, seed: int = 0) -> nn.Module:
+    for name, value in tensors_of(model):
+        fill(name, value, seed)
+    return model
+
+
+def check(model: nn.Module, seed: int = 0) -> None:
+    for name, value in tensors_of(model):
+        assert_part(name, value, seed)
+
+
+def files_of(folder: Path | str, section: str = "model") -> dict[str, Tensor]:
+    """Name -> tensor, of all files of the section, one after the other."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob(f"{section}*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+# --- dtypes, shapes, sizes --------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 3)
+@by_form
+def test_every_dtype_and_shape(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """Whole and cut over the ranks, along the first and the last dim; also with fewer rows than ranks, and none."""
+    shapes = [(), (0,), (1,), (7,), (2, 5), (0, 4), (4, 0), (5, 3, 2)]
+    tensors: dict[str, Tensor] = {}
+    for dtype in DTYPES:
+        for shape in shapes:
+            for dim in {-1, 0, len(shape) - 1}:
+                if dim < len(shape):
+                    name = f"{dtype} {shape} {dim}"
+                    whole = random_bits(name, shape, dtype)
+                    tensors[name] = whole if dim < 0 else put(whole, mesh_of(world_size), [Shard(dim)])
+    expected = {name: local(value).clone() for name, value in tensors.items()}
+    fc.save(tmp_path / "all", model=tensors, **options)
+    for value in tensors.values():
+        spoil(value)
+    fc.load(tmp_path / "all", model=tensors)
+    for name, value in tensors.items():
+        assert_bits(name, value, expected[name])
+    stored = files_of(tmp_path / "all")
+    assert stored.keys() == tensors.keys()
+    for name, value in stored.items():
+        if options or world_size == 1:
+            dtype, shape = tensors[name].dtype, tensors[name].shape
+            assert_bits(name, value, random_bits(name, shape, dtype))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """Embedding and head, tied or not."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, DIM)
+        self.head = nn.Linear(DIM, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+@on_ranks(2)
+@by_form
+@pytest.mark.parametrize("tied", [True, False], ids=["into_tied", "into_untied"])
+def test_tied_weights(rank: int, world_size: int, tied: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    """Stored once; found under both names."""
+    saved = filled(fully_shard(Head(tied=True)))
+    fc.save(tmp_path / "a", model=saved, **options)
+    stored = sum(name.endswith("weight") for file in tmp_path.glob("a/model*") for name in names_in(file))
+    assert stored == (1 if options else world_size)
+    model = fully_shard(Head(tied=tied))
+    spoil(model.embed.weight)
+    spoil(model.head.weight)
+    fc.load(tmp_path / "a", model=model)
+    for weight in (model.embed.weight, model.head.weight):
+        assert_bits("embed.weight", weight, shard_like(value_of("embed.weight", (7, DIM)), weight))
+    assert (model.head.weight is model.embed.weight) is tied
+
+
+def names_in(file: Path) -> list[str]:
+    return list(load_file(file)) if file.suffix == ".safetensors" else []
+
+
+@on_ranks(2)
+def test_untied_weights_do_not_load_into_one(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Two different tensors and one place for both: never one of them in silence."""
+    fc.save(tmp_path / "a", model=filled(fully_shard(Head(tied=False))))
+    with pytest.raises(MismatchError, match=r"head\.weight"):  # also where another rank was faster
+        fc.load(tmp_path / "a", model=fully_shard(Head(tied=True)))
+
+
+class WithExtraState(nn.Module):
+    """A module whose own state is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.scale: dict[str, Any] = {}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.scale
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.scale = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@on_ranks(2)
+@by_form
+def test_extra_state_of_modules(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    model = nn.Sequential(WithExtraState(), WithExtraState())
+    amax = torch.tensor([1.0, 2.0])
+    model[1].scale = {"amax": amax, "recipe": ("hybrid", 3), "nested": [{"margin": 0.5}]}
+    fully_shard(model)
+    fc.save(tmp_path / "a", model=model, **options)
+    other = fully_shard(nn.Sequential(WithExtraState(), WithExtraState()))
+    fc.load(tmp_path / "a", model=other)
+    assert other[0].scale == {}
+    assert torch.equal(other[1].scale.pop("amax"), amax)
+    assert other[1].scale == {"recipe": ("hybrid", 3), "nested": [{"margin": 0.5}]}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["checkpoint_wrapper", "compile_in_place", "compile", "compiled_root"])
+def test_names_without_wrappers(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+    """A wrapper's part of a name is not stored, so a model loads with and without it."""
+
+    def wrapped() -> Any:
+        model = nn.Sequential(Block(), Block())
+        if kind == "checkpoint_wrapper":
+            model[0] = checkpoint_wrapper(model[0])
+        elif kind == "compile_in_place":
+            model[0].compile()
+        elif kind == "compile":
+            model[0] = torch.compile(model[0])
+        fully_shard(model)
+        return torch.compile(model) if kind == "compiled_root" else model
+
+    def plain() -> nn.Module:
+        return fully_shard(nn.Sequential(Block(), Block()))
+
+    names = [name for name, _ in nn.Sequential(Block(), Block()).named_parameters()]
+    for number, (of_save, of_load) in enumerate([(wrapped, plain), (plain, wrapped)]):
+        model = of_save()
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+        for name, param in zip(names, model.parameters(), strict=True):
+            fill(name, param)
+            param.grad = param.detach().clone()
+        optimizer.step()
+        fc.save(tmp_path / str(number), model=model, optimizer=optimizer)
+        assert sorted(files_of(tmp_path / str(number))) == sorted(names)
+        other = of_load()
+        other_optimizer = torch.optim.SGD(other.parameters(), momentum=0.5)
+        fc.load(tmp_path / str(number), model=other, optimizer=other_optimizer)
+        for name, param, source in zip(names, other.parameters(), model.parameters(), strict=True):
+            assert_bits(name, param, source)
+            got = other_optimizer.state[param]["momentum_buffer"]
+            assert_bits(name, got, optimizer.state[source]["momentum_buffer"])
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(value_of(name, shape)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@on_ranks(1, 2)
+@by_form
+def test_strict_reports_everything(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    """All problems in one message, and nothing changed."""
+    fc.save(tmp_path / "a", model=fully_shard(Pair(same=(4,), longer=(4, 2), gone=(3,), also_gone=(2,))), **options)
+    model = Pair(same=(4,), longer=(5, 2), new=(3,), also_new=(2,))
+    model.register_parameter("wrong", None)
+    fully_shard(model)
+    spoil(model.same)
+    before = {name: local(value).clone() for name, value in tensors_of(model)}
+    with pytest.raises(MismatchError) as caught:
+        fc.load(tmp_path / "a", model=model)
+    for word in ["gone", "also_gone", "new", "also_new", "longer", r"4, 2", r"5, 2"]:
+        assert re.search(rf"(?<![a-z_]){word}", str(caught.value)), (word, str(caught.value))
+    assert "same" not in str(caught.value)
+    for name, value in tensors_of(model):
+        assert_bits(name, value, before[name])
+
+
+@on_ranks(1, 2)
+def test_not_strict_says_what_was_left_out(rank: int, world_size: int, tmp_path: Path) -> None:
+    fc.save(tmp_path / "a", model=fully_shard(Pair(same=(4,), gone=(3,), also_gone=(2,))))
+    model = fully_shard(Pair(same=(4,), new=(3,)))
+    spoil(model.same)
+    spoil(model.new)
+    loaded = fc.load(tmp_path / "a", model=model, strict=False)
+    assert_part("same", model.same)
+    assert (local(model.new) == 77).all()
+    assert [name.split()[-1].strip("'\"") for name in loaded.missing] == ["new"], loaded
+    assert sorted(name.split()[-1].strip("'\"") for name in loaded.unexpected) == ["also_gone", "gone"], loaded
+
+
+@on_ranks(1, 2)
+def test_other_shapes_are_never_loaded(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Also with ``strict=False``: that is about names."""
+    fc.save(tmp_path / "a", model=fully_shard(Pair(weight=(4, 2))))
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=r"(?s)weight.*(4, 2.*2, 4|2, 4.*4, 2)"):
+            fc.load(tmp_path / "a", model=fully_shard(Pair(weight=(2, 4))), strict=strict)
+
+
+@on_ranks(1, 2)
+@by_form
+def test_dtypes_are_cast_when_asked(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    fc.save(tmp_path / "a", model=fully_shard(Pair(weight=(7, 3), bias=(2,))), **options)
+    model = fully_shard(Pair(weight=(7, 3), bias=(2,)).to(BF16))
+    with pytest.raises(MismatchError, match=r"(?s)weight.*(F32|float32).*(BF16|bfloat16)|weight.*(BF16|bfloat16)"):
+        fc.load(tmp_path / "a", model=model)
+    fc.load(tmp_path / "a", model=model, cast=True)
+    for name, param in model.named_parameters():
+        assert_bits(name, param, shard_like(value_of(name, param.shape).to(BF16), param))
+
+
+@on_ranks(1, 2)
+def test_no_checkpoint_there(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = fully_shard(Pair(weight=(4,)))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        fc.load(tmp_path / "nowhere", model=model)
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError, match="empty"):
+        fc.load(tmp_path / "empty", model=model)
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(CheckpointError, match="file"):
+        fc.load(tmp_path / "file", model=model)
+    fc.save(tmp_path / "run", model=model, step=3)
+    with pytest.raises(CheckpointError, match="run"):  # of the run, not of a checkpoint
+        fc.load(tmp_path / "run", model=model)
+
+
+@on_ranks(2)
+def test_what_cannot_be_saved_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"layers\.odd"):
+        fc.save(tmp_path / "a", model={"layers.odd": object()})
+    with pytest.raises(ArgumentError, match=r"sparse"):
+        fc.save(tmp_path / "a", model={"sparse": torch.eye(3).to_sparse()})
+    with pytest.raises(ArgumentError, match=r"weight"):
+        fc.save(tmp_path / "a", model=nn.Linear(2, 2, device="meta"))
+    with pytest.raises((ArgumentError, TypeError)):
+        fc.save(tmp_path / "a", model=3)
+    with pytest.raises((ArgumentError, TypeError)):
+        fc.save(tmp_path / "a", model={"a": torch.ones(2)}, no_such_option=1)
+    assert not (tmp_path / "a").exists()
+
+
+# --- meta models ------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Tensor:
+    losses = []
+    for step in range(2):
+        loss = model(batch(step, rank, DIM)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", ["plain", "fsdp", "dim1", "bf16"])
+def test_meta_model_is_allocated_by_load(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
+    """Made on the meta device, sharded, loaded: never initialised, and trains like the one that was saved."""
+    build = {
+        "plain": lambda model: model,
+        "fsdp": shard,
+        "dim1": lambda model: shard(model, shard_placement_fn=column),
+        "bf16": lambda model: shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16)),
+    }[name]
+    model = build(Awkward())
+    optimizer = with_state(model, lr=0.01)
+    filled(model)
+    fc.save(tmp_path / "a", model=model, optimizer=optimizer, consolidated=name == "dim1")
+    with torch.device("meta"):
+        other = build(Awkward())
+    other.scratch = torch.zeros(4)  # not saved, so nothing to load
+    other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.5)
+    fc.load(tmp_path / "a", model=other, optimizer=other_optimizer)
+    assert other.head.weight is other.embed.weight
+    assert all(param.device.type == "cpu" for param in other.parameters())
+    check(other)
+    assert other_optimizer.state.keys() == {p for p in other.parameters() if p.requires_grad}
+    for key, value in state_of(other, other_optimizer):
+        assert_part(key, value)
+    assert torch.equal(train(other, other_optimizer, rank), train(model, optimizer, rank))

@@ -1,0 +1,324 @@
+"""Where checkpoints live: one contract for all storages.
+
+They are a local file system, fsspec's local and memory file systems, and an object store
+(`tests/helpers/object_store.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.remote import RemoteStorage
+from fsdp2.checkpoint.storage import Storage
+from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
+
+pytest.importorskip("fsspec")
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.helpers.object_store import bucket
+
+Place = tuple[Storage, str]
+
+
+@pytest.fixture(params=["local", "file", "memory", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A storage, and a folder in it that is not there yet."""
+    url = {"file": f"file://{tmp_path}/runs", "memory": "memory://runs", "bucket": f"{bucket(tmp_path)}/runs"}
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    if request.param == "local":
+        return LocalStorage(), f"{tmp_path}/runs"
+    storage = RemoteStorage(url[request.param])
+    return storage, storage.root
+
+
+def put(storage: Storage, path: str, content: bytes) -> None:
+    writer = storage.write_file(path, len(content))
+    writer.write(0, [memoryview(content)])
+    writer.finish()
+
+
+def get(storage: Storage, path: str) -> bytes:
+    reader = storage.open_file(path)
+    content = bytearray(reader.size)
+    reader.read_into(0, memoryview(content))
+    reader.close()
+    return bytes(content)
+
+
+def test_every_storage_is_one(place: Place) -> None:
+    assert isinstance(place[0], Storage)
+
+
+def test_paths(place: Place) -> None:
+    storage, root = place
+    path = storage.join(storage.join(root, "a"), "b")
+    assert storage.split(path) == (storage.join(root, "a"), "b")
+    assert storage.split(storage.join(root, "a")) == (root, "a")
+    assert path == f"{root}/a/b"
+
+
+@pytest.mark.parametrize(
+    ("url", "split", "joined"),
+    [
+        ("s3://bucket/run/", ("s3://bucket", "run"), "s3://bucket/run/x"),
+        ("s3://bucket", ("s3://", "bucket"), "s3://bucket/x"),
+        ("memory://", ("memory://", ""), "memory://x"),
+        ("file:///runs//", ("file:///", "runs"), "file:///runs/x"),
+        ("file:///", ("file:///", ""), "file:///x"),
+    ],
+)
+def test_paths_of_urls(url: str, split: tuple[str, str], joined: str) -> None:
+    storage = RemoteStorage(url)
+    assert storage.split(url) == storage.split(storage.root) == split
+    assert storage.join(url, "x") == storage.join(storage.root, "x") == joined
+
+
+def test_folders(place: Place) -> None:
+    storage, root = place
+    folder = storage.join(root, "a")
+    assert storage.names(folder) == []
+    storage.make_folder(folder)
+    storage.make_folder(folder)
+    assert storage.names(folder) == []
+    put(storage, storage.join(folder, "y"), b"1")
+    put(storage, storage.join(folder, "x"), b"22")
+    assert storage.names(folder) == ["x", "y"]
+    assert storage.names(root) == ["a"]
+    assert (storage.sizes(folder), storage.sizes(root)) == ({"x": 2, "y": 1}, {})
+    assert storage.names(storage.join(folder, "x")) == [], "a file is no folder"
+    assert storage.sizes(storage.join(folder, "x")) == storage.sizes(storage.join(folder, "z")) == {}
+    kinds = [storage.kind(storage.join(folder, name)) for name in ("x", "z")]
+    assert [storage.kind(folder), *kinds] == ["folder", "file", None]
+    assert storage.size(storage.join(folder, "x")) == 2
+    assert storage.size(folder) is None, "a folder is no file"
+    assert storage.size(storage.join(folder, "z")) is None
+    assert storage.size(storage.join(storage.join(folder, "x"), "z")) is None, "a file has nothing in it"
+
+
+@pytest.mark.parametrize("look", ["names", "size", "sizes", "kind"])
+def test_what_others_write_is_seen_at_once(place: Place, look: str) -> None:
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    put(storage, storage.join(root, "w"), b"1")
+
+    def seen() -> object:
+        return getattr(storage, look)(path if look in ("size", "kind") else root)
+
+    # Another process, which shares nothing with this one but the files.
+    other = threading.Thread(target=lambda: put(LocalStorage() if storage.renames else RemoteStorage(root), path, b"1"))
+    storage.names(root)
+    before = seen()
+    other.start()
+    other.join()
+    after = {"names": ["w", "x"], "size": 1, "sizes": {"w": 1, "x": 1}, "kind": "file"}
+    assert before != seen() == after[look]
+
+
+def test_a_file_of_many_parts(place: Place) -> None:
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    content = os.urandom(300_000)
+    writer = storage.write_file(path, len(content))
+    writer.write(0, [memoryview(content)[:100_000], memoryview(b""), memoryview(content)[100_000:100_001]])
+    writer.write(100_001, [])
+    writer.write(100_001, [memoryview(content)[100_001:]])
+    writer.finish()
+    assert get(storage, path) == content
+    put(storage, path, b"shorter")
+    assert get(storage, path) == b"shorter"
+    put(storage, path, b"")
+    assert (storage.size(path), get(storage, path)) == (0, b"")
+
+
+def test_small_files_are_replaced(place: Place) -> None:
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    storage.write_all(path, b"first, and long")
+    storage.write_all(path, b"second")
+    with pytest.raises(FileExistsError):
+        storage.write_all(path, b"third", new=True)
+    assert (get(storage, path), storage.names(root)) == (b"second", ["x"])
+
+
+def test_small_files_are_whole_at_any_time(place: Place) -> None:
+    """Somebody looks while a manifest is written, or the process dies there."""
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    contents = [bytes([letter]) * 100_000 for letter in b"ab"]
+    storage.write_all(path, contents[0])
+    seen: list[bytes | Exception] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while len(seen) < 2 or not stop.is_set():
+            try:
+                seen.append(get(storage, path))
+            except Exception as error:
+                seen.append(error)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    for turn in range(100):
+        storage.write_all(path, contents[turn % 2])
+    stop.set()
+    looker.join()
+    wrong = [len(content) if isinstance(content, bytes) else content for content in seen if content not in contents]
+    assert wrong == []
+
+
+def test_an_abandoned_file(place: Place, tmp_path: Path) -> None:
+    """Closing it must not make an object of what was written by then."""
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    put(storage, path, b"before")
+    for written in (10, 200_000):
+        writer = storage.write_file(path, 1_000_000)
+        writer.write(0, [memoryview(bytes(written))])
+        writer.abandon()
+        writer.abandon()
+        del writer
+    if root.startswith("s3"):
+        assert get(storage, path) == b"before"
+        assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".upload")] == []
+    put(storage, path, b"after")
+    assert get(storage, path) == b"after"
+
+
+def test_threads_read_one_file(place: Place) -> None:
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    content = os.urandom(1 << 20)
+    put(storage, path, content)
+    reader = storage.open_file(path)
+    wrong = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            start, end = sorted(torch.randint(len(content), (2,), generator=generator).tolist())
+            part = bytearray(end - start)
+            reader.read_into(start, memoryview(part))
+            if part != content[start:end]:
+                wrong.append((start, end))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader.close()
+    assert wrong == []
+
+
+def test_reads_larger_than_a_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp2.checkpoint.remote.REQUEST_BYTES", 1000)
+    storage, root = place
+    storage.make_folder(root)
+    content = os.urandom(2500)
+    put(storage, storage.join(root, "x"), content)
+    assert get(storage, storage.join(root, "x")) == content
+
+
+def test_files_that_end_too_early(place: Place) -> None:
+    storage, root = place
+    storage.make_folder(root)
+    path = storage.join(root, "x")
+    put(storage, path, bytes(100))
+    reader = storage.open_file(path)
+    with pytest.raises(CorruptError, match="x: ends at byte 100, 5 bytes too early"):
+        reader.read_into(95, memoryview(bytearray(10)))
+    with pytest.raises(CorruptError, match=r"x: ends at byte \d+, \d+ bytes too early"):
+        reader.read_into(200, memoryview(bytearray(10)))
+    put(storage, path, bytes(50))  # under the reader's eyes
+    with pytest.raises(CorruptError, match="x: ends at byte 50, 40 bytes too early"):
+        reader.read_into(40, memoryview(bytearray(50)))
+    reader.close()
+
+
+def test_what_cannot_be_opened(place: Place) -> None:
+    storage, root = place
+    storage.make_folder(storage.join(root, "folder"))
+    put(storage, storage.join(root, "folder/x"), b"1")
+    with pytest.raises(CheckpointError, match="missing: cannot be opened"):
+        storage.open_file(storage.join(root, "missing"))
+    with pytest.raises(CheckpointError, match="folder: is not a regular file"):
+        storage.open_file(storage.join(root, "folder"))
+
+
+@pytest.mark.parametrize("kind", ["local", "file"])
+def test_links_are_no_files(kind: str, tmp_path: Path) -> None:
+    storage = LocalStorage() if kind == "local" else RemoteStorage(f"file://{tmp_path}")
+    root = str(tmp_path) if kind == "local" else f"file://{tmp_path}"
+    (tmp_path / "real").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("real")
+    assert storage.size(storage.join(root, "link")) is None
+    assert (storage.sizes(root), storage.kind(storage.join(root, "link"))) == ({"real": 1}, "symbolic link")
+    with pytest.raises(CheckpointError, match="link: "):
+        storage.open_file(storage.join(root, "link"))
+
+
+def test_removal(place: Place) -> None:
+    storage, root = place
+    for name in ("step-1", "step-1/deeper", "step-10"):
+        storage.make_folder(storage.join(root, name))
+        put(storage, storage.join(root, f"{name}/x"), b"1")
+    storage.remove(storage.join(root, "step-1/x"))
+    assert storage.names(storage.join(root, "step-1")) == ["deeper"]
+    storage.remove(storage.join(root, "step-1"))
+    assert storage.names(root) == ["step-10"], "what only begins with the same letters stays"
+    storage.remove(storage.join(root, "step-1"))
+    storage.remove(storage.join(root, "missing/x"))
+    storage.remove(storage.join(root, "step-10/x/nothing is in a file"))
+    assert get(storage, storage.join(root, "step-10/x")) == b"1"
+
+
+def test_age(place: Place, tmp_path: Path) -> None:
+    storage, root = place
+    storage.make_folder(storage.join(root, "a"))
+    put(storage, storage.join(root, "a/x"), b"1")
+    assert -5 < storage.age(storage.join(root, "a")) < 60
+    with pytest.raises(FileNotFoundError):
+        storage.age(storage.join(root, "missing"))
+    if not root.startswith("memory"):
+        for path in (*tmp_path.rglob("*"), tmp_path):
+            os.utime(path, (0, time.time() - 7200))
+        assert 7100 < storage.age(storage.join(root, "a")) < 7300
+
+
+def test_what_only_a_local_file_system_can_do(place: Place) -> None:
+    storage, root = place
+    old, new = storage.join(root, "old"), storage.join(root, "new")
+    storage.make_folder(old)
+    put(storage, storage.join(old, "x"), b"1")
+    if storage.renames:
+        storage.rename_folder(old, new)
+        assert storage.names(root) == ["new"]
+        storage.make_folder(old)
+        with pytest.raises(OSError, match="not empty"):
+            storage.rename_folder(old, new)
+        first, second = (storage.join_file(storage.join(old, "y"), 4) for _ in range(2))
+        second.write(2, [memoryview(b"cd")])
+        second.finish()
+        first.write(0, [memoryview(b"ab")])
+        first.finish()
+        assert get(storage, storage.join(old, "y")) == b"abcd"
+    else:
+        with pytest.raises(UnsupportedError, match="old: folders cannot be renamed"):
+            storage.rename_folder(old, new)
+        with pytest.raises(UnsupportedError, match="y: several ranks cannot write to one file"):
+            storage.join_file(storage.join(old, "y"), 4)

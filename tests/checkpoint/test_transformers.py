@@ -1,0 +1,260 @@
+"""Folders that transformers wrote with `save_pretrained`, whose names and layouts are not those of the model's class:
+`load` follows the mapping that transformers publishes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import checkpoint, fully_shard
+from fsdp2.checkpoint import stacked
+from fsdp2.errors import MismatchError, UnsupportedError
+from tests.helpers.checkpoint_cases import assert_bits, spoil
+from tests.helpers.parity_models import shard_like
+from tests.helpers.ranks import on_ranks
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+COMMON: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 12}
+
+
+def mixtral() -> nn.Module:
+    sizes = {"vocab_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, "num_local_experts": 11}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**COMMON, **sizes))
+
+
+def deepseek() -> nn.Module:
+    sizes = {
+        "vocab_size": 32, "moe_intermediate_size": 6, "num_hidden_layers": 2, "num_key_value_heads": 2,
+        "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 2, "qk_nope_head_dim": 2, "v_head_dim": 4,
+    }  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**COMMON, **sizes))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(**COMMON, num_hidden_layers=2, image_size=8, patch_size=4, num_labels=3)
+    return transformers.ViTForImageClassification(config)
+
+
+def dinov2() -> nn.Module:
+    """One stored tensor is cut for two of the model."""
+    sizes = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4, "use_swiglu_ffn": True}
+    return transformers.Dinov2Model(transformers.Dinov2Config(**COMMON, **sizes))
+
+
+BUILDERS = {"mixtral": mixtral, "deepseek": deepseek, "vit": vit, "dinov2": dinov2}
+
+
+def written(rank: int, folder: Path, build: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    """A folder of transformers' own, and what its `from_pretrained` makes of it."""
+    if rank == 0:
+        torch.manual_seed(0)
+        model = build()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                nn.init.normal_(tensor)
+        model.save_pretrained(folder, max_shard_size="20KB")
+    if dist.is_initialized():
+        dist.barrier()
+    with torch.device("meta"):
+        kind = type(build())
+    return dict(kind.from_pretrained(folder).state_dict())
+
+
+def sharded(build: Callable[[], nn.Module], device: str, blocks: bool = True) -> nn.Module:
+    with torch.device(device):
+        model = build()
+    for module in [*model.modules()] if blocks else ():
+        if isinstance(module, nn.ModuleList) and len(module) == 2:
+            for block in module:
+                fully_shard(block)
+    # The classes of transformers within the outermost one are looked up by their names too.
+    if model.base_model is not model:
+        fully_shard(model.base_model)
+    return fully_shard(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_folder_of_its_own_class(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+    """Mixtral's experts are 3 files' tensors each and one parameter here; ViT's layers are called otherwise. All of it
+    was "missing in the checkpoint"."""
+    expected = written(rank, tmp_path, BUILDERS[kind])
+    for load, device in ((checkpoint.load, "cpu"), (checkpoint.load, "meta"), (checkpoint.load_from_rank, "cpu")):
+        model = sharded(BUILDERS[kind], device)
+        for param in model.parameters():
+            spoil(param) if device == "cpu" else None
+        with warnings.catch_warnings():  # the frequencies of rotary embeddings are in no file
+            warnings.filterwarnings("ignore", message="still on the meta device", category=UserWarning)
+            loaded = load(tmp_path, model=model)
+        assert loaded.missing == loaded.unexpected == []
+        state = model.state_dict()
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            assert_bits(name, tensor, shard_like(expected[name], tensor))
+
+
+@on_ranks(2)
+def test_each_operation(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Those that none of these classes needs, with a mapping of our own, which transformers follows too."""
+    from transformers import conversion_mapping as published
+    from transformers.core_model_loading import Chunk, Interleave, Split, Transpose, WeightConverter
+
+    heads = ["q_proj", "k_proj", "v_proj"]
+    mapping = [
+        WeightConverter("up.weight", "mlp.fc1.weight", [Transpose(0, 1)]),
+        WeightConverter("mlp.fc2.weight", "mlp.fc2.weight", [Transpose(-1, -2, check_dims=True)]),
+        WeightConverter("layernorm_after.turned", "layernorm_after.weight", [Interleave(0)]),
+        WeightConverter("qkv.weight", [f"{head}.weight" for head in heads], [Interleave(0), Split(0)]),
+        WeightConverter("qkv.bias", [f"{head}.bias" for head in heads], [Chunk(0)]),
+    ]
+    with patch.object(published, "_checkpoint_conversion_mapping_cache", {"ViTModel": mapping, "legacy": []}):
+        expected = written(rank, tmp_path, vit)
+        model = sharded(vit, "cpu")
+        for param in model.parameters():
+            spoil(param)
+        checkpoint.load(tmp_path, model=model)
+    for name, tensor in model.state_dict().items():
+        assert_bits(name, tensor, shard_like(expected[name], tensor))
+
+
+def test_of_one_process(tmp_path: Path) -> None:
+    """Not sharded, and the base model alone of a folder of the whole one, as `from_pretrained` has it."""
+    expected = written(0, tmp_path, vit)
+    model = vit().vit
+    loaded = checkpoint.load(tmp_path, model=model, strict=False)
+    assert loaded.missing == [] and loaded.unexpected == ["model 'classifier.bias'", "model 'classifier.weight'"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[f"vit.{name}"])
+
+
+class Holder(nn.Module):
+    """A user's own module around a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.lm = model
+        self.head = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("kind", ["vit", "mixtral"])
+def test_a_module_that_holds_the_model(kind: str, tmp_path: Path) -> None:
+    """Each tensor was "missing in the checkpoint" and each stored one "unexpected", and it advised strict=False, which
+    loads nothing. The folder of the holder itself, and what the user says with sources, are read as before."""
+    expected = written(0, tmp_path, BUILDERS[kind])
+    model = Holder(BUILDERS[kind]())
+    advice = f"The folder is of the {type(model.lm).__name__} that it holds as 'lm': .* model=model.lm"
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=advice):
+            checkpoint.load(tmp_path, model=model, strict=strict)
+    checkpoint.load(tmp_path, model=model.lm)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.lm.state_dict().items())
+    if kind == "mixtral":
+        loaded = checkpoint.load(tmp_path, model=model, sources={"lm.lm_head.weight": "lm_head.weight"}, strict=False)
+        assert "model 'lm.lm_head.weight'" not in loaded.missing
+    with pytest.raises(MismatchError, match="missing in the checkpoint: model 'weight'"):  # another model altogether
+        checkpoint.load(tmp_path, model=nn.Linear(2, 2))
+    checkpoint.save(tmp_path / "own", model=model, consolidated=True).wait()
+    (tmp_path / "own" / "checkpoint.json").unlink()
+    checkpoint.load(tmp_path / "own", model=model)
+
+
+def test_names_of_the_model_itself(tmp_path: Path) -> None:
+    """`save(consolidated=True)` writes the model's own names, and they are taken as they are; with the manifest and
+    without."""
+    model = mixtral()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpoint.save(tmp_path / "own", model=model, consolidated=True).wait()
+    for _ in range(2):
+        for param in model.parameters():
+            spoil(param)
+        checkpoint.load(tmp_path / "own", model=model)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        (tmp_path / "own" / "checkpoint.json").unlink(missing_ok=True)
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    counts: list[int] = []
+    original = os.preadv
+
+    def counting(*args: Any) -> int:
+        counts.append(original(*args))
+        return counts[-1]
+
+    os.preadv = counting
+    try:
+        yield counts
+    finally:
+        os.preadv = original
+
+
+def large() -> nn.Module:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256, "num_local_experts": 8}
+    config = transformers.MixtralConfig(vocab_size=8, num_hidden_layers=1, num_key_value_heads=1, **sizes)
+    return transformers.MixtralForCausalLM(config)
+
+
+@on_ranks(2)
+def test_a_rank_reads_its_experts_alone(rank: int, world_size: int, tmp_path: Path) -> None:
+    written(rank, tmp_path, large)
+    model = sharded(large, "cpu")
+    own = sum(param.to_local().numel() * 4 for param in model.parameters())
+    whole = sum(param.numel() * 4 for param in model.parameters())
+    with bytes_read() as counts:
+        checkpoint.load(tmp_path, model=model)
+    assert own <= sum(counts) <= own + 0.1 * whole
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def without(folder: Path, *names: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: value for name, value in load_file(file).items() if name not in names}, file)
+
+
+def test_an_expert_is_missing(tmp_path: Path) -> None:
+    expected = written(0, tmp_path / "a", large)
+    model = large()
+    model.save_pretrained(tmp_path / "b")
+    part = "model.layers.0.block_sparse_moe.experts"
+    without(tmp_path / "b", f"{part}.3.w2.weight", *(f"{part}.{number}.w3.weight" for number in range(8)))
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "b", model=model)
+    message = str(caught.value)
+    assert "model.layers.0.mlp.experts.down_proj': stored with shape [7, 64, 256], here [8, 64, 256]" in message
+    assert "missing in the checkpoint: model 'model.layers.0.mlp.experts.gate_up_proj'" in message
+    assert f"unexpected in the checkpoint: model '{part}.0.w1.weight'" in message
+    assert expected
+
+
+def test_an_operation_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named, with what to do about it; and what the user says of that name comes first."""
+    from fsdp2.checkpoint.formats import transformers_weights
+
+    expected = written(0, tmp_path, large)
+    model = large()
+    monkeypatch.delitem(transformers_weights.KNOWN, "MergeModulelist")
+    with pytest.raises(UnsupportedError, match=r"'model.layers.0.mlp.experts.\w+' of .* by MergeModulelist.*sources="):
+        checkpoint.load(tmp_path, model=model)
+    part = "model.layers.0.block_sparse_moe.experts"
+    down = stacked(*(f"{part}.{number}.w2.weight" for number in range(8)))
+    names = (f"{part}.{number}" for number in range(8))
+    up = stacked(*(checkpoint.concatenated(f"{name}.w1.weight", f"{name}.w3.weight") for name in names))
+    own = {"model.layers.0.mlp.experts.down_proj": down, "model.layers.0.mlp.experts.gate_up_proj": up}
+    checkpoint.load(tmp_path, model=model, sources=own)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,393 @@
+"""Code of torch that takes a sharded model for any module with DTensor parameters: checkpoint helpers, averaging,
+norms, counters, parametrizations (Behaviour 4, 167-171)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+import fsdp2
+from fsdp2 import fully_shard
+from tests.helpers.parity_models import (
+    Stack,
+    TiedLm,
+    assert_gradients,
+    batch,
+    full,
+    local,
+    mean_gradients,
+    mesh_2d,
+    one_batch,
+    shard_blocks,
+)
+from tests.helpers.ranks import on_ranks
+
+FULL = StateDictOptions(full_state_dict=True)
+FULL_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SMALL = partial(Stack, depth=1)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def trained(rank: int, api: Any = fsdp2, build: Callable[[], nn.Module] = SMALL, **options: Any) -> tuple[Any, Any]:
+    """A sharded model and its optimizer after a step."""
+    model = shard_blocks(api, build(), **options)
+    optim = adam(model)
+    one_batch(model, 0, rank)
+    optim.step()
+    optim.zero_grad()
+    return model, optim
+
+
+def fresh(api: Any = fsdp2, build: Callable[[], nn.Module] = SMALL, **options: Any) -> tuple[Any, Any]:
+    """Another model with other values, and its optimizer without state."""
+    torch.manual_seed(99)
+    model = shard_blocks(api, build(), **options)
+    return model, adam(model)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, DTensors made whole."""
+    if not isinstance(value, dict):
+        return {prefix: full(value)}
+    return {name: leaf for key, item in value.items() for name, leaf in flat(item, f"{prefix}/{key}").items()}
+
+
+def assert_equal_states(actual: Any, expected: Any) -> None:
+    """The same whole values under the same names."""
+    left, right = flat(actual), flat(expected)
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        same = torch.equal(value, right[name]) if isinstance(value, Tensor) else value == right[name]
+        assert same, name
+
+
+def assert_trains_alike(rank: int, *pairs: tuple[Any, Any]) -> None:
+    """The next step changes all models in the same way."""
+    for model, optim in pairs:
+        one_batch(model, 7, rank)
+        optim.step()
+        optim.zero_grad()
+    for model, _ in pairs[1:]:
+        for (name, param), other in zip(model.named_parameters(), pairs[0][0].parameters(), strict=True):
+            assert_close(full(param), full(other), rtol=1e-5, atol=1e-7, msg=name)
+
+
+LAYOUTS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "fsdp": lambda _size: {},
+    "kept": lambda _size: {"reshard_after_forward": False},
+    "hsdp": lambda size: {"mesh": mesh_2d(2, size // 2)},
+}
+
+# --- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sharded_state_dicts(rank: int, world_size: int, layout: str) -> None:
+    """Behaviour 167: sharded model and optimizer states, by the helpers, into a model that has neither."""
+    options = LAYOUTS[layout](world_size)
+    model, optim = trained(rank, **options)
+    states = copy.deepcopy(get_state_dict(model, optim))  # optimizers keep the tensors they load
+    assert list(states[0]) == [name for name, _ in model.named_parameters()]
+    assert all(isinstance(value, DTensor) for value in states[0].values())
+    assert isinstance(states[1]["state"]["inp.weight"]["exp_avg"], DTensor)
+    other, other_optim = fresh(**options)
+    set_state_dict(other, other_optim, model_state_dict=states[0], optim_state_dict=states[1])
+    assert_equal_states(get_optimizer_state_dict(other, other_optim), states[1])
+    assert_trains_alike(rank, (model, optim), (other, other_optim))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("how", ["full", "full_cpu", "broadcast"])
+def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> None:
+    """Behaviour 170: whole states, on every rank or on rank 0 alone, into another model."""
+    options = LAYOUTS[layout](world_size)
+    model, optim = trained(rank, **options)
+    wanted = {"full": FULL, "full_cpu": FULL_CPU, "broadcast": FULL_CPU}[how]
+    state = copy.deepcopy(get_model_state_dict(model, options=wanted))
+    optim_state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=wanted))
+    if how == "full" or rank == 0:
+        assert not any(isinstance(value, DTensor) for value in flat(state).values())
+        assert state["inp.weight"].shape == (8, 8)
+    else:
+        assert not state  # with cpu_offload rank 0 alone has them
+    other, other_optim = fresh(**options)
+    if how == "full_cpu":
+        lists = [state, optim_state]
+        dist.broadcast_object_list(lists)
+        state, optim_state = lists
+    wanted = BROADCAST if how == "broadcast" else FULL
+    set_model_state_dict(other, state, options=wanted)
+    set_optimizer_state_dict(other, other_optim, optim_state, options=wanted)
+    assert_trains_alike(rank, (model, optim), (other, other_optim))
+
+
+@on_ranks(2)
+def test_full_state_dict_of_one_process(rank: int, world_size: int) -> None:
+    """Behaviour 170: whole states are those of an unsharded model, both ways."""
+    plain = SMALL()
+    plain_optim = adam(plain)
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    optim = adam(model)
+    assert_equal_states(get_model_state_dict(model, options=FULL), plain.state_dict())
+    for step in range(2):  # the same data on all ranks: both see the same mean
+        for each, each_optim in ((plain, plain_optim), (model, optim)):
+            one_batch(each, step, 0)
+            each_optim.step()
+            each_optim.zero_grad()
+    states = [get_optimizer_state_dict(*pair, options=FULL) for pair in ((model, optim), (plain, plain_optim))]
+    ours, theirs = flat(states[0]), flat(states[1])
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if isinstance(value, Tensor):
+            assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+        else:
+            assert value == theirs[name], name
+    other, other_optim = fresh()
+    set_model_state_dict(other, plain.state_dict(), options=FULL)
+    set_optimizer_state_dict(other, other_optim, copy.deepcopy(states[1]), options=FULL)
+    assert_trains_alike(0, (plain, plain_optim), (other, other_optim))
+
+
+@on_ranks(2)
+def test_state_dict_options(rank: int, world_size: int) -> None:
+    """Behaviour 167: frozen parameters left out, and a part of a model loaded with `strict=False`."""
+    model: Any = shard_blocks(fsdp2, Stack())
+    model.inp.weight.requires_grad_(False)
+    state = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert set(dict(model.named_parameters())) - set(state) == {"inp.weight"}
+    other, _ = fresh()
+    before = full(other.inp.weight).clone()
+    result = set_model_state_dict(other, state, options=StateDictOptions(strict=False))
+    assert result.missing_keys == ["inp.weight"]
+    assert torch.equal(full(other.inp.weight), before)
+    assert torch.equal(full(other.out.weight), full(model.out.weight))
+
+
+@on_ranks(2)
+def test_tied_weights_in_full_state_dicts(rank: int, world_size: int) -> None:
+    """Behaviour 170: a tied weight stands under both names, and stays tied."""
+    model, optim = trained(rank, build=TiedLm)
+    state = get_model_state_dict(model, options=FULL)
+    assert torch.equal(state["embed.weight"], state["head.weight"])
+    other, other_optim = fresh(build=TiedLm)
+    set_model_state_dict(other, state, options=FULL)
+    optim_state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=FULL))
+    set_optimizer_state_dict(other, other_optim, optim_state, options=FULL)
+    assert other.embed.weight is other.head.weight
+    assert_trains_alike(rank, (model, optim), (other, other_optim))
+
+
+# --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def save(path: Path, model: Any, optim: Any) -> None:
+    state, optim_state = get_state_dict(model, optim)
+    dcp.save({"model": state, "optim": optim_state}, checkpoint_id=path)
+
+
+def load(path: Path, model: Any, optim: Any) -> None:
+    state, optim_state = get_state_dict(model, optim)
+    states = {"model": state, "optim": optim_state}
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optim, model_state_dict=states["model"], optim_state_dict=states["optim"])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "hsdp"), ("hsdp", "kept"), ("kept", "fsdp")])
+def test_checkpoint_into_another_layout(rank: int, world_size: int, tmp_path: Path, first: str, second: str) -> None:
+    """Behaviour 167: `dcp.save` of one layout and `dcp.load` into another: training goes on."""
+    model, optim = trained(rank, **LAYOUTS[first](world_size))
+    save(tmp_path / "checkpoint", model, optim)
+    other, other_optim = fresh(**LAYOUTS[second](world_size))
+    load(tmp_path / "checkpoint", other, other_optim)
+    assert_equal_states(get_optimizer_state_dict(other, other_optim), get_optimizer_state_dict(model, optim))
+    assert_trains_alike(rank, (model, optim), (other, other_optim))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
+def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, direction: str) -> None:
+    """Migration: checkpoints of torch's FSDP2 are ours, and the reverse, optimizer states included."""
+    apis = (torch_fsdp, fsdp2) if direction == "from_torch" else (fsdp2, torch_fsdp)
+    model, optim = trained(rank, api=apis[0])
+    save(tmp_path / "checkpoint", model, optim)
+    other, other_optim = fresh(api=apis[1])
+    load(tmp_path / "checkpoint", other, other_optim)
+    assert_trains_alike(rank, (model, optim), (other, other_optim))
+
+
+# --- norms and counters -----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_total_norm_and_clip(rank: int, world_size: int, hsdp: bool) -> None:
+    """Behaviour 171: `get_total_norm` of the gradients, then `clip_grads_with_norm_`: the two halves of clipping."""
+    plain = Stack()
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, world_size // 2) if hsdp else None)
+    one_batch(model, 0, rank)
+    for name, grad in mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)).items():
+        plain.get_parameter(name).grad = grad
+    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters()])
+    assert isinstance(norm, DTensor)
+    assert_close(full(norm), expected, rtol=1e-5, atol=1e-7)
+    nn.utils.clip_grads_with_norm_(plain.parameters(), 0.1 * expected.item(), expected)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1 * expected.item(), full(norm))
+    assert_gradients(model, {name: param.grad for name, param in plain.named_parameters()})
+
+
+@on_ranks(2)
+def test_comm_debug_mode(rank: int, world_size: int) -> None:
+    """Behaviour 171: training and clipping run under `CommDebugMode`; the norm takes one all-reduce a mesh axis."""
+    plain = Stack()
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    with warnings.catch_warnings(), CommDebugMode():
+        warnings.simplefilter("ignore")  # its module hooks tell that the inputs need no gradient
+        one_batch(model, 0, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)))
+    with CommDebugMode() as comms:
+        full(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert comms.get_total_counts() == 1
+
+
+@on_ranks(2)
+def test_flop_counter(rank: int, world_size: int) -> None:
+    """A dispatch mode around training sees the module's own computation: as many operations as without sharding."""
+    plain = Stack()
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    flops = []
+    for each in (plain, model):
+        with FlopCounterMode(display=False) as counter:
+            one_batch(each, 0, rank)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+
+
+@on_ranks(2)
+def test_anomaly_mode(rank: int, world_size: int) -> None:
+    """`detect_anomaly` finds nothing to complain about, and the gradients are the same."""
+    plain = Stack()
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        one_batch(model, 0, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)))
+
+
+# --- averaging and parametrizations -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["swa", "ema"])
+def test_averaged_model(rank: int, world_size: int, kind: str, when: str) -> None:
+    """Behaviour 7: an `AveragedModel` made before its model is sharded (and then sharded too) or after averages
+    shards."""
+    multi = get_ema_multi_avg_fn(0.5) if kind == "ema" else None
+    plain = Stack()
+    model: Any = copy.deepcopy(plain)
+    if when == "before":
+        average = AveragedModel(model, multi_avg_fn=multi)
+        shard_blocks(fsdp2, average.module)
+    shard_blocks(fsdp2, model)
+    if when == "after":
+        average = AveragedModel(model, multi_avg_fn=multi)
+    plain_average = AveragedModel(plain, multi_avg_fn=multi)
+    pairs = [(plain, plain_average), (model, average)]
+    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each, _ in pairs]
+    for step in range(3):
+        for (each, its_average), optim in zip(pairs, optims, strict=True):
+            one_batch(each, step, 0)  # the same data on all ranks
+            optim.step()
+            optim.zero_grad()
+            its_average.update_parameters(each)
+    for (name, param), expected in zip(average.named_parameters(), plain_average.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        assert_close(full(param.detach()), expected.detach(), rtol=1e-5, atol=1e-7, msg=name)
+    assert_close(average(batch(9, rank)), plain_average(batch(9, rank)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [weight_norm, spectral_norm])
+def test_parametrizations(rank: int, world_size: int, kind: Callable[[nn.Module], nn.Module]) -> None:
+    """Behaviour 4: a parametrized layer is a unit: what it computes its weight from is sharded, and gathered for
+    that."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(kind(nn.Linear(8, 6)), nn.Tanh(), kind(nn.Linear(6, 3)))
+    model: Any = copy.deepcopy(plain)
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    optim = adam(model)
+    plain_optim = adam(plain)
+    for step in range(2):
+        loss = one_batch(model, step, 0)
+        assert_close(loss, one_batch(plain, step, 0))
+        for each in (optim, plain_optim):
+            each.step()
+            each.zero_grad()
+    for (name, param), expected in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == expected[0]
+        assert_close(full(param), expected[1], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_parameter_groups_and_schedulers(rank: int, world_size: int) -> None:
+    """Groups by name and a scheduler: each shard gets its group's own learning rate and decay."""
+    plain = Stack()
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+
+    def optimizer(each: nn.Module) -> torch.optim.Optimizer:
+        named = list(each.named_parameters())
+        return torch.optim.AdamW(
+            [
+                {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 1e-2},
+                {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.5, "lr": 1e-3},
+            ]
+        )
+
+    optims = [optimizer(each) for each in (plain, model)]
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 4) for each in optims]
+    for step in range(3):
+        for each, optim, scheduler in zip((plain, model), optims, schedulers, strict=True):
+            one_batch(each, step, 0)
+            optim.step()
+            optim.zero_grad()
+            scheduler.step()
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        wanted = expected.detach()
+        assert_close(full(param.detach()), wanted, rtol=1e-4, atol=1e-6, msg=name)
+        assert local(param).numel() < wanted.numel()

@@ -1,0 +1,1 @@
+"""The runtime: sharding, gathering, reducing, and whatever a model does between them."""

@@ -1,0 +1,188 @@
+"""A forward within a forward of the same unit: nets that call themselves, adapters that ask the whole model.
+
+The inner call ended the unit's forward, and resharded what the rest of the outer one still needed; that of a root began
+a new iteration, which resharded everything.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp2
+from tests.helpers.parity_models import Race, assert_gradients, batch, count, mean_gradients, one_batch
+from tests.helpers.ranks import on_ranks
+
+
+class Tree(nn.Module):
+    """A recursive net: a node joins what two smaller trees say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.join = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth == 0:
+            return torch.tanh(self.leaf(x))
+        return torch.tanh(self.join(self(x, depth - 1) + self(x / 2, depth - 1)))
+
+
+class Asking(nn.Module):
+    """A block that asks the whole model for another opinion, and goes on with its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, model: Any) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return x if model is None else self.linear(x + model(x, asks=False))
+
+
+class Asked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Asking(), Asking()])
+
+    def forward(self, x: Tensor, asks: bool = True) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, self if asks else None)
+        return self.out(x)
+
+
+class Encoding(nn.Module):
+    """A method beside forward is an entry point of its own, and forward uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inp(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.encode(x))
+
+
+def shard_all(api: ModuleType, model: nn.Module, raf: bool | None) -> None:
+    for child in [*getattr(model, "blocks", ()), *(c for c in model.children() if isinstance(c, nn.Linear))]:
+        api.fully_shard(child, reshard_after_forward=raf)
+    shard_root(api, model, raf)
+
+
+def shard_root(api: ModuleType, model: nn.Module, raf: bool | None) -> None:
+    api.fully_shard(model, reshard_after_forward=raf)
+    if isinstance(model, Encoding):
+        api.register_fsdp_forward_method(model, "encode")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("build", [Tree, Asked, Encoding])
+@pytest.mark.parametrize("shard", [shard_all, shard_root])
+@pytest.mark.parametrize("raf", [True, None])
+def test_training(rank: int, world_size: int, build: type, shard: Any, raf: bool | None) -> None:
+    """torch's FSDP2 (2.13) can do it where the unit does not reshard after forward."""
+    can = raf is None and not (build is Tree and shard is shard_root)
+    Race(rank, world_size, build, partial(shard, raf=raf), one_batch, torch=can and build is not Asked).run(3)
+
+
+@on_ranks(2)
+def test_gathers_once(rank: int, world_size: int) -> None:
+    """The inner calls find the parameters that the outer one gathered."""
+    model = fsdp2.fully_shard(Tree(), reshard_after_forward=True)
+    with fsdp2.events.record() as log:
+        model(batch(0, rank)).sum().backward()
+    kinds = ("unshard", "reduce_scatter", "root_pre_forward")
+    assert count(log, *kinds) == {"unshard": 2, "reduce_scatter": 1, "root_pre_forward": 1}
+
+
+@on_ranks(2)
+def test_after_an_exception_within(rank: int, world_size: int) -> None:
+    """A forward that raised three calls deep is not taken for one that the next is within."""
+
+    class Picky(Tree):
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            if depth == 0 and x.max() > 100:
+                raise ValueError("too large")
+            return super().forward(x, depth)
+
+    plain = Picky()
+    model = copy.deepcopy(plain)
+    shard_all(fsdp2, model, True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="too large"):
+            model(batch(0, rank) + 1000)
+        with torch.no_grad():
+            for param, sharded in zip(plain.parameters(), model.parameters(), strict=True):
+                param.mul_(2)
+                sharded.mul_(2)
+        model.zero_grad()
+        one_batch(model, 0, rank)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, None])
+def test_block_that_is_called_by_itself(rank: int, world_size: int, raf: bool | None) -> None:
+    """A loss of its own on one block, which asks the whole model. The model's forward took the block's for one that
+    had raised, and resharded what the rest of it needs: "got mixed torch.Tensor and DTensor"."""
+
+    def block_alone(model: nn.Module, rank: int) -> None:
+        model.blocks[1](batch(1, rank), model).square().mean().backward()
+
+    plain = Asked()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, reshard_after_forward=raf)
+    fsdp2.fully_shard(model)
+    one_batch(model, 0, rank)
+    model.zero_grad()
+    block_alone(model, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, block_alone))
+
+
+# --- shallow copies ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_copy(rank: int, world_size: int) -> None:
+    """`copy.copy` gave the error of pickling. The copy is the same unit under a second object, as torch's is."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model: Any = copy.deepcopy(plain)
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    copied: Any = copy.copy(model)
+    assert isinstance(copied, fsdp2.FSDPModule) and isinstance(copied, nn.Sequential)
+    assert all(one is other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
+    expected = mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r))
+    for used in (copied, model, copied):
+        used.zero_grad()
+        one_batch(used, 0, rank)
+        assert_gradients(model, expected)
+    del model, used
+    copied.zero_grad()
+    one_batch(copied, 0, rank)
+    assert_gradients(copied, expected)
+
+
+@on_ranks(2)
+def test_slice(rank: int, world_size: int) -> None:
+    """A plain Sequential with the same children, as torch's."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model: Any = copy.deepcopy(plain)
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    model(batch(0, rank))
+    part = model[:2]
+    assert type(part) is nn.Sequential and part[0] is model[0]
+    part(batch(0, rank)).sum().backward()
+    expected = mean_gradients(plain[:2], world_size, lambda m, r: m(batch(0, r)).sum().backward())
+    assert_gradients(part, expected)

@@ -1,0 +1,271 @@
+"""Every kind of activation checkpointing and offloading, on sharded blocks (Behaviour 58, 118, 175)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+import fsdp2
+from fsdp2 import events
+from tests.helpers.parity_models import Block, Race, Stack, batch, count, one_batch, shard_blocks
+from tests.helpers.ranks import on_ranks
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+# `weight.t()`: what is cached then shares the parameters' storage, which is given back and filled again.
+VIEWS = [*MATMULS, torch.ops.aten.t.default]
+
+
+def alternate(_context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(policy: Any) -> Run:
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpointed, context_fn=contexts)
+
+
+def checkpointed(block: nn.Module, x: Tensor, use_reentrant: bool = False, **options: Any) -> Tensor:
+    return checkpoint(block, x, use_reentrant=use_reentrant, **options)
+
+
+def without_early_stop(block: nn.Module, x: Tensor) -> Tensor:
+    with set_checkpoint_early_stop(False):
+        return checkpointed(block, x)
+
+
+def on_cpu(block: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return block(x)
+
+
+def checkpointed_on_cpu(block: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return checkpointed(block, x)
+
+
+def packed(block: nn.Module, x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+        return block(x)
+
+
+def packed_as_it_is(block: nn.Module, x: Tensor) -> Tensor:
+    """Keeps the very tensor: after the reshard its storage is empty, and in backward it must be there again."""
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        return block(x)
+
+
+RUNS: dict[str, Run] = {
+    "reentrant": partial(checkpointed, use_reentrant=True),
+    "non_reentrant": checkpointed,
+    "without_early_stop": without_early_stop,
+    "selective_ops": selective(MATMULS),
+    "selective_policy": selective(alternate),
+    "selective_views": selective(VIEWS),
+    "save_on_cpu": on_cpu,
+    "checkpoint_in_save_on_cpu": checkpointed_on_cpu,
+    "saved_tensors_hooks": packed,
+    "saved_tensors_hooks_identity": packed_as_it_is,
+}
+
+
+class Kinds(Stack):
+    """A `Stack` that runs each block through `run`, after dropout: a recompute must draw the same mask."""
+
+    def __init__(self, run: Run, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.run = run
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = self.run(nn.Sequential(self.dropout, block), x)
+        return self.out(x)
+
+
+def seeded(model: nn.Module, step: int, rank: int) -> Tensor:
+    torch.manual_seed(10 * step + rank)
+    return one_batch(model, step, rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+@pytest.mark.parametrize("kind", RUNS)
+def test_functions(rank: int, world_size: int, kind: str, raf: bool) -> None:
+    """Behaviour 175: each function that saves less, or elsewhere, trains as torch's FSDP2 and one process do."""
+    race = Race(
+        rank,
+        world_size,
+        lambda: Kinds(RUNS[kind]),
+        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
+        backward=seeded,
+        exact=True,
+    )
+    race.run(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", RUNS)
+def test_function_gathers(rank: int, world_size: int, kind: str) -> None:
+    """Behaviour 175: backward gathers each unit once, and none when they were kept unsharded."""
+    for raf, gathers in ((True, 4), (False, 0)):
+        model = shard_blocks(fsdp2, Kinds(RUNS[kind]), reshard_after_forward=raf)
+        loss = model(batch(0, rank)).square().mean()
+        with events.record() as log:
+            loss.backward()
+        assert count(log, "all_gather", "reduce_scatter") == {"all_gather": gathers, "reduce_scatter": 4}
+
+
+def wrap_blocks(kind: str) -> Stack:
+    """A `Stack` whose blocks are wrapped, or hooked, before they are sharded."""
+    model: Any = Stack()
+    contexts = partial(create_selective_checkpoint_contexts, MATMULS)
+    if kind == "apply_activation_checkpointing":
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+        return model
+    for i, block in enumerate(model.blocks):
+        match kind:
+            case "wrapper":
+                model.blocks[i] = checkpoint_wrapper(block)
+            case "reentrant_wrapper":
+                model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
+            case "selective_wrapper":
+                model.blocks[i] = checkpoint_wrapper(block, context_fn=contexts)
+            case "offload_wrapper":
+                model.blocks[i] = offload_wrapper(block)
+            case "composable":
+                composable_checkpoint(block)
+    return model
+
+
+WRAPPERS = [
+    "wrapper",
+    "reentrant_wrapper",
+    "selective_wrapper",
+    "offload_wrapper",
+    "composable",
+    "apply_activation_checkpointing",
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
+    """Behaviour 175: each wrapper, and the composable form, trains as torch's FSDP2 and one process do, bit by bit."""
+    race = Race(
+        rank,
+        world_size,
+        lambda: wrap_blocks(kind),
+        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
+        exact=True,
+    )
+    race.run(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_apply_activation_checkpointing_when(rank: int, world_size: int, when: str) -> None:
+    """Behaviour 175: `apply_activation_checkpointing` finds the blocks before and after they are sharded: `isinstance`
+    of the original class holds."""
+
+    def shard(api: Any, model: nn.Module) -> None:
+        wrap = partial(apply_activation_checkpointing, model, check_fn=lambda module: isinstance(module, Block))
+        if when == "before":
+            wrap()
+        shard_blocks(api, model)
+        if when == "after":
+            wrap()
+
+    model: Any = Race(rank, world_size, Stack, shard, exact=True, plain=False).run(2)
+    assert all("_checkpoint_wrapped_module" in dict(block.named_children()) for block in model.blocks)
+
+
+class Around(Stack):
+    """One checkpoint around all blocks, or one for each segment of them, or checkpoints within one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(depth=4)
+        self.how = how
+
+    def _run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpointed(block, x) if self.how == "nested" else block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.how == "segments":
+            x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+        else:
+            x = checkpoint(self._run, x, use_reentrant=self.how == "reentrant")
+        return self.out(x)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("raf", [True, False])
+@pytest.mark.parametrize("how", ["segments", "reentrant", "non_reentrant", "nested"])
+def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -> None:
+    """Behaviour 58: a checkpoint around sharded blocks runs all their forwards again within backward."""
+    race = Race(
+        rank,
+        world_size,
+        lambda: Around(how),
+        lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
+    )
+    race.run(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
+def test_mixed_precision(rank: int, world_size: int, kind: str) -> None:
+    """Behaviour 118: with bf16 compute and fp32 reduction, the recompute is the forward's: bit by bit as torch's."""
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    race = Race(
+        rank,
+        world_size,
+        lambda: Kinds(RUNS[kind], dropout=0.0),
+        lambda api, model: shard_blocks(api, model, mp_policy=api.MixedPrecisionPolicy(**policy)),
+        backward=seeded,
+        exact=True,
+        plain=False,
+    )
+    race.run(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
+def test_accumulation(rank: int, world_size: int, kind: str) -> None:
+    """Behaviour 95, 96: backward passes without gradient sync recompute too, and their gradients wait for the last."""
+
+    def backward(model: Any, step: int, rank: int) -> Tensor:
+        losses = []
+        for microbatch in range(3):
+            if isinstance(model, torch.distributed.fsdp.FSDPModule):
+                model.set_requires_gradient_sync(microbatch == 2)
+            losses.append(seeded(model, 3 * step + microbatch, rank))
+        return torch.stack(losses).sum()
+
+    race = Race(rank, world_size, lambda: Kinds(RUNS[kind]), partial(shard_blocks), backward=backward, exact=True)
+    race.run(1)

@@ -1,0 +1,310 @@
+"""Collectives of the user's own behind a `Comm`, and the ready-made ones whose buffers are the backend's: what is
+called with what, in which order, and that the numbers are those of the `Comm` below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2._torch import all_gather_flat, reduce_scatter_flat
+from fsdp2.comm.base import Operand, Scatter
+from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
+from fsdp2.comm.flat import FlatComm
+from fsdp2.comm.gloo import GlooComm
+from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
+from fsdp2.comm.nccl import NcclComm
+from fsdp2.errors import ArgumentError, UnsupportedError
+from tests.helpers.ranks import on_ranks
+from tests.helpers.threads import fake_world
+
+Call = tuple[str, Any]
+
+
+class Recorder:
+    """Allocates, and notes what it is asked for; content that was not written shows."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.calls.append(("allocate", (tuple(size), dtype, device)))
+        self.tensors.append(torch.full(tuple(size), -5, dtype=dtype, device=device))
+        return self.tensors[-1]
+
+
+class Gathers(Recorder, AllGather):
+    """The backend's flat all-gather."""
+
+    def __init__(self, gives_work: bool = True) -> None:
+        super().__init__()
+        self.gives_work = gives_work
+
+    def __call__(self, **arguments: Any) -> dist.Work | None:
+        self.calls.append(("call", arguments))
+        work = all_gather_flat(arguments["output_tensor"], arguments["input_tensor"], arguments["group"])
+        return work if self.gives_work else work.wait() and None
+
+
+class Scatters(Recorder, ReduceScatter):
+    """The backend's flat reduce-scatter; without a handle unless told."""
+
+    def __init__(self, gives_work: bool = False) -> None:
+        super().__init__()
+        self.gives_work = gives_work
+
+    def __call__(self, **arguments: Any) -> dist.Work | None:
+        self.calls.append(("call", arguments))
+        tensors = arguments["output_tensor"], arguments["input_tensor"]
+        work = reduce_scatter_flat(*tensors, arguments["op"], arguments["group"])
+        return work if self.gives_work else work.wait() and None
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def filled_operand(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> Operand:
+    """One that waits for an all-gather: rank r's range holds r + 1, the others -1."""
+    operand = Operand(torch.full((numel * world_size,), -1, dtype=dtype), range(0, numel * world_size + 1, numel))
+    operand.row(rank).fill_(rank + 1)
+    return operand
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("gives_work", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_custom_all_gather(rank: int, world_size: int, dtype: torch.dtype, gives_work: bool) -> None:
+    """Behaviour 134: `allocate` for the flat output, then one call by keywords with this rank's slice of it."""
+    gathers = Gathers(gives_work)
+    comm = CustomComm(GlooComm(), all_gather=gathers)
+    operand = filled_operand(rank, world_size, 6, dtype)
+    pending = comm.all_gather([operand], world())
+    pending.wait()
+    assert operand.full.tolist() == [owner + 1 for owner in range(world_size) for _ in range(6)]
+    (allocated, asked), (called, arguments) = gathers.calls
+    assert (allocated, called) == ("allocate", "call")
+    assert asked == ((6 * world_size,), dtype, torch.device("cpu"))
+    assert set(arguments) == {"output_tensor", "input_tensor", "group", "async_op"}
+    assert arguments["output_tensor"] is gathers.tensors[0] and arguments["group"] is world()
+    slice_ = arguments["input_tensor"]
+    assert slice_.shape == (6,)
+    assert slice_.data_ptr() == arguments["output_tensor"][6 * rank :].data_ptr()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("gives_work", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+def test_custom_reduce_scatter(rank: int, world_size: int, average: bool, gives_work: bool) -> None:
+    """Behaviour 135: `allocate` for the input, then for the output, then one call by keywords; `op` says who
+    divides."""
+    scatters = Scatters(gives_work)
+    comm = CustomComm(GlooComm(), reduce_scatter=scatters)
+    source = torch.arange(5 * world_size, dtype=torch.float32) * (rank + 1)
+    before = source.clone()
+    scatter = Scatter(Operand(source, range(0, 5 * world_size + 1, 5)), torch.full((5,), -1.0))
+    comm.reduce_scatter([scatter], world(), average).wait()
+    factor = sum(range(1, world_size + 1)) / (world_size if average else 1)
+    assert scatter.output.tolist() == [value * factor for value in range(5 * rank, 5 * rank + 5)]
+    assert torch.equal(source, before)
+    first, second, (called, arguments) = scatters.calls
+    cpu = torch.device("cpu")
+    assert first == ("allocate", ((5 * world_size,), torch.float32, cpu))
+    assert second == ("allocate", ((5,), torch.float32, cpu))
+    assert called == "call" and set(arguments) == {"output_tensor", "input_tensor", "group", "op"}
+    assert arguments["input_tensor"] is scatters.tensors[0] and arguments["output_tensor"] is scatters.tensors[1]
+    assert arguments["group"] is world()
+    assert arguments["op"] == (dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+
+
+class ForTorch:
+    """As users write them for torch's FSDP2: its signatures, none of our classes, `async_op` passed on as it comes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GatherForTorch(ForTorch):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        outputs = list(output_tensor.chunk(group.size()))
+        return dist.all_gather(outputs, input_tensor.clone(), group=group, async_op=async_op)
+
+
+class ScatterForTorch(ForTorch):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        inputs = list(input_tensor.chunk(group.size()))
+        return dist.reduce_scatter(output_tensor, inputs, op=op, group=group, async_op=async_op)
+
+
+@on_ranks(2)
+def test_objects_made_for_torchs_fsdp2_serve(rank: int, world_size: int) -> None:
+    """Behaviour 134, 135: what implements torch's interface knows nothing of ours, and moves data as it likes."""
+    comm = CustomComm(FlatComm(), GatherForTorch(), ScatterForTorch())
+    operand = filled_operand(rank, world_size, 3, torch.float32)
+    comm.all_gather([operand], world()).wait()
+    assert operand.full.tolist() == [1, 1, 1, 2, 2, 2]
+    scatter = Scatter(Operand(torch.full((4,), float(rank + 1)), [0, 2, 4]), torch.empty(2))
+    comm.reduce_scatter([scatter], world(), True).wait()
+    assert scatter.output.tolist() == [1.5, 1.5]
+
+
+@on_ranks(2)
+def test_what_is_not_replaced_stays(rank: int, world_size: int) -> None:
+    """The direct lane is off for the replaced kind only; the other kind and all-reduces are the base's."""
+    base = GlooComm()
+    gathers, scatters = Gathers(), Scatters()
+    only_gather, only_scatter = CustomComm(base, all_gather=gathers), CustomComm(base, reduce_scatter=scatters)
+    assert base.scatter_direct_min_bytes == base.direct_min_bytes is not None
+    assert only_gather.direct_min_bytes is None
+    assert only_gather.scatter_direct_min_bytes == base.direct_min_bytes
+    assert only_scatter.direct_min_bytes == base.direct_min_bytes
+    assert only_scatter.scatter_direct_min_bytes is None
+    assert CustomComm(NcclComm()).has_average and not only_gather.has_average
+
+    operand = filled_operand(rank, world_size, 4, torch.float32)
+    only_scatter.all_gather([operand], world()).wait()
+    assert operand.full.tolist() == [1] * 4 + [2] * 4
+    halves = Scatter(Operand(torch.full((4,), rank + 1.0).bfloat16(), [0, 2, 4]), torch.empty(2))
+    only_gather.reduce_scatter([halves], world(), True).wait()
+    assert halves.output.tolist() == [1.5, 1.5]
+    tensor = torch.full((2,), float(rank))
+    only_gather.all_reduce(tensor, world(), True).wait()
+    assert tensor.tolist() == [0.5, 0.5]
+    assert not gathers.calls and not scatters.calls
+
+
+@on_ranks(2)
+def test_several_under_way(rank: int, world_size: int) -> None:
+    """A prefetched unit gathers before the one before it has been copied out."""
+    comm = CustomComm(GlooComm(), Gathers(), Scatters())
+    operands = [filled_operand(rank, world_size, 4, torch.float32) for _ in range(3)]
+    operands[1].row(rank).add_(10)
+    pending = [comm.all_gather([operand], world()) for operand in operands]
+    for each in pending:
+        each.wait()
+    assert [operand.full[::4].tolist() for operand in operands] == [[1, 2], [11, 12], [1, 2]]
+
+
+def test_buffers_are_dropped_at_the_wait() -> None:
+    """Memory: between two collectives the unit holds nothing of what the user allocated."""
+    with fake_world(0, 2):
+        gathers, scatters = Gathers(), Scatters()
+        comm = CustomComm(FlatComm(), gathers, scatters)
+        gathered = comm.all_gather([filled_operand(0, 2, 4, torch.float32)], world())
+        scattered = comm.reduce_scatter([Scatter(Operand(torch.ones(4), [0, 2, 4]), torch.empty(2))], world(), False)
+        for pending, recorder in ((gathered, gathers), (scattered, scatters)):
+            references = [torch._C._WeakTensorRef(tensor) for tensor in recorder.tensors]
+            recorder.tensors.clear()
+            recorder.calls.clear()
+            assert not any(reference.expired() for reference in references)
+            pending.wait()
+            assert all(reference.expired() for reference in references)
+
+
+@pytest.mark.parametrize("interface", [AllGather, ReduceScatter])
+def test_interfaces_are_abstract(interface: type) -> None:
+    """Behaviour 135: neither can be made itself, nor with one of its two methods only."""
+    with pytest.raises(TypeError, match="abstract"):
+        interface()
+    with pytest.raises(TypeError, match="abstract"):
+        type("Half", (interface,), {"allocate": Recorder.allocate})()
+    with pytest.raises(TypeError, match="abstract"):
+        type("Half", (interface,), {"__call__": Gathers.__call__})()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda size, dtype, device: torch.empty(size[0] + 1, dtype=dtype), r"got \(9,\)"),
+        (lambda size, dtype, device: torch.empty(2, size[0] // 2, dtype=dtype), r"got \(2, 4\)"),
+        (lambda size, dtype, device: torch.empty(size, dtype=torch.float64), "float64"),
+        (lambda size, dtype, device: torch.empty(size, dtype=dtype, device="meta"), "on meta"),
+        (lambda size, dtype, device: torch.empty(2 * size[0], dtype=dtype)[::2], r"strides \(2,\)"),
+    ],
+)
+def test_a_wrong_allocation_is_named(wrong: Any, named: str) -> None:
+    class Wrong(Gathers):
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return wrong(size, dtype, device)
+
+    with fake_world(0, 2):
+        comm = CustomComm(FlatComm(), Wrong())
+        with pytest.raises(ArgumentError, match=r"Wrong\.allocate: expected .* size \(8,\), torch\.float32") as raised:
+            comm.all_gather([filled_operand(0, 2, 4, torch.float32)], world())
+        raised.match(named)
+
+
+def test_narrow_rows_and_a_custom_reduce_scatter_exclude_each_other() -> None:
+    """The sum in fp32 is ours; a user's collective sums as it likes."""
+    with fake_world(0, 2):
+        comm = CustomComm(FlatComm(), reduce_scatter=Scatters())
+        scatter = Scatter(Operand(torch.ones(4).bfloat16(), [0, 2, 4]), torch.empty(2))
+        with pytest.raises(UnsupportedError, match=r"bfloat16 rows for a sum in torch\.float32"):
+            comm.reduce_scatter([scatter], world(), True)
+
+
+# --- the backend's own memory -----------------------------------------------------------------------------------------
+
+
+class CpuMemory:
+    """Stands where the backend's memory would: notes what is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, torch.dtype, torch.device]] = []
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.asked.append((numel, dtype, device))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+@on_ranks(2, 4)
+def test_flat_collectives_in_given_memory(rank: int, world_size: int) -> None:
+    """Behaviour 136: the ready-made pair moves what the backend moves, in the memory that it was given."""
+    memory, cpu = CpuMemory(), torch.device("cpu")
+    comm = CustomComm(GlooComm(), FlatAllGather(memory), FlatReduceScatter(memory))
+    operand = filled_operand(rank, world_size, 3, torch.bfloat16)
+    comm.all_gather([operand], world()).wait()
+    assert operand.full[::3].tolist() == list(range(1, world_size + 1))
+    source = Operand(torch.full((2 * world_size,), float(rank)), range(0, 2 * world_size + 1, 2))
+    scatter = Scatter(source, torch.empty(2))
+    comm.reduce_scatter([scatter], world(), True).wait()
+    assert scatter.output.tolist() == [(world_size - 1) / 2] * 2
+    assert memory.asked == [
+        (3 * world_size, torch.bfloat16, cpu),
+        (2 * world_size, torch.float32, cpu),
+        (2, torch.float32, cpu),
+    ]
+
+
+@on_ranks(2)
+def test_gloo_has_no_memory_of_its_own(rank: int, world_size: int) -> None:
+    """Behaviour 136: a clear error instead of a silent fallback, also for a device that the group does not serve."""
+    with pytest.raises(UnsupportedError, match=r"cpu tensors in this group has none to give \(.*gloo.*NCCL has"):
+        GroupMemory(world(), torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="xpu tensors"):
+        GroupMemory(world(), torch.device("xpu"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_symmetric_memory_needs_nccl(rank: int, world_size: int, device: str) -> None:
+    """Behaviour 136: on the CPU, and on CUDA over gloo; and NCCL is the only backend of it."""
+    with pytest.raises(UnsupportedError, match=f"expected CUDA parameters and a process group of NCCL, got {device}"):
+        SymmetricMemory(world(), torch.device(device))
+    with pytest.raises(ArgumentError, match="expected backend 'NCCL', got 'NVSHMEM'"):
+        SymmetricMemory(world(), torch.device(device), backend="NVSHMEM")

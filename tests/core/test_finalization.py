@@ -1,0 +1,533 @@
+"""What torch 2.15 added: manual finalisation and kept storage (docs/behaviour.md, section Z), a dtype for
+each parameter (Behaviour 122, 123), and what `test_accumulation.py` leaves of Behaviour 101-103. torch 2.13 has none of
+it: this stands on docs/behaviour.md alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from tests.helpers.models import is_sharded, linears, reference_grads, run_step
+from tests.helpers.parity_models import (
+    Layers,
+    assert_gradients,
+    batch,
+    count,
+    full,
+    local,
+    mean_gradients,
+    mesh_2d,
+    shard_blocks,
+)
+from tests.helpers.ranks import on_ranks
+
+
+def sharded(plain: nn.Module, manual: bool = True, **options: Any) -> Any:
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), **options)
+    if manual:
+        model.set_manual_backward_finalization(True)
+    return model
+
+
+def backwards(model: Any, rank: int, *steps: int) -> None:
+    for step in steps:
+        run_step(model, rank, step)
+
+
+def mean_of(plain: nn.Module, world_size: int, *steps: int) -> dict[str, Tensor | None]:
+    return mean_gradients(plain, world_size, lambda model, rank: backwards(model, rank, *steps))
+
+
+# --- kept storage -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("raf", [True, False])
+def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 192: reshard registers the sharded parameters, and leaves the unsharded ones their memory; every
+    unshard gathers into it anew. Off again, reshard frees it."""
+    plain = Layers(2)
+    model = sharded(plain, manual=False, reshard_after_forward=raf)
+    model.set_keep_unsharded_storage(True)
+    weights = []
+    for module in (model, *model.layers):
+        module.unshard()
+        weights += list(module.parameters(recurse=False))
+        module.reshard()
+    pointers = [weight.data_ptr() for weight in weights]
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        with events.record() as log:
+            run_step(model, rank, step)
+        assert is_sharded(model)
+        assert count(log, "all_gather") == {"all_gather": 6 if raf else 3}
+        assert [weight.data_ptr() for weight in weights] == pointers
+        assert all(weight.untyped_storage().nbytes() >= weight.nbytes for weight in weights)
+        expected = reference_grads(plain, world_size, step)
+        assert_gradients(model, expected)
+        with torch.no_grad():
+            for name, param in plain.named_parameters():
+                param -= 0.1 * expected[name]
+        optim.step()
+        optim.zero_grad()
+    model.set_keep_unsharded_storage(False)
+    run_step(model, rank)
+    assert [weight.untyped_storage().nbytes() for weight in weights] == [0, 0, 0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recurse", [True, False])
+def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> None:
+    """Behaviour 192: recursive, unless told not to be."""
+    model = sharded(Layers(2), manual=False, reshard_after_forward=True)
+    model.set_keep_unsharded_storage(True, recurse=recurse)
+    kept = []
+    for module in (model, *model.layers):
+        module.unshard()
+        (weight,) = module.parameters(recurse=False)
+        module.reshard()
+        kept.append(weight.untyped_storage().nbytes() > 0)
+    assert kept == [True, recurse, recurse]
+    with pytest.raises(ValueError):
+        model.set_keep_unsharded_storage(1)
+
+
+# --- manual finalisation ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("raf", [True, False, None])
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool | None, hsdp: bool) -> None:
+    """Behaviour 194: sync off for all backwards, on, finalise: one reduce-scatter a group, of the sum."""
+    plain = Layers(3)
+    model = sharded(plain, mesh=mesh_2d(2, world_size // 2) if hsdp else None, reshard_after_forward=raf)
+    for iteration in range(2):
+        model.zero_grad()
+        steps = range(3 * iteration, 3 * iteration + 3)
+        with events.record() as log:
+            model.set_requires_gradient_sync(False)
+            backwards(model, rank, *steps)
+            assert all(param.grad is None for param in model.parameters() if isinstance(param, DTensor))
+            model.set_requires_gradient_sync(True)
+            before = count(log, "reduce_scatter", "all_reduce")
+            assert model.finalize_backward() is None
+        assert before == {"reduce_scatter": 0, "all_reduce": 0}
+        scattered = 0 if hsdp and world_size == 2 else 4
+        assert count(log, "reduce_scatter", "all_reduce") == {
+            "reduce_scatter": scattered,
+            "all_reduce": 4 if hsdp else 0,
+        }
+        assert is_sharded(model)
+        assert_gradients(model, mean_of(plain, world_size, *steps))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("last", [True, False])
+def test_supersedes_is_last_backward(rank: int, world_size: int, last: bool) -> None:
+    """Behaviour 193: whatever `set_is_last_backward` says, only `finalize_backward` ends it; with sync on
+    throughout."""
+    plain = Layers(2)
+    model = sharded(plain)
+    model.set_is_last_backward(last)
+    backwards(model, rank, 0, 1)
+    model.finalize_backward()
+    assert is_sharded(model)
+    assert_gradients(model, mean_of(plain, world_size, 0, 1))
+    model.zero_grad()
+    backwards(model, rank, 2)
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 2))
+
+
+@on_ranks(2, 4)
+def test_several_backwards_of_one_forward(rank: int, world_size: int) -> None:
+    """Behaviour 194, 146: a chunked loss: one forward, a backward for each chunk of its output."""
+    plain = Layers(2)
+    model = sharded(plain, reshard_after_forward=True)
+
+    def chunked(module: nn.Module, which: int) -> None:
+        losses = [row.square().sum() for row in module(batch(0, which, 4))]
+        for index, loss in enumerate(losses):
+            loss.backward(retain_graph=index + 1 < len(losses))
+
+    model.set_requires_gradient_sync(False)
+    chunked(model, rank)
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward()
+    assert_gradients(model, mean_gradients(plain, world_size, chunked))
+
+
+@on_ranks(2)
+def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> None:
+    """Behaviour 193: switching it off before finalising is refused, or waits; on again later it works as before."""
+    plain = Layers(2)
+    model = sharded(plain)
+    backwards(model, rank, 0)
+    with contextlib.suppress(RuntimeError):
+        model.set_manual_backward_finalization(False)
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 0))
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    backwards(model, rank, 1)
+    assert is_sharded(model)
+    assert_gradients(model, mean_of(plain, world_size, 1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("before_first_forward", [True, False])
+def test_manual_finalisation_of_a_child(rank: int, world_size: int, before_first_forward: bool) -> None:
+    """Behaviour 193: root only; found at once, or when it is clear which is the root."""
+    model = sharded(Layers(2), manual=False)
+    if not before_first_forward:
+        run_step(model, rank)
+
+    def enable_and_run() -> None:
+        model.layers[0].set_manual_backward_finalization(True)
+        model(batch(0, rank, 4))
+
+    with pytest.raises(RuntimeError, match=r"layers\.0"):
+        enable_and_run()
+
+
+@on_ranks(2, 4)
+def test_gradients_that_are_set_by_hand(rank: int, world_size: int) -> None:
+    """Behaviour 194: as by the pipelines of torch 2.15 that split backward: weights' gradients come from
+    `autograd.grad`, so that no hook tells of them."""
+    plain = Layers(2)
+    model = sharded(plain, reshard_after_forward=False)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    loss = model(batch(0, rank, 4)).square().mean()
+    params = [param for param in model.parameters() if not isinstance(param, DTensor)]
+    assert len(params) == len(list(plain.parameters()))
+    for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.grad = grad
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    model.finalize_backward(async_op=True).wait()
+    assert is_sharded(model)
+
+    def by_one(copied: nn.Module, each: int) -> None:
+        copied(batch(0, each, 4)).square().mean().backward()
+
+    assert_gradients(model, mean_gradients(plain, world_size, by_one))
+
+
+@on_ranks(2)
+def test_nothing_to_finalise(rank: int, world_size: int) -> None:
+    """Behaviour 195: before the first forward, and after a backward that reached no parameter that is trained."""
+    model = sharded(Layers(2, root_weight=False))
+    with events.record() as log:
+        assert model.finalize_backward() is None
+        model.finalize_backward(async_op=True).wait()  # Behaviour 196: always a handle; torch's pipelining waits for it
+    assert not log
+    model.requires_grad_(False)
+    model(batch(0, rank, 4).requires_grad_()).sum().backward()
+    with events.record() as log:
+        assert model.finalize_backward() is None
+        model.finalize_backward(async_op=True).wait()
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 0}
+    assert is_sharded(model) and all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_finalising_at_the_wrong_time(rank: int, world_size: int) -> None:
+    """Behaviour 195: between forward and backward, on a child, without manual mode, within backward; then all goes
+    on."""
+    plain = Layers(2)
+    model = sharded(plain, manual=False)
+    run_step(model, rank)
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
+        model.finalize_backward()
+    model.set_manual_backward_finalization(True)
+    loss = model(batch(0, rank, 4)).square().mean()
+    with pytest.raises(RuntimeError):
+        model.finalize_backward()
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        model.layers[0].finalize_backward()
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 0))
+
+
+@on_ranks(2)
+def test_finalising_within_backward(rank: int, world_size: int) -> None:
+    """Behaviour 195: a hook in backward must not; the backward that it did not break can be finalised afterwards."""
+    plain = Layers(2)
+    model = sharded(plain)
+    raised: list[bool] = []
+
+    def hook(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError):
+            model.finalize_backward()
+        raised.append(True)
+
+    handle = model.layers[0].register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+    run_step(model, rank)
+    handle.remove()
+    assert raised == [True]
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 0))
+
+
+# --- the handle -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+def test_handle(rank: int, world_size: int) -> None:
+    """Behaviour 196: until it is waited for, no forward and no other finalisation; then the gradients are there."""
+    plain = Layers(2)
+    model = sharded(plain)
+    for step in range(2):
+        model.zero_grad()
+        backwards(model, rank, step)
+        handle = model.finalize_backward(async_op=True)
+        assert isinstance(handle, fsdp2.GradientReductionHandle)
+        with pytest.raises(RuntimeError, match="wait"):
+            model(batch(0, rank, 4))
+        with pytest.raises(RuntimeError, match="wait"):
+            model.finalize_backward()
+        handle.wait()
+        assert is_sharded(model)
+        assert_gradients(model, mean_of(plain, world_size, step))
+
+
+@on_ranks(2)
+def test_handle_and_a_root_beside(rank: int, world_size: int) -> None:
+    """Behaviour 180, 196: a root that shares the streams must wait, too, and cannot reset what is not its own."""
+    plain = Layers(2)
+    one, other = sharded(plain), sharded(plain)
+    fsdp2.share_comm_ctx([one, other])
+    backwards(other, rank, 0)
+    other.finalize_backward()
+    backwards(one, rank, 0)
+    handle = one.finalize_backward(async_op=True)
+    with pytest.raises(RuntimeError):
+        other(batch(1, rank, 4))
+    with pytest.raises(RuntimeError):
+        other.reset_iter_state()
+    handle.wait()
+    assert_gradients(one, mean_of(plain, world_size, 0))
+    other.zero_grad()
+    backwards(other, rank, 1)
+    other.finalize_backward()
+    assert_gradients(other, mean_of(plain, world_size, 1))
+
+
+@on_ranks(2)
+def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
+    """Behaviour 180: after `reset_iter_state` on its own root, waiting is an error, and training goes on."""
+    plain = Layers(2)
+    model = sharded(plain)
+    backwards(model, rank, 0)
+    handle = model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError):
+        handle.wait()
+    model.zero_grad()
+    backwards(model, rank, 1)
+    model.finalize_backward()
+    assert_gradients(model, mean_of(plain, world_size, 1))
+
+
+@on_ranks(2)
+def test_reset_drops_what_was_not_finalised(rank: int, world_size: int) -> None:
+    """Behaviour 193, 180: it ends the mode's hold, too."""
+    plain = Layers(2)
+    model = sharded(plain)
+    model.set_requires_gradient_sync(False)
+    backwards(model, rank, 0)
+    model.reset_iter_state()
+    assert is_sharded(model)
+    model.set_manual_backward_finalization(False)
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    backwards(model, rank, 1)
+    assert_gradients(model, mean_of(plain, world_size, 1))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("case", ["all_reduce_off", "pending_partial"])
+def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> None:
+    """Behaviour 197: manual finalisation reduces all the way; what was reduced in part is refused, by name."""
+    model = sharded(Layers(2, root_weight=False), manual=False, mesh=mesh_2d(2, 2))
+    if case == "pending_partial":
+        model.set_requires_all_reduce(False)
+        backwards(model, rank, 0)
+        model.set_requires_all_reduce(True)
+    model.set_manual_backward_finalization(True)
+
+    def run() -> None:
+        if case == "all_reduce_off":
+            model.set_requires_all_reduce(False)
+        backwards(model, rank, 1)
+        model.finalize_backward()
+
+    with pytest.raises(RuntimeError, match=r"layers\.[01]"):
+        run()
+
+
+# --- param_dtype_override_fn ------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A norm, which is to stay in fp32, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x.to(self.norm.weight.dtype)).to(self.linear.weight.dtype))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("keep", [torch.float32, None, torch.bfloat16])
+def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | None) -> None:
+    """Behaviour 122: called once for each parameter, in `fully_shard`; the original dtype keeps it from being cast."""
+    model: Any = Normed()
+    norms, everything = set(model.norm.parameters()), list(model.parameters())
+    asked: list[Tensor] = []
+
+    def override(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(param)
+        return keep if param in norms else None
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
+    fully_shard(model, mp_policy=policy)
+    assert len(asked) == len(everything) and {id(param) for param in asked} == {id(param) for param in everything}
+    seen: list[torch.dtype] = []
+    model.norm.register_forward_hook(lambda *_: seen.extend(param.dtype for param in model.parameters()))
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with events.record() as log:
+        loss = model(batch(0, rank, 4)).sum()
+    loss.backward()
+    kept = keep or torch.bfloat16
+    assert seen == [torch.bfloat16, kept, kept, torch.bfloat16, torch.bfloat16], "inputs are cast all the same"
+    assert count(log, "all_gather") == {"all_gather": 1}
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    assert_close(full(model.linear.bias.grad), torch.full((4,), 3.0))
+    assert len(asked) == len(everything)
+
+
+@on_ranks(2)
+def test_param_dtype_override_trains(rank: int, world_size: int) -> None:
+    """Behaviour 122: everything uncast is training without a policy, but for the inputs."""
+    plain = linears(2)
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=lambda param: param.dtype
+    )
+    model = sharded(plain, manual=False, mp_policy=policy)
+    for step in range(2):
+        model.zero_grad()
+        run_step(model, rank, step)
+        assert_gradients(model, reference_grads(plain, world_size, step))
+
+
+@on_ranks(2)
+def test_param_dtype_override_of_managed_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 122: not called for ignored parameters, nor for those of units below, and once for a tied one."""
+    model: Any = linears(3)
+    model[2].weight = model[1].weight
+    fully_shard(model[0])
+    asked: list[Tensor] = []
+    managed = [model[1].weight, model[1].bias]
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=asked.append)
+    fully_shard(model, mp_policy=policy, ignored_params={model[2].bias})
+    assert [id(param) for param in asked] == [id(param) for param in managed]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("value", [torch.float16, torch.int32, "float32", 1])
+def test_param_dtype_override_values(rank: int, world_size: int, value: Any) -> None:
+    """Behaviour 122: param_dtype, the original dtype, or None; the error names parameter and value."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: value)
+    with pytest.raises(ValueError, match=r"0\.weight") as info:
+        fully_shard(linears(1), mp_policy=policy)
+    assert str(value) in str(info.value)
+
+
+def test_param_dtype_override_is_keyword_only() -> None:
+    """Behaviour 122: not the fifth positional argument."""
+    with pytest.raises(TypeError):
+        MixedPrecisionPolicy(torch.bfloat16, None, None, True, lambda param: None)  # type: ignore[misc]
+    assert MixedPrecisionPolicy().param_dtype_override_fn is None
+
+
+# --- gradient dtypes --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+def test_grad_dtypes_of_one_group(rank: int, world_size: int) -> None:
+    """Behaviour 123: reduced in the dtype that holds both, handed out in each parameter's own."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.weight.grad_dtype = torch.bfloat16
+    with events.record() as log:
+        model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    assert {event.dtype for event in log if event.kind == "reduce_scatter"} == {torch.float32}
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.bfloat16, torch.float32)
+    mean = (1 + world_size) / 2
+    assert (local(model.weight.grad) == mean).all() and (local(model.bias.grad) == 1).all()
+
+
+@on_ranks(2)
+def test_unused_parameter_without_a_grad_dtype(rank: int, world_size: int) -> None:
+    """Behaviour 123: zeros of which dtype? Every rank says so, and a reduce_dtype answers it."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.weight.grad_dtype = None
+    model.set_reduce_scatter_unused_params(True)
+    with pytest.raises(ValueError, match="weight"):
+        model(batch(0, rank, 4)).sum().backward()
+    model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    model.weight.grad_dtype = None
+    model.set_reduce_scatter_unused_params(True)
+    model(batch(0, rank, 4)).sum().backward()
+    assert (local(model.bias.grad) == 3).all()
+
+
+@on_ranks(2)
+def test_unsynced_gradients_in_the_grad_dtype(rank: int, world_size: int) -> None:
+    """Behaviour 101: without a reduce_dtype they wait in the parameter's grad_dtype: 256 + 1 in bf16 is 256."""
+    model: Any = fully_shard(nn.Linear(4, 4))
+    model.bias.grad_dtype = torch.bfloat16
+    model.set_requires_gradient_sync(False)
+    for rows in (256, 1):
+        model(torch.ones(rows, 4)).sum().backward()
+    model.unshard()
+    assert model.bias.grad.dtype == torch.bfloat16 and (model.bias.grad == 256).all()
+    assert model.weight.grad.dtype == torch.float32 and (model.weight.grad == 257).all()
+    model.reshard()
+
+
+@on_ranks(4)
+def test_partials_survive_zero_grad(rank: int, world_size: int) -> None:
+    """Behaviour 103: what HSDP has reduced in part is not in any `.grad`, so `zero_grad` leaves it, on either side."""
+    model: Any = fully_shard(nn.Linear(4, 4), mesh=mesh_2d(2, 2))
+    for unsharded in (False, True):
+        model.set_requires_all_reduce(False)
+        model(torch.ones(3, 4)).sum().backward()
+        if unsharded:
+            model.unshard()
+            model.zero_grad()  # it has warned, once a root
+        else:
+            with pytest.warns(UserWarning, match="were not reduced"):
+                model.zero_grad()
+        model.reshard()
+        model.set_requires_all_reduce(True)
+        model(torch.ones(1, 4)).sum().backward()
+        assert (local(model.bias.grad) == 4).all()
+        model.zero_grad()

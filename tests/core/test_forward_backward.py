@@ -1,0 +1,356 @@
+"""What may go into and come out of a sharded module, and how often it may be called (Behaviour 45-46, 52-56, 61-62,
+65)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
+from tests.helpers.ranks import on_ranks
+
+
+def check_gradients(
+    model: nn.Module, plain: nn.Module, world_size: int, rank: int, loss: Callable[..., Tensor]
+) -> None:
+    """`loss(model, rank)` and its backward on the sharded model, against the mean of all ranks' on the plain one."""
+    loss(model, rank).backward()
+    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: loss(m, r).backward()))
+
+
+@on_ranks(2)
+def test_order_against_user_hooks(rank: int, world_size: int) -> None:
+    """Behaviour 45: unshard before all user pre-hooks but later prepended ones; reshard in its turn among the hooks."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded: dict[str, bool] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda module, *_: sharded.update({name: isinstance(module.weight, DTensor)})
+
+    model[0].register_forward_pre_hook(note("pre, registered earlier"))
+    model[0].register_forward_hook(note("post, registered earlier"))
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model)
+    model[0].register_forward_pre_hook(note("pre, registered later"))
+    model[0].register_forward_pre_hook(note("pre, prepended later"), prepend=True)
+    model[0].register_forward_hook(note("post, registered later"))
+    model(batch(0, rank, 4))
+    assert sharded == {
+        "pre, prepended later": True,
+        "pre, registered earlier": False,
+        "pre, registered later": False,
+        "post, registered earlier": False,
+        "post, registered later": True,
+    }
+
+
+@on_ranks(2)
+def test_forward_without_hooks(rank: int, world_size: int) -> None:
+    """Behaviour 46: `.forward` itself sees sharded parameters, and says so."""
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="DTensor"):
+        model.forward(batch(0, rank, 4))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass
+class Out:
+    value: Any
+    note: str = "kept"
+    nothing: None = None
+
+
+@dataclass(frozen=True)
+class FrozenOut:
+    value: Any
+
+
+CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda t: t, lambda c: c),
+    "list": (lambda t: [t, 3, None], lambda c: c[0]),
+    "tuple": (lambda t: ("x", t), lambda c: c[1]),
+    "second_of_two": (lambda t: (t * 2, t), lambda c: c[1]),
+    "namedtuple": (lambda t: Pair(1.5, t), lambda c: c.second),
+    "dict": (lambda t: {"a": t, 7: torch.ones(1)}, lambda c: c["a"]),
+    "dataclass": (lambda t: Out(t), lambda c: c.value),
+    "frozen_dataclass": (lambda t: FrozenOut(t), lambda c: c.value),
+    "nested_dataclass": (lambda t: Out(Out({"deep": [t]})), lambda c: c.value.value["deep"][0]),
+    "mixed": (lambda t: {"a": [Pair((t,), Out("n"))]}, lambda c: c["a"][0].first[0]),
+}
+
+
+class Boxes(nn.Module):
+    """Two layers that talk in containers: the first packs its output, the second unpacks its input."""
+
+    def __init__(self, kind: str, in_kwargs: bool) -> None:
+        super().__init__()
+        self.pack, self.unpack = CONTAINERS[kind]
+        self.in_kwargs = in_kwargs
+        self.first = Packs(self.pack)
+        self.second = Unpacks(self.unpack)
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.first(x)
+        before = self.unpack(box)
+        out = self.second(other=3, box=box) if self.in_kwargs else self.second(box)
+        assert type(box) is type(self.pack(x))
+        assert self.unpack(box) is before, "the caller's container was changed"
+        return out
+
+
+class Packs(nn.Module):
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.pack = pack
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.pack(torch.tanh(self.layer(x)))
+
+
+class Unpacks(nn.Module):
+    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.unpack = unpack
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, box: Any, other: int = 0) -> Tensor:
+        return self.layer(self.unpack(box))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", CONTAINERS)
+@pytest.mark.parametrize("in_kwargs", [False, True], ids=["args", "kwargs"])
+def test_containers(rank: int, world_size: int, kind: str, in_kwargs: bool) -> None:
+    """Behaviour 52, 53: pre- and post-backward fire from tensors in any container; the caller's stay as they are."""
+    plain = Boxes(kind, in_kwargs)
+    model = copy.deepcopy(plain)
+    for layer in (model.first, model.second):
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    with events.record() as log:
+        check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
+    order = [(event.kind, event.unit) for event in log]
+    # The second's post-backward hangs on its input, which is in the container: it runs before the first's backward.
+    assert order.index(("post_backward", "second")) < order.index(("pre_backward", "first"))
+
+
+@on_ranks(2)
+def test_dataclass_without_anything_to_do(rank: int, world_size: int) -> None:
+    """Behaviour 53: with nothing to cast and no gradient to follow, the module gets the caller's own dataclass
+    object."""
+    seen = []
+    model = Unpacks(lambda box: seen.append(box) or box.value)
+    fully_shard(model)
+    box = Out(batch(0, rank, 4))
+    model(box).sum().backward()
+    assert seen[0] is box
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.mul_(3)
+        z = self.second(y)
+        return z.add_(1)
+
+
+@on_ranks(2)
+def test_in_place_on_outputs(rank: int, world_size: int) -> None:
+    """Behaviour 54: changing a module's output in place is fine."""
+    plain = InPlace()
+    model = copy.deepcopy(plain)
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
+
+
+class ScalesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))
+
+
+@on_ranks(2)
+def test_in_place_on_inputs(rank: int, world_size: int) -> None:
+    """Behaviour 54: changing an input that needs a gradient in place is refused by autograd, or works; never wrong."""
+    plain = nn.Sequential(nn.Linear(4, 4), ScalesItsInput())
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    try:
+        loss = model(batch(0, rank, 4)).square().sum()
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        return
+    loss.backward()
+    expected = mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward())
+    assert_gradients(model, expected)
+
+
+class Heads(nn.Module):
+    """Several outputs of which a step may use any; one submodule never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        return self.heads[0](x), self.heads[1](x), self.heads[2](x), None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+def test_unused_outputs(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 55: dropped and None outputs and idle submodules do not disturb later iterations; their grads are
+    None."""
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    for head in model.heads:
+        fully_shard(head, reshard_after_forward=raf)
+    fully_shard(model, reshard_after_forward=raf)
+    for used in ([0], [2, 1], [1], [0, 1, 2], [2]):
+        model.zero_grad()
+        check_gradients(
+            model, plain, world_size, rank, lambda m, r, used=used: sum(m(batch(0, r, 4))[i].sum() for i in used)
+        )
+        assert [head.weight.grad is not None for head in model.heads] == [i in used for i in range(4)]
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+class Repeats(nn.Module):
+    def __init__(self, chained: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.chained = chained
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.chained:
+            return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+        return self.layer(x) + self.layer(2 * x) * self.layer(x.square())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("chained", [True, False], ids=["chained", "side_by_side"])
+def test_several_calls_in_one_forward(rank: int, world_size: int, chained: bool) -> None:
+    """Behaviour 56: k calls, k all-gathers in forward, one reduce-scatter in backward, the gradient of all calls."""
+    plain = Repeats(chained)
+    model = copy.deepcopy(plain)
+    fully_shard(model.layer, reshard_after_forward=True)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        with events.record() as log:
+            loss = model(batch(0, rank, 4)).square().sum()
+        assert count(log, "all_gather") == {"all_gather": 3}
+        with events.record() as log:
+            loss.backward()
+        assert count(log, "reduce_scatter") == {"reduce_scatter": 1}
+        assert 1 <= count(log, "all_gather")["all_gather"] <= 3
+        assert_gradients(
+            model, mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward())
+        )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("raf", "gathers"), [(None, [3, 2, 2]), (True, [3, 3, 3]), (False, [3, 0, 0])])
+def test_no_grad(rank: int, world_size: int, raf: bool | None, gathers: list[int]) -> None:
+    """Behaviour 61: forwards without gradients reshard by the same rules; what stayed unsharded is not gathered
+    again."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    for layer in model[:2]:
+        fully_shard(layer, reshard_after_forward=raf)
+    fully_shard(model, reshard_after_forward=raf)
+    x = batch(0, rank, 4)
+    for expected in gathers:
+        with torch.no_grad(), events.record() as log:
+            assert_close(model(x), plain(x))
+        assert count(log, "all_gather") == {"all_gather": expected}
+        assert isinstance(model[2].weight, DTensor) == (raf is True)
+        assert isinstance(model[0].weight, DTensor) == (raf is not False)
+    check_gradients(model, plain, world_size, rank, lambda m, r: m(batch(0, r, 4)).square().sum())
+
+
+@on_ranks(2)
+def test_inference_mode(rank: int, world_size: int) -> None:
+    """Behaviour 61: inference works; training of the same model afterwards is right, or refused by autograd."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    x = batch(0, rank, 4)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert_close(model(x), plain(x))
+    try:
+        loss = model(x).square().sum()
+    except RuntimeError as error:
+        if "nference" not in str(error):
+            raise
+        return
+    loss.backward()
+    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: m(batch(0, r, 4)).square().sum().backward()))
+
+
+@on_ranks(2, 4)
+def test_no_unshard_in_backward(rank: int, world_size: int) -> None:
+    """Behaviour 62: an embedding needs no weights in backward; its gradient is reduced all the same."""
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    model[0].set_unshard_in_backward(False)
+    for step in range(2):
+        model.zero_grad()
+        tokens = torch.arange(5) + step
+        loss = model((tokens + rank) % 7).square().sum()
+        with events.record() as log:
+            loss.backward()
+        assert [event.unit for event in log if event.kind == "all_gather"] == ["1"]
+        assert sorted(event.unit for event in log if event.kind == "reduce_scatter") == ["0", "1"]
+        assert_gradients(
+            model,
+            mean_gradients(plain, world_size, lambda m, r, t=tokens: m((t + r) % 7).square().sum().backward()),
+        )
+
+
+@on_ranks(2)
+def test_jvp_through_the_first_forward(rank: int, world_size: int) -> None:
+    """Behaviour 65: `torch.func.jvp` through a sharded bf16 model that has not run yet."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = copy.deepcopy(plain)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model[0], mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    x, tangent = batch(0, rank, 4), batch(1, rank, 4)
+    out, out_tangent = torch.func.jvp(model, (x,), (tangent,))
+    low = copy.deepcopy(plain).bfloat16()
+    expected = torch.func.jvp(low, (x.bfloat16(),), (tangent.bfloat16(),))
+    assert_close((out, out_tangent), expected)

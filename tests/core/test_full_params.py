@@ -1,0 +1,376 @@
+"""`full_params`: whole parameters for a while, written back on exit (PT#137129)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
+from fsdp2.full_params import full_params
+from fsdp2.policies import ZeroPolicy
+from tests.helpers.models import error_of, is_sharded, mlp
+from tests.helpers.parity_models import (
+    Block,
+    Stack,
+    TiedLm,
+    batch,
+    count,
+    full,
+    local,
+    mesh_2d,
+    one_batch,
+    shard_blocks,
+)
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import dp_tp
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+LAYOUTS = ["fsdp", "hsdp", "dim1"]
+
+
+def sharded(plain: nn.Module, world_size: int, layout: str = "fsdp", **options: Any) -> Any:
+    """A sharded copy of `plain`, over one axis, over two, or with matrices cut along dim 1."""
+    if layout == "hsdp":
+        options["mesh"] = mesh_2d(world_size // 2, 2)
+    if layout == "dim1":
+        options["shard_placement_fn"] = lambda param: ShardPlacementResult(Shard(param.ndim - 1))
+    return shard_blocks(fsdp2, copy.deepcopy(plain), **options)
+
+
+def change(model: nn.Module) -> None:
+    """The same change of every element that a plain and an opened model get."""
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.mul_(2).add_(torch.arange(param.numel(), dtype=param.dtype).view(param.shape), alpha=index / 100)
+
+
+def assert_holds(model: nn.Module, plain: nn.Module) -> None:
+    """The (sharded or whole) parameters of `model` are those of `plain`, bit by bit; collective."""
+    pairs = zip(model.named_parameters(), plain.named_parameters(), strict=True)
+    for (name, param), (plain_name, value) in pairs:
+        assert name == plain_name
+        assert torch.equal(full(param).cpu(), value), name
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
+    """PT#137129: whole values in the original dtype, plain parameters, uneven shards (11 and 3 rows); changes reach
+    the same sharded objects, and the next forward."""
+    plain = Stack()
+    model = sharded(plain, world_size, layout, mp_policy=BF16)
+    model.inp.weight.note = "mine"
+    before = list(model.parameters())
+    one_batch(model, 0, rank)
+    model.zero_grad()
+    with full_params(model):
+        assert all(type(param) is nn.Parameter and param.dtype == torch.float32 for param in model.parameters())
+        assert model.inp.weight.note == "mine"
+        assert_holds(model, plain)
+        change(model)
+    change(plain)
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    assert_holds(model, plain)
+    other = sharded(plain, world_size, layout, mp_policy=BF16)
+    assert torch.equal(one_batch(model, 1, rank), one_batch(other, 1, rank))
+
+
+@on_ranks(2)
+def test_optimizer_goes_on(rank: int, world_size: int) -> None:
+    """An optimizer made before steps on what was written, with its state; as if sharded anew."""
+    plain = Stack()
+    changed = sharded(plain, world_size)
+    optim = torch.optim.SGD(changed.parameters(), lr=0.1, momentum=0.9)
+    expected = copy.deepcopy(plain)
+    with full_params(changed):
+        change(changed)
+    change(expected)
+    reference = sharded(expected, world_size)
+    other_optim = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        for model, each in ((changed, optim), (reference, other_optim)):
+            one_batch(model, step, rank)
+            each.step()
+            each.zero_grad()
+    for mine, theirs in zip(changed.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(local(mine), local(theirs))
+
+
+@on_ranks(2)
+def test_tied_weights(rank: int, world_size: int) -> None:
+    """Tied names are one object inside, and still one sharded parameter after."""
+    plain = TiedLm()
+    model = sharded(plain, world_size)
+    with full_params(model):
+        assert model.head.weight is model.embed.weight
+        change(model)
+    change(plain)
+    assert model.head.weight is model.embed.weight
+    assert_holds(model, plain)
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> None:
+    """The embedding is a unit, the head that shares its weight belongs to the root."""
+    plain = TiedLm()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.embed)
+    fully_shard(model)
+    x = batch(0, rank)
+    if trained:
+        one_batch(model, 0, rank)
+        model.zero_grad()
+    for part in (model, model.embed) if trained else (model,):
+        with full_params(part), events.record() as log:
+            assert type(model.head.weight) is nn.Parameter and model.head.weight is model.embed.weight
+            with torch.no_grad():
+                model.embed.weight.add_(1)
+                plain.embed.weight.add_(1)
+            assert torch.equal(model(x), plain(x))
+        assert count(log, "all_gather") == {"all_gather": 0 if part is model else 1}
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model(x), plain(x))
+    assert_holds(model, plain)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("size", "rank0_only"), [(3, False), (8, True), (17, True), (17, False)])
+@pytest.mark.parametrize("kind", ["tensor_parallel", "sharded_replicas"])
+def test_two_cuts_of_one_dim(rank: int, world_size: int, size: int, rank0_only: bool, kind: str) -> None:
+    """Parameters that two mesh axes cut, the same dim among them, also unevenly."""
+    plain = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size), nn.LayerNorm(size))
+    model: Any = copy.deepcopy(plain)
+    if kind == "tensor_parallel":
+        mesh = dp_tp()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        if rank0_only:  # the norm is on the ranks of one column, the layers on all
+            with pytest.raises(ArgumentError, match="on the same ranks"), full_params(model, rank0_only=True):
+                pass
+            with full_params(model, rank0_only=True, write_back=False):
+                assert is_sharded(model) == (rank != 0)
+            return
+    else:
+        fully_shard(model, mesh=mesh_2d(2, 2), zero=ZeroPolicy(shard_replicas=True))
+    with full_params(model, rank0_only=rank0_only):
+        if rank == 0 or not rank0_only:
+            assert_holds(model, plain)
+            change(model)
+    change(plain)
+    assert_holds(model, plain)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_rank0_only(rank: int, world_size: int, layout: str, offload_to_cpu: bool) -> None:
+    """Only the first rank holds whole parameters; what it writes reaches all ranks, so HSDP replicas stay alike."""
+    plain = Stack()
+    model = sharded(plain, world_size, layout)
+    with full_params(model, rank0_only=True, offload_to_cpu=offload_to_cpu):
+        if rank == 0:
+            assert_holds(model, plain)
+            change(model)
+        else:
+            assert is_sharded(model)
+            message = error_of(OrderError, lambda: model(batch(0, rank)))
+            assert "on a rank that does not hold the parameters" in message
+    change(plain)
+    for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+        wanted = torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)
+        assert torch.equal(local(param), local(wanted))  # on each replica by itself
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
+def test_dropped_changes(rank: int, world_size: int) -> None:
+    """Without write_back, and when the body raises on the way, the sharded values are as before."""
+    plain = Stack()
+    model = sharded(plain, world_size)
+    with full_params(model, write_back=False):
+        change(model)
+    assert is_sharded(model)
+    assert_holds(model, plain)
+
+    def fail() -> None:
+        with full_params(model):
+            change(model)
+            raise KeyError("own")
+
+    assert error_of(KeyError, fail) == "'own'"
+    assert is_sharded(model)
+    assert_holds(model, plain)
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
+def test_dropped_changes_on_one_rank(rank: int, world_size: int) -> None:
+    """A mesh of one rank has nothing to gather; the whole parameter must not be the shard itself."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    plain = mlp(4, 4)
+    model: Any = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    with full_params(model, write_back=False):
+        change(model)
+    assert_holds(model, plain)
+
+
+@on_ranks(2)
+def test_forward_inside(rank: int, world_size: int) -> None:
+    """The model runs inside on the whole parameters (fp32, also with a bf16 policy), without communication,
+    as often as one likes and on one rank alone; a backward inside leaves nothing behind."""
+    plain = Stack()
+    model = sharded(plain, world_size, mp_policy=BF16)
+    x = batch(0, rank)
+    with full_params(model), events.record() as log:
+        assert torch.equal(model(x), plain(x))
+        if rank == 1:
+            model(x).sum().backward()
+            model.blocks[0](x)
+        assert all((param.grad is not None) == (rank == 1) for param in model.parameters())
+    assert count(log, "all_gather", "reduce_scatter") == {"all_gather": 0, "reduce_scatter": 0}
+    assert is_sharded(model) and all(param.grad is None for param in model.parameters())
+    with events.record() as log:
+        one_batch(model, 0, rank)
+    assert {event.unit for event in log if event.kind == "all_gather"} == {"", "blocks.0", "blocks.1", "blocks.2"}
+    reference = sharded(plain, world_size, mp_policy=BF16)
+    one_batch(reference, 0, rank)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(local(mine.grad), local(theirs.grad))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_part_of_a_model(rank: int, world_size: int, trained: bool) -> None:
+    """Units outside the part stay sharded, and the whole model runs; recurse=False opens one unit."""
+    plain = Stack()
+    model = sharded(plain, world_size)
+    if trained:
+        one_batch(model, 0, rank)
+        model.zero_grad()
+    x = batch(0, rank)
+    with full_params(model.blocks[1]), events.record() as log:
+        assert {name.split(".")[1] for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {"1"}
+        assert torch.equal(model(x), plain(x))
+    assert {event.unit for event in log if event.kind == "all_gather"} == {"", "blocks.0", "blocks.2"}
+    with full_params(model, recurse=False):
+        whole = {name.split(".")[0] for name, param in model.named_parameters() if not isinstance(param, DTensor)}
+        assert whole == {"inp", "out"}
+    with full_params(model.blocks):  # a container of units
+        assert not any(isinstance(param, DTensor) for param in model.blocks.parameters())
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
+def test_gradients(rank: int, world_size: int) -> None:
+    """with_grads: whole reduced gradients inside; changed, new and removed ones are written back as shards."""
+    model = sharded(Stack(), world_size)
+    one_batch(model, 0, rank)
+    wholes: dict[str, Tensor] = {name: full(param.grad).clone() for name, param in model.named_parameters()}
+    with full_params(model):
+        assert all(param.grad is None for param in model.parameters())
+    model.out.weight.grad = None
+    with full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            if name == "out.weight":
+                assert param.grad is None
+                param.grad = torch.ones_like(param)
+            elif name == "out.bias":
+                param.grad = None
+            else:
+                assert torch.equal(param.grad, wholes[name])
+                param.grad.mul_(3)
+    for name, param in model.named_parameters():
+        if name == "out.bias":
+            assert param.grad is None
+        else:
+            wanted = torch.ones(param.shape) if name == "out.weight" else 3 * wholes[name]
+            assert torch.equal(full(param.grad), wanted)
+            assert local(param.grad).shape == local(param).shape
+
+
+@on_ranks(2)
+def test_whole_state_dict(rank: int, world_size: int) -> None:
+    """Inside, state_dict is the plain model's, and a plain checkpoint loads, also by assignment."""
+    plain, other = Stack(), Stack()
+    change(other)
+    model = sharded(plain, world_size)
+    with full_params(model, write_back=False):
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+    assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
+    for assign in (False, True):
+        with full_params(model):
+            model.load_state_dict(other.state_dict(), assign=assign)
+        assert_holds(model, other)
+        change(other)
+
+
+@on_ranks(2)
+def test_replaced_parameters(rank: int, world_size: int) -> None:
+    """A parameter that was replaced counts if its shape is the same; otherwise nothing at all is written."""
+    plain = Block(8, 11)
+    model: Any = fully_shard(copy.deepcopy(plain))
+    with full_params(model):
+        model.up.bias = nn.Parameter(torch.full((11,), 7.0))
+    assert torch.equal(full(model.up.bias), torch.full((11,), 7.0))
+
+    def resize() -> None:
+        with full_params(model):
+            change(model)
+            model.up.bias = nn.Parameter(torch.zeros(12))
+
+    message = error_of(ArgumentError, resize)
+    assert message.startswith("full_params: 'up.bias' was replaced by Parameter of shape (12,); expected")
+    assert is_sharded(model)
+    assert torch.equal(full(model.up.weight), plain.up.weight)
+
+
+@on_ranks(2)
+def test_wrong_time(rank: int, world_size: int) -> None:
+    """Only between iterations: in a forward or backward, after one that raised, and within itself it is an OrderError;
+    `reset_iter_state` helps."""
+    model = sharded(Stack(), world_size)
+
+    def enter(*_: Any) -> None:
+        with full_params(model):
+            raise AssertionError
+
+    for register in (model.blocks[1].register_forward_pre_hook, model.out.register_full_backward_hook):
+        handle = register(enter)
+        assert "is in a forward or backward" in error_of(OrderError, lambda: one_batch(model, 0, rank))
+        handle.remove()
+        assert "reset_iter_state" in error_of(OrderError, enter)
+        model.reset_iter_state()
+        with full_params(model):
+            assert "whole already" in error_of(OrderError, enter)
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
+def test_mistakes(rank: int, world_size: int) -> None:
+    """Modules without units, options that contradict each other, and parameters without data."""
+    plain = mlp(4, 4)
+    with pytest.raises(ArgumentError, match="no unit at or below this Sequential"), full_params(plain):
+        pass
+    model = sharded(Stack(), world_size)
+    with pytest.raises(ArgumentError, match="no unit at this Linear"), full_params(model.inp, recurse=False):
+        pass
+    both: Any = {"rank0_only": True, "with_grads": True}
+    with pytest.raises(ArgumentError, match="pass write_back=False"), full_params(model, **both):
+        pass
+    with full_params(model, write_back=False, **both):
+        pass
+    with torch.device("meta"):
+        meta = mlp(4, 4)
+    fully_shard(meta)
+    with pytest.raises(OrderError, match="still on the meta device"), full_params(meta):
+        pass
+    assert is_sharded(meta)

@@ -1,0 +1,278 @@
+"""Units of several modules: they gather and reduce together, whichever of them run (docs/behaviour.md, section J)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from tests.helpers.models import is_sharded, is_unsharded, linears, mlp, reference_grads, run_step, tokens, units
+from tests.helpers.parity_models import assert_gradients, batch, count, expect, lines, mean_gradients
+from tests.helpers.ranks import on_ranks
+
+
+@on_ranks(2)
+def test_first_member_unshards_last_reshards(rank: int, world_size: int) -> None:
+    """Behaviour 82: in forward the group is whole from its first member's start to its last member's end."""
+    plain = linears(4)
+    model = copy.deepcopy(plain)
+    fully_shard([model[1], model[3]])
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    with events.record() as log:
+        run_step(model, rank)
+    forward = log[: [event.kind for event in log].index("pre_backward")]
+    expect(
+        rank,
+        lines(forward, "unshard", "reshard"),
+        """\
+unshard 0, 2
+unshard 1, 3
+reshard 0, 2
+reshard 1, 3
+""",
+    )
+    assert units(log, "reduce_scatter").count("0, 2") == 1 and units(log, "reduce_scatter").count("1, 3") == 1
+    assert is_sharded(model)
+    assert_gradients(model, reference_grads(plain, world_size))
+
+
+class SeesDtype(nn.Module):
+    """A linear layer that notes the dtypes of its inputs and of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [x.dtype, self.linear.weight.dtype]
+        return self.linear(x)
+
+
+@on_ranks(2)
+def test_casts_apply_to_each_member(rank: int, world_size: int) -> None:
+    """Behaviour 82, 116, 117: inputs and outputs of every member are cast, not those of the first and last only."""
+    model = nn.Sequential(SeesDtype(), SeesDtype(), SeesDtype())
+    dtypes: list[torch.dtype] = []
+    fully_shard(list(model), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    fully_shard(model)
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    model(batch(0, rank, 4)).sum().backward()
+    assert [layer.seen for layer in model] == [[torch.bfloat16, torch.bfloat16]] * 3
+    assert dtypes == [torch.float64] * 3
+
+
+class Halves(nn.Module):
+    """Two pairs of layers; of each pair the second runs only if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.layers = linears(4)
+        self.run_all = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[2](self.layers[0](x)) * self.scale
+        return self.layers[3](self.layers[1](x)) if self.run_all else x
+
+
+def shard_halves(model: Halves, **options: Any) -> Halves:
+    """Units "layers.0, layers.1" and "layers.2, layers.3"."""
+    fully_shard([model.layers[0], model.layers[1]], **options)
+    fully_shard([model.layers[2], model.layers[3]], **options)
+    return fully_shard(model, **options)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("raf", [None, True, False, 2])
+def test_members_that_never_run(rank: int, world_size: int, raf: bool | int | None) -> None:
+    """Behaviour 83: the root completes the group; unused members keep no gradient; a later full forward works."""
+    plain = Halves()
+    model = shard_halves(copy.deepcopy(plain), reshard_after_forward=raf)
+    for step, run_all in enumerate((False, False, True, False)):
+        model.run_all = plain.run_all = run_all
+        model.zero_grad()
+        loss = model(batch(step, rank, 4)).square().mean()
+        assert (is_unsharded if raf is False else is_sharded)(model.layers)
+        loss.backward()
+        assert is_sharded(model)
+        assert (model.layers[1].weight.grad is None) == (not run_all)
+        assert_gradients(model, reference_grads(plain, world_size, step))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+def test_two_partial_forwards_before_one_backward(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 83: does not hang, and gives the sum of both."""
+    plain = Halves()
+    model = shard_halves(copy.deepcopy(plain), reshard_after_forward=raf)
+
+    def backward(module: nn.Module, which: int) -> None:
+        (module(batch(0, which, 4)).square().mean() + module(batch(1, which, 4)).square().mean()).backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        backward(model, rank)
+        assert is_sharded(model)
+        assert_gradients(model, mean_gradients(plain, world_size, backward))
+
+
+@on_ranks(2)
+def test_output_of_a_partial_group_is_cast(rank: int, world_size: int) -> None:
+    """Behaviour 83: also where the group's last member never runs."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    model = shard_halves(Halves(), mp_policy=policy)
+    seen: list[torch.dtype] = []
+    model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    out = model(batch(0, rank, 4))
+    assert seen == [torch.float32] and out.dtype == torch.float32
+    out.sum().backward()
+    assert model.layers[0].weight.grad is not None
+
+
+@on_ranks(2)
+def test_order_with_partial_groups(rank: int, world_size: int) -> None:
+    """Behaviour 84: backward unshards group 1, then group 0; group 1 finishes by autograd, the others at the end."""
+    model = shard_halves(Halves())
+    loss = model(batch(0, rank, 4)).square().mean()
+    with events.record() as log:
+        loss.backward()
+    assert units(log, "unshard") == ["layers.2, layers.3", "layers.0, layers.1"]
+    assert units(log, "post_backward") == ["layers.2, layers.3", "", "layers.0, layers.1"]
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 3}
+
+
+class ChunkedLm(nn.Module):
+    """Hidden states from forward; norm and head are then run by hand, chunk by chunk."""
+
+    def __init__(self, tied: bool = False, use_checkpoint: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.block = mlp(4, 5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.use_checkpoint = use_checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return checkpoint(self.block, x, use_reentrant=False) if self.use_checkpoint else self.block(x)
+
+
+def shard_chunked(model: ChunkedLm, raf: bool | int | None, grouped: bool = True) -> ChunkedLm:
+    """Norm and head (and a tied embedding) in one unit; or head and norm each with the root's."""
+    tied = model.head.weight is model.embed.weight
+    fully_shard(model.block, reshard_after_forward=raf)
+    if grouped:
+        group = [model.norm, model.head] + ([model.embed] if tied else [])
+        fully_shard(group, reshard_after_forward=raf)
+    else:
+        fully_shard(model.norm, reshard_after_forward=raf)
+        fully_shard(model.head, reshard_after_forward=raf)
+    return fully_shard(model)
+
+
+def chunked_backward(
+    model: ChunkedLm, which: int, step: int = 0, each_chunk: Callable[[], None] = lambda: None
+) -> None:
+    """Forward, loss and backward of three chunks of rows, then backward of the rest."""
+    hidden = model(tokens(step, which)).flatten(0, 1)
+    detached = hidden.detach().requires_grad_()
+    for chunk in detached.chunk(3):
+        model.head(model.norm(chunk)).square().mean().backward()
+        each_chunk()
+    hidden.backward(detached.grad)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [None, True, False, 1])
+@pytest.mark.parametrize("kind", ["plain", "tied", "checkpoint"])
+def test_chunked_loss(rank: int, world_size: int, raf: bool | int | None, kind: str) -> None:
+    """Behaviour 85: N chunks, N reductions of the group, each changes `.grad`; the sum is that of one process."""
+    plain = ChunkedLm(tied=kind == "tied", use_checkpoint=kind == "checkpoint")
+    model = copy.deepcopy(plain)
+    if type(raf) is int:
+        with pytest.warns(UserWarning, match="reshard_after_forward=1"):
+            shard_chunked(model, raf)
+    else:
+        shard_chunked(model, raf)
+    for step in range(2):
+        model.zero_grad()
+        seen: list[Tensor] = []
+
+        def remember(seen: list[Tensor] = seen) -> None:
+            seen.append(model.head.weight.grad.to_local().clone())
+
+        with events.record() as log:
+            chunked_backward(model, rank, step, remember)
+        name = "norm, head" + (", embed" if kind == "tied" else "")
+        assert units(log, "reduce_scatter").count(name) == (4 if kind == "tied" else 3)
+        assert len({tuple(grad.flatten().tolist()) for grad in seen}) == 3 or seen[0].numel() == 0
+        assert is_sharded(model.norm) and is_sharded(model.block)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: chunked_backward(m, r, step)))
+
+
+@on_ranks(2)
+def test_chunked_loss_grouped_or_not(rank: int, world_size: int) -> None:
+    """Behaviour 85: a group gives the gradients of separate units."""
+    plain = ChunkedLm()
+    models = [shard_chunked(copy.deepcopy(plain), True, grouped) for grouped in (True, False)]
+    for model in models:
+        chunked_backward(model, rank)
+    for grouped, apart in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(grouped.grad.to_local(), apart.grad.to_local())
+
+
+@on_ranks(2)
+def test_chunked_loss_with_accumulation(rank: int, world_size: int) -> None:
+    """Behaviour 85, 96: without gradient sync in the first microbatch, one reduction less for each of its chunks."""
+    plain = ChunkedLm()
+    model = shard_chunked(copy.deepcopy(plain), True)
+    with events.record() as log:
+        for step in range(2):
+            model.set_requires_gradient_sync(step == 1)
+            chunked_backward(model, rank, step)
+    assert units(log, "reduce_scatter").count("norm, head") == 3
+
+    def backward(module: ChunkedLm, which: int) -> None:
+        for step in range(2):
+            chunked_backward(module, which, step)
+
+    assert_gradients(model, mean_gradients(plain, world_size, backward))
+
+
+@on_ranks(2)
+def test_keeping_the_group_between_chunks(rank: int, world_size: int) -> None:
+    """Behaviour 86: with both reshards off around the loop, one gather serves all chunks; `reshard` ends it."""
+    plain = ChunkedLm()
+    model = shard_chunked(copy.deepcopy(plain), True)
+
+    def keep(value: bool) -> None:
+        model.norm.set_reshard_after_forward(not value)
+        model.norm.set_reshard_after_backward(not value)
+
+    for step in range(2):
+        model.zero_grad()
+        hidden = model(tokens(step, rank)).flatten(0, 1)
+        detached = hidden.detach().requires_grad_()
+        keep(True)
+        with events.record() as log:
+            for chunk in detached.chunk(3):
+                model.head(model.norm(chunk)).square().mean().backward()
+                assert is_unsharded(model.norm) and is_unsharded(model.head)
+        assert units(log, "all_gather") == ["norm, head"]
+        assert units(log, "reduce_scatter") == ["norm, head"] * 3
+        model.head.reshard()
+        keep(False)
+        assert is_sharded(model.norm) and is_sharded(model.head)
+        hidden.backward(detached.grad)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: chunked_backward(m, r, step)))

@@ -1,0 +1,140 @@
+"""Every option against one process that trains the plain model: alone, in pairs, and in sets that hold every pair.
+
+A *set* is a few options together, chosen so that all sets hold every pair that goes together at least once (a pairwise
+covering array): some hundred trainings in place of 1500. When a set fails, its pairs are trained one by one and the
+message names those that fail alone. ``FSDP2_ALL_PAIRS=1`` trains each pair by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from tests.helpers.options import BY_NAME, OPTIONS, REFUSED, SKIPPED, Case
+from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
+
+Names = tuple[str, ...]
+SET_SIZE = 6
+SEED = 0
+NUM_BATCHES = {2: 8, 4: 4}
+SAMPLE_ON_4 = 60  # pairs that do not need four ranks
+
+
+def goes_together(first: str, second: str) -> bool:
+    """Whether a pair can be trained: it gives no argument twice, and is not in the tables."""
+    pair = frozenset((first, second))
+    return not BY_NAME[first].keys & BY_NAME[second].keys and pair not in REFUSED and pair not in SKIPPED
+
+
+def pairs(world_size: int) -> list[Names]:
+    """Those to train on that many ranks: all that need them, and on 4 a sample of the others."""
+    every = [pair for pair in combinations(BY_NAME, 2) if goes_together(*pair)]
+    needs_4 = [pair for pair in every if any(BY_NAME[name].needs_4 for name in pair)]
+    others = [pair for pair in every if pair not in set(needs_4)]
+    return others if world_size == 2 else needs_4 + random.Random(SEED).sample(others, SAMPLE_ON_4)
+
+
+@cache
+def covering(world_size: int) -> list[Names]:
+    """Sets that hold all `pairs`: each begins with a pair that is missing and takes, one by one, what adds the most."""
+    rng = random.Random(SEED)
+    missing = {frozenset(pair) for pair in pairs(world_size)}
+    order = pairs(world_size)
+    rng.shuffle(order)
+    sets = []
+    for pair in order:
+        if frozenset(pair) not in missing:
+            continue
+        chosen = list(pair)
+        while len(chosen) < SET_SIZE:
+            fit = [name for name in BY_NAME if name not in chosen and all(goes_together(name, c) for c in chosen)]
+            if world_size == 2:
+                fit = [name for name in fit if not BY_NAME[name].needs_4]
+            gains = {name: sum(frozenset((name, c)) in missing for c in chosen) for name in fit}
+            if not any(gains.values()):
+                break
+            most = max(gains.values())
+            chosen.append(rng.choice([name for name, gain in gains.items() if gain == most]))
+        missing -= {frozenset(each) for each in combinations(chosen, 2)}
+        sets.append(tuple(chosen))
+    return sets
+
+
+def train_all(rank: int, world_size: int, sets: Sequence[Names]) -> None:
+    """The body on every rank."""
+    for names in sets:
+        case = Case([BY_NAME[name] for name in names], rank, world_size)
+        try:
+            case.run()
+        except AssertionError:
+            raise
+        except Exception as error:
+            raise AssertionError(
+                f"{case.name} (rank {rank} of {world_size}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def fails(world_size: int, sets: Sequence[Names]) -> str:
+    """The message of the failure of these sets, empty without one."""
+    try:
+        run_on_ranks(train_all, world_size, sets=sets)
+    except RanksFailed as error:
+        return str(error)
+    return ""
+
+
+def blame(world_size: int, sets: Sequence[Names]) -> list[str]:
+    """Which options, pairs or else whole sets fail by themselves."""
+    found: list[str] = []
+    for names in sets:
+        if not fails(world_size, [names]):
+            continue
+        alone = [name for name in names if fails(world_size, [(name,)])]
+        in_pairs = [pair for pair in combinations(names, 2) if not set(pair) & set(alone) and fails(world_size, [pair])]
+        found += alone or [" + ".join(pair) for pair in in_pairs] or [" + ".join(names)]
+    return found
+
+
+def check(world_size: int, sets: Sequence[Names]) -> None:
+    __tracebackhide__ = True
+    if message := fails(world_size, sets):
+        pytest.fail(f"seed {SEED}: fail by themselves: {blame(world_size, sets)}\n{message}", pytrace=False)
+
+
+@on_ranks(4)
+def test_refused(rank: int, world_size: int) -> None:
+    """What does not go together is refused, with an error that says why, before anything runs."""
+    for pair, refusal in REFUSED.items():
+        names = sorted(pair)
+        case = Case([BY_NAME[name] for name in names], rank, world_size)
+        try:
+            with pytest.raises(refusal.error, match=refusal.match):
+                case.sharded()
+        except BaseException as error:  # pytest's own for "did not raise" is no Exception
+            raise AssertionError(f"{case.name}: expected {refusal}, got {error!r}") from error
+
+
+@pytest.mark.exhaustive  # each option is in some set of `test_together`
+@pytest.mark.parametrize("world_size", [2, 4], ids=["ranks2", "ranks4"])
+def test_alone(world_size: int) -> None:
+    """Each option trains as one process does."""
+    check(world_size, [(option.name,) for option in OPTIONS if world_size == 4 or not option.needs_4])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch"),
+    [
+        pytest.param(size, batch, marks=[pytest.mark.exhaustive] if size == 4 and batch > 0 else [])
+        for size, number in NUM_BATCHES.items()
+        for batch in range(number)
+    ],
+)
+def test_together(world_size: int, batch: int) -> None:
+    """So does each pair, here several at a time."""
+    sets = pairs(world_size) if os.environ.get("FSDP2_ALL_PAIRS") else covering(world_size)
+    check(world_size, sets[batch :: NUM_BATCHES[world_size]])

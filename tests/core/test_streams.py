@@ -1,0 +1,190 @@
+"""Memory on streams (docs/design.md, invariants 4 and 5; Behaviour 143, 144), proved with simulated streams on the CPU:
+unsharded storage is taken and freed on the all-gather stream only, freed only after that stream has waited for
+compute's last use, and never more than two units are alive; and the order of an accelerator gives the results of the
+CPU's order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shard
+from fsdp2.comm.gloo import GlooComm
+from fsdp2.runtime import context, memory, storage
+from fsdp2.runtime.extended import ExtendedGather
+from tests.helpers.ranks import on_ranks
+from tests.helpers.simulated_streams import SimulatedStreams
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 64)) for _ in range(5)])
+
+
+def train(model: nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.set_requires_gradient_sync(step != 0)
+        model(x).square().mean().backward()
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+def parts_of(memory: Any) -> list[storage.FlatStorage]:
+    """The flat storages behind what a group releases as a whole."""
+    if isinstance(memory, storage.Storages):
+        return [flat for part in memory.parts for flat in parts_of(part)]
+    return [memory._raw] if isinstance(memory, ExtendedGather) else [memory]
+
+
+class Watch:
+    """Checks every `alloc` and `free` of the library's flat storages against the simulated streams."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, streams: SimulatedStreams):
+        self.streams = streams
+        self.alive: dict[int, storage.FlatStorage] = {}
+        self.released: dict[int, dict[str, int]] = {}
+        self.most_alive_bytes = 0
+        self.num_freed = 0
+        alloc, free, release = storage.FlatStorage.alloc, storage.FlatStorage.free, memory.ReleasedMemory.release
+
+        def watched_alloc(flat: storage.FlatStorage) -> None:
+            assert streams.current == "gather"
+            if id(flat) in self.released:
+                assert streams.has_waited_for(self.released.pop(id(flat))), "taken back while compute may still read it"
+            alloc(flat)
+            self.alive[id(flat)] = flat
+            self.most_alive_bytes = max(self.most_alive_bytes, sum(each.nbytes for each in self.alive.values()))
+
+        def watched_free(flat: storage.FlatStorage) -> None:
+            assert streams.current == "gather"
+            if id(flat) in self.released:
+                assert streams.has_waited_for(self.released.pop(id(flat))), "freed while compute may still read it"
+                self.num_freed += 1
+            free(flat)
+            self.alive.pop(id(flat), None)  # what an extension releases early is freed once more with the group
+
+        def watched_release(self_: memory.ReleasedMemory, flat: storage.FlatStorage) -> None:
+            assert streams.current == "compute"
+            at = streams.tick()
+            for part in parts_of(flat):
+                self.released[id(part)] = at
+            release(self_, flat)
+
+        monkeypatch.setattr(storage.FlatStorage, "alloc", watched_alloc)
+        monkeypatch.setattr(storage.FlatStorage, "free", watched_free)
+        monkeypatch.setattr(memory.ReleasedMemory, "release", watched_release)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hsdp", [False, True])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
+def test_accelerator_order_is_safe_and_gives_the_same(
+    rank: int, world_size: int, hsdp: bool, reshard: bool | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Behaviour 143, 144, 189, 190: no memory is freed before its last use; at most two units, and nothing is left."""
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard")) if hsdp else None
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+
+    def sharded() -> nn.Module:
+        model = make_model()
+        for block in model:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    expected = train(sharded(), rank)
+    streams = SimulatedStreams()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(GlooComm, "direct_min_bytes", 4096)  # weights direct, biases packed
+        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+        watch = Watch(monkeypatch, streams)
+        actual = train(sharded(), rank)
+        if reshard is not False:
+            # Two units, the one that computes and the one that is gathered, and the packed lane's few biases.
+            unit_bytes = sum(param.nbytes for param in make_model()[0].parameters())
+            assert unit_bytes * 1.9 < watch.most_alive_bytes < unit_bytes * 2.1
+        assert watch.num_freed > 0
+        assert not watch.alive, "everything is given back at the end of backward"
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
+    assert streams.has_waited_for(streams.clocks["reduce"]), "compute has waited for every reduction"
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero": ZeroPolicy(1)},
+    "secondary shards": {"zero": ZeroPolicy(3, secondary_shard_size=2)},
+    "sharded replicas": {"zero": ZeroPolicy(3, shard_size=2, shard_replicas=True)},
+    "int8": {"mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)},
+    "int8 and secondary shards": {
+        "zero": ZeroPolicy(3, secondary_shard_size=2),
+        "mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8),
+    },
+    "16 bits on the wire": {"mp_policy": MixedPrecisionPolicy(reduce_scatter_dtype=torch.bfloat16)},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "keep storage": {},
+    "prediction": {},
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_are_safe_and_give_the_same(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 144, 146: what has memory or gathers of its own follows the same rules, in the order of an
+    accelerator."""
+
+    def sharded() -> nn.Module:
+        model = make_model()
+        for block in model:
+            fully_shard(block, **FEATURES[name])
+        fully_shard(model, **FEATURES[name])
+        model.set_keep_unsharded_storage(name == "keep storage")
+        model.set_auto_forward_prefetch(name == "prediction")
+        return model
+
+    expected = train(sharded(), rank, steps=5)
+    streams = SimulatedStreams()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+        watch = Watch(monkeypatch, streams)
+        actual = train(sharded(), rank, steps=5)
+        assert watch.num_freed > 0 or name == "keep storage"
+        assert not watch.alive or name == "keep storage", "everything is given back at the end of backward"
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
+    assert streams.has_waited_for(streams.clocks["reduce"]), "compute has waited for every reduction"
+
+
+@on_ranks(2)
+def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> None:
+    """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
+    streams = SimulatedStreams()
+    seen: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+        model = make_model()
+        ends: list[dict[str, int]] = []
+        for index, block in enumerate(model):
+
+            def begin(module: nn.Module, args: object, index: int = index) -> None:
+                # Registered before fully_shard, so it runs after the gather was issued and before the compute.
+                with streams.gathering():
+                    seen.append((index, sum(streams.has_waited_for(end) for end in ends)))
+
+            def end(module: nn.Module, args: object, output: object) -> None:
+                ends.append(streams.tick())
+
+            block.register_forward_pre_hook(begin)
+            block.register_forward_hook(end)
+            fully_shard(block)
+        fully_shard(model)
+        with torch.no_grad():
+            model(torch.randn(2, 64))
+    assert seen == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]

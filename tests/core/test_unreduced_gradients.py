@@ -1,0 +1,270 @@
+"""Steps, clips and `zero_grad` while gradients wait to be reduced: a warning, and an error where nothing is ever
+trained; silence in every legal pattern of accumulation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2 import OrderError, ZeroPolicy
+from fsdp2.runtime.step_hook import install_step_hooks
+from tests.helpers.parity_models import Layers, batch, mesh_2d, shard_blocks
+from tests.helpers.ranks import on_ranks
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank, 4)).square().sum().backward()
+
+
+@contextmanager
+def alarms() -> Iterator[list[str]]:
+    """The texts of the warnings about unreduced gradients."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught if "were not reduced" in str(each.message)]
+
+
+def turn_off(model: Any, setter: str) -> None:
+    getattr(model, setter)(setter == "set_manual_backward_finalization")
+
+
+LEAVING = {
+    "set_requires_gradient_sync": None,
+    "set_requires_all_reduce": None,
+    "set_manual_backward_finalization": None,
+    "set_is_last_backward": ZeroPolicy(stage=1),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("setter", LEAVING)
+def test_steps_that_train_nothing(rank: int, world_size: int, setter: str) -> None:
+    """A training in which the last microbatch never reduces: nothing was trained, the gradient norm was 0.0, and no
+    error came. Now the first clip or step warns, with the units and the setter, and the second step is an error."""
+    hsdp = mesh_2d(2, world_size // 2) if setter == "set_requires_all_reduce" else None
+    model: Any = shard_blocks(fsdp2, Layers(2), mesh=hsdp, zero=LEAVING[setter])
+    optimizer = torch.optim.AdamW(model.parameters())
+    turn_off(model, setter)
+    params = list(model.parameters())
+    backward(model, 0, rank)
+    with alarms() as texts:
+        assert fsdp2.clip_grad_norm_(params, 1.0) == 0
+        fsdp2.clip_grad_norm_(model.parameters(), 1.0)  # unsharded ones, where ZeRO keeps these
+        optimizer.step()
+    (text,) = texts
+    assert text.startswith("clip_grad_norm_: gradients of (root), 'layers.0', 'layers.1' were not reduced"), text
+    assert f"because of {setter}(" in text
+    backward(model, 1, rank)
+    with pytest.raises(OrderError, match=r"AdamW\.step: gradients of .*nothing is trained"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_a_setter_that_was_set_back(rank: int, world_size: int) -> None:
+    """What held in the backward counts, not what holds at the step."""
+    model: Any = shard_blocks(fsdp2, Layers(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.layers[1].set_requires_gradient_sync(False)
+    backward(model, 0, rank)
+    model.set_requires_gradient_sync(True)
+    with alarms() as texts:
+        optimizer.step()
+    assert "AdamW.step: gradients of 'layers.1' were" in texts[0] and "set_requires_gradient_sync(False)" in texts[0]
+
+
+@on_ranks(2)
+def test_reductions_that_nobody_waited_for(rank: int, world_size: int) -> None:
+    """`set_is_last_backward(False)` before a step, and a handle without `wait`: some gradients are on their way."""
+    for handle in (False, True):
+        model: Any = shard_blocks(fsdp2, Layers(2))
+        model.set_is_last_backward(False)
+        model.set_manual_backward_finalization(handle)
+        backward(model, 0, rank)
+        waiting = model.finalize_backward(async_op=True) if handle else None
+        with alarms() as texts:
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        assert ("a handle that" if handle else "set_is_last_backward(False)") in texts[0]
+        if waiting is not None:
+            waiting.wait()
+        else:
+            model.set_is_last_backward(True)
+            backward(model, 1, rank)
+        with alarms() as texts:
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        assert not texts
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("of_model", [True, False])
+def test_clearing_is_no_error(rank: int, world_size: int, of_model: bool) -> None:
+    """Who throws accumulated gradients away is told that these were not thrown away, once and no more."""
+    model: Any = shard_blocks(fsdp2, Layers(2))
+    optimizer = fsdp2.local_optimizer(torch.optim.AdamW, model.parameters())
+    model.set_requires_gradient_sync(False)
+    with alarms() as texts:
+        for step in range(3):
+            backward(model, step, rank)
+            (model if of_model else optimizer).zero_grad()
+    assert len(texts) == 1 and texts[0].startswith("zero_grad: gradients of (root)")
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    with alarms() as texts:
+        (model if of_model else optimizer).zero_grad()
+        backward(model, 4, rank)
+        optimizer.step()
+    assert not texts
+
+
+def accumulate(model: Any, rank: int, setters: tuple[str, ...]) -> None:
+    """Three microbatches, of which the third is the last of the step."""
+    for micro in range(3):
+        for setter in setters:
+            getattr(model, setter)(micro == 2)
+        backward(model, micro, rank)
+
+
+LEGAL: dict[str, dict[str, Any]] = {
+    "no_sync": {"setters": ("set_requires_gradient_sync",)},
+    "no_all_reduce": {"setters": ("set_requires_all_reduce",), "hsdp": True},
+    "both": {"setters": ("set_requires_gradient_sync", "set_requires_all_reduce"), "hsdp": True},
+    "is_last": {"setters": ("set_is_last_backward",)},
+    "pipeline": {
+        "setters": ("set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward"),
+    },
+    "zero0": {"setters": ("set_is_last_backward",), "zero": ZeroPolicy(stage=0)},
+    "zero1": {"setters": ("set_is_last_backward",), "zero": ZeroPolicy(stage=1)},
+    "zero2": {"setters": ("set_is_last_backward",), "zero": ZeroPolicy(stage=2)},
+    "never_all_reduce_without_replicas": {"setters": (), "off": "set_requires_all_reduce"},
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("pattern", LEGAL)
+def test_legal_patterns(rank: int, world_size: int, pattern: str) -> None:
+    """Accumulation that reduces in the last microbatch, in every way there is: no warning."""
+    case = LEGAL[pattern]
+    mesh = mesh_2d(2, world_size // 2) if case.get("hsdp") else None
+    model: Any = shard_blocks(fsdp2, Layers(2), mesh=mesh, zero=case.get("zero"))
+    if "off" in case:
+        getattr(model, case["off"])(False)
+    optimizer = fsdp2.local_optimizer(torch.optim.AdamW, model.parameters())
+    for _ in range(3):
+        accumulate(model, rank, case["setters"])
+        assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_closure_does_the_last_microbatch(rank: int, world_size: int) -> None:
+    """Lightning's optimizer steps take a closure with the last microbatch: gradients wait when the step begins, and
+    must not when it ends."""
+    model: Any = shard_blocks(fsdp2, Layers(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for is_reduced in (True, False):
+        model.set_requires_gradient_sync(False)
+        backward(model, 0, rank)
+
+        def closure(is_reduced: bool = is_reduced) -> float:
+            model.set_requires_gradient_sync(is_reduced)
+            loss = model(batch(1, rank, 4)).square().sum()
+            loss.backward()
+            return float(loss)
+
+        with alarms() as texts:
+            optimizer.step(closure)
+        assert len(texts) == (not is_reduced)
+
+
+@on_ranks(2)
+def test_other_optimizers_may_step(rank: int, world_size: int) -> None:
+    """One model accumulates while another, or a part that is not sharded, is stepped in each microbatch. And within
+    one model: units that are stepped less often than others are no error, since gradients do arrive."""
+    one, other = shard_blocks(fsdp2, Layers(2)), shard_blocks(fsdp2, Layers(2))
+    steps = torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(1))])
+    one.set_requires_gradient_sync(False)
+    for step in range(3):
+        backward(one, step, rank)
+        backward(other, step, rank)
+        steps.step()
+    both: Any = shard_blocks(fsdp2, Layers(2))
+    both.layers[0].set_requires_gradient_sync(False)
+    optimizer = torch.optim.AdamW(both.parameters())
+    with alarms() as texts:
+        for step in range(4):
+            backward(both, step, rank)
+            optimizer.step()
+    assert len(texts) == 1
+
+
+@on_ranks(2)
+def test_a_scaler_that_skips(rank: int, world_size: int) -> None:
+    """A `GradScaler` that skips a step after infinite gradients, and its accumulation: no warning."""
+    model: Any = shard_blocks(fsdp2, Layers(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            factor = float("inf") if step == 1 else 1.0
+            scaler.scale(model(batch(step, rank, 4)).square().sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_steps_within_backward(rank: int, world_size: int) -> None:
+    """Optimizers that step as soon as a gradient arrives, in hooks, while other units still wait."""
+    model: Any = shard_blocks(fsdp2, Layers(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    accumulate(model, rank, ("set_requires_gradient_sync",))
+
+
+@on_ranks(2)
+def test_gradients_that_are_gone(rank: int, world_size: int) -> None:
+    """Unsharded gradients that the user cleared, and models that are gone, do not wait."""
+    model: Any = shard_blocks(fsdp2, Layers(2), reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    model.set_requires_gradient_sync(False)
+    sharded = list(model.parameters())
+    backward(model, 0, rank)
+    model.zero_grad()
+    fsdp2.clip_grad_norm_(sharded, 1.0)
+    other: Any = shard_blocks(fsdp2, Layers(2))
+    other.set_requires_gradient_sync(False)
+    backward(other, 0, rank)
+    params = list(other.parameters())
+    del other
+    fsdp2.clip_grad_norm_(params, 1.0)
+
+
+@pytest.mark.exhaustive
+def test_compiled_steps_pay_nothing() -> None:
+    """The hooks that look at optimizers cost a compiled step no graph: as many frames and breaks as in a program that
+    shards nothing. (One hook, installed by the import, cost 43 frames and 7 breaks.)"""
+    counts = []
+    for install in (lambda: None, install_step_hooks):
+        install()
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        plain = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(plain.parameters())
+        plain(torch.ones(1, 2)).sum().backward()
+        torch.compile(optimizer.step, backend="eager")()
+        frames, breaks = torch._dynamo.utils.counters["frames"], torch._dynamo.utils.counters["graph_break"]
+        counts.append((frames["total"], sum(breaks.values())))
+    assert counts[1] <= counts[0], counts

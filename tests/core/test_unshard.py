@@ -1,0 +1,335 @@
+"""`reshard_after_forward` in all values, and unsharding by hand (docs/behaviour.md, sections H and I)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2 import MixedPrecisionPolicy, UnshardHandle, events, fully_shard
+from tests.helpers.models import (
+    Transformer,
+    check_step,
+    is_sharded,
+    is_unsharded,
+    linears,
+    mlp,
+    numels,
+    reference_grads,
+    run_step,
+    sharded_copy,
+    tokens,
+    units,
+)
+from tests.helpers.parity_models import assert_gradients, batch, full, mean_gradients
+from tests.helpers.ranks import on_ranks
+from tests.helpers.threads import run_threads
+
+
+def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
+    """Every child with parameters is a unit, and then the root."""
+    for child in model.children():
+        if any(True for _ in child.parameters()):
+            fully_shard(child, **options)
+    return fully_shard(model, **options)
+
+
+# --- reshard_after_forward --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, False])
+def test_form_after_forward(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 72: True leaves sharded DTensors, False plain tensors; `reshard` restores the former."""
+    plain = linears(1)
+    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=raf))
+    sharded = list(model.parameters())
+    model(batch(0, rank, 4))
+    assert is_sharded(model) if raf else is_unsharded(model)
+    model.reshard()
+    assert all(param is old for param, old in zip(model.parameters(), sharded, strict=True))
+
+
+@on_ranks(4)
+def test_int_reshards_to_a_smaller_mesh(rank: int, world_size: int) -> None:
+    """Behaviour 72: (4, 4) over 4 ranks with 2: DTensors on a (2, 2) mesh, two rows each; `reshard` restores one
+    row."""
+    plain = nn.Linear(4, 4)
+    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=2))
+    sharded = model.weight
+    model(batch(0, rank, 4))
+    weight = model.weight
+    assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter) and weight is not sharded
+    assert weight.placements == (Replicate(), Shard(0)) and tuple(weight.device_mesh.shape) == (2, 2)
+    assert weight.shape == (4, 4) and weight.to_local().shape == (2, 4)
+    assert torch.equal(weight.to_local(), plain.weight[2 * (rank % 2) :][:2])
+    assert torch.equal(full(weight), plain.weight)
+    model.reshard()
+    assert model.weight is sharded and sharded.to_local().shape == (1, 4)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("features", [(4, 4, 4), (5, 3, 5)])
+def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: tuple[int, ...]) -> None:
+    """Behaviour 74: forward gathers over 4 ranks, backward over 2, to the same number of elements when even."""
+    plain = mlp(*features)
+    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
+    with events.record() as log:
+        check_step(model, plain, rank, world_size, dim=features[0])
+    gathers = [(event.unit, event.numel, event.group_size) for event in log if event.kind == "all_gather"]
+    assert [(unit, size) for unit, _, size in gathers] == [("0", 4), ("2", 4), ("2", 2), ("0", 2)]
+    assert {event.group_size for event in log if event.kind == "reduce_scatter"} == {4}
+    if features == (4, 4, 4):
+        assert {numel for _, numel, _ in gathers} == {20}
+
+
+@on_ranks(4)
+def test_int_over_several_steps(rank: int, world_size: int) -> None:
+    """Behaviour 74: an optimizer's changes are in the next forward; nothing stays from the last backward."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
+    optim, plain_optim = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    for step in range(3):
+        check_step(model, plain, rank, world_size, step)
+        for name, grad in reference_grads(plain, world_size, step).items():
+            plain.get_parameter(name).grad = grad
+        optim.step()
+        plain_optim.step()
+
+
+def _hsdp_step(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 8)
+    with torch.no_grad():
+        plain.weight.copy_(torch.arange(64.0).view(8, 8) / 64)
+        plain.bias.copy_(torch.arange(8.0))
+    model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh, reshard_after_forward=2))
+    out = model(batch(0, rank, 8))
+    assert model.weight.placements == (Replicate(), Shard(0))
+    assert model.weight.to_local().shape == (4, 8)
+    out.square().mean().backward()
+    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: run_step(m, r, dim=8)))
+
+
+def test_int_with_hsdp() -> None:
+    """Behaviour 74: on a 2 x 4 mesh with 2: gathered in pairs in backward, reduced over 4 and then over 2."""
+    run_threads(8, _hsdp_step)
+
+
+@on_ranks(4)
+def test_int_of_the_whole_axis_is_true(rank: int, world_size: int) -> None:
+    """Behaviour 73: k = S."""
+    model = fully_shard(nn.Linear(4, 4), reshard_after_forward=4)
+    sharded = model.weight
+    with events.record() as log:
+        loss = model(batch(0, rank, 4)).sum()
+        assert model.weight is sharded
+        loss.backward()
+    assert [event.group_size for event in log if event.kind == "all_gather"] == [4, 4]
+
+
+@on_ranks(2)
+def test_int_of_one_is_false(rank: int, world_size: int) -> None:
+    """Behaviour 73: k = 1 warns and keeps the parameters."""
+    with pytest.warns(UserWarning, match="reshard_after_forward=1"):
+        model = fully_shard(nn.Linear(4, 4), reshard_after_forward=1)
+    model(batch(0, rank, 4))
+    assert is_unsharded(model)
+
+
+@on_ranks(2)
+def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> None:
+    """Behaviour 76: everything is gathered again, and reduced once."""
+    plain = linears(3)
+    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=False))
+    loss = model(batch(0, rank, 4)).square().mean()
+    assert is_unsharded(model)
+    for layer in model:
+        layer.reshard()
+    model.reshard()
+    assert is_sharded(model)
+    with events.record() as log:
+        loss.backward()
+    assert sorted(units(log, "all_gather")) == ["0", "1", "2"]
+    assert sorted(units(log, "reduce_scatter")) == ["0", "1", "2"]
+    assert_gradients(model, reference_grads(plain, world_size))
+
+
+@on_ranks(2)
+def test_updates_of_sharded_parameters_are_seen(rank: int, world_size: int) -> None:
+    """Behaviour 77: an in-place change of the sharded parameter is in the next unshard."""
+    plain = linears(1)
+    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
+    model(batch(0, rank, 4))
+    model.reshard()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(3)
+    model.unshard()
+    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, 3 * old)
+
+
+# --- unshard and reshard ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_unshard(rank: int, world_size: int) -> None:
+    """Behaviour 78, 79: before any forward; returns None with the parameters usable."""
+    plain = linears(1)
+    model = sharded_copy(plain, fully_shard)
+    assert model.unshard() is None
+    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param, old)
+    model.reshard()
+    assert is_sharded(model)
+    model.reshard()
+    check_step(model, plain, rank, world_size)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("first", ["wait", "forward"])
+def test_async_unshard(rank: int, world_size: int, first: str) -> None:
+    """Behaviour 78: parameters stay sharded until `wait`, or the next forward, which does not gather again."""
+    plain = linears(1)
+    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
+    with events.record() as log:
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        assert is_sharded(model)
+        if first == "wait":
+            assert handle.wait() is None
+            assert is_unsharded(model)
+            assert torch.equal(model[0].weight, plain[0].weight)
+        run_step(model, rank)
+    assert units(log, "all_gather") == [""]
+    assert is_sharded(model)
+    handle.wait()
+    handle.wait()
+    assert is_sharded(model), "an old handle unshards nothing"
+    assert_gradients(model, reference_grads(plain, world_size))
+
+
+@on_ranks(2)
+def test_async_unshard_then_reshard(rank: int, world_size: int) -> None:
+    """Behaviour 78: a gather that nobody wants any more is dropped, and later steps are right."""
+    plain = linears(2)
+    model = sharded_copy(plain, shard_layers)
+    handle = model[1].unshard(async_op=True)
+    model[1].reshard()
+    assert is_sharded(model)
+    check_step(model, plain, rank, world_size)
+    handle.wait()
+    assert is_sharded(model)
+
+
+@on_ranks(2)
+def test_unshard_never_gathers_twice(rank: int, world_size: int) -> None:
+    """Behaviour 79: neither again by hand, nor under way, nor in the forward that follows."""
+    model = linears(1)
+    fully_shard(model, reshard_after_forward=False)
+    with events.record() as log:
+        for async_op in (True, True, False, True, False):
+            model.unshard(async_op=async_op)
+        model(batch(0, rank, 4))
+        model.unshard()
+    assert numels(log, "all_gather") == [("", 20)] and units(log, "unshard") == [""]
+
+
+class Nothing(nn.Module):
+    """Neither parameters nor work."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@on_ranks(2)
+def test_unshard_without_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 79: does nothing, and gives a handle where one is asked for."""
+    model = fully_shard(Nothing())
+    with events.record() as log:
+        assert model.unshard() is None
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        handle.wait()
+        model.reshard()
+    assert not any(event.kind == "all_gather" for event in log)
+
+
+@on_ranks(2)
+def test_unshard_follows_param_dtype(rank: int, world_size: int) -> None:
+    """Behaviour 79, 113: gathered and shown in the compute dtype."""
+    plain = linears(1)
+    model = sharded_copy(plain, lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+    with events.record() as log:
+        model.unshard()
+    assert [(event.dtype, event.nbytes) for event in log if event.kind == "all_gather"] == [(torch.bfloat16, 40)]
+    assert torch.equal(model[0].weight, plain[0].weight.bfloat16())
+    model.reshard()
+    assert model[0].weight.dtype == torch.float32
+
+
+@on_ranks(2)
+def test_any_member_acts_for_a_list(rank: int, world_size: int) -> None:
+    """Behaviour 80: unshard by one member, reshard by another."""
+    model = linears(3)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    model[0].unshard()
+    assert is_unsharded(model[0]) and is_unsharded(model[1]) and is_sharded(model[2])
+    model[1].reshard()
+    assert is_sharded(model)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("ahead", [1, 2, 9])
+@pytest.mark.parametrize("raf", [True, False])
+def test_unsharding_ahead(rank: int, world_size: int, ahead: int, raf: bool) -> None:
+    """Behaviour 81: asynchronously unsharding some or all of the next modules keeps the gradients of one process."""
+    plain = linears(4)
+    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=raf))
+    layers = list(model)
+
+    def unshard_next(index: int) -> None:
+        for layer in layers[index + 1 : index + 1 + ahead]:
+            layer.unshard(async_op=True)
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: unshard_next(index), prepend=True)
+    for step in range(2):
+        with events.record() as log:
+            check_step(model, plain, rank, world_size, step)
+        gathers = units(log, "all_gather")
+        assert sorted(gathers[:4]) == ["0", "1", "2", "3"]
+        assert len(gathers) == (8 if raf else 4), "never twice in one pass"
+
+
+@on_ranks(2)
+def test_unsharding_everything_up_front(rank: int, world_size: int) -> None:
+    """Behaviour 81: as a 1F1B schedule does, over several microbatches with one backward each."""
+    plain = Transformer()
+    model = sharded_copy(plain, lambda m: ([fully_shard(block) for block in m.blocks], fully_shard(m)))
+    modules = [model, *model.blocks]
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    for module in modules:
+        module.unshard(async_op=True)
+    with events.record() as log:
+        for micro in range(3):
+            model.set_is_last_backward(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            model.set_requires_gradient_sync(micro == 2)
+            model(tokens(micro, rank)).square().mean().backward()
+    assert units(log, "all_gather") == []
+    assert is_sharded(model)
+
+    def backward(reference: nn.Module, which: int) -> None:
+        for micro in range(3):
+            reference(tokens(micro, which)).square().mean().backward()
+
+    assert_gradients(model, mean_gradients(plain, world_size, backward))

@@ -1,0 +1,500 @@
+"""What travels in fewer bits than it is kept in: the int8 all-gather (ZeRO++'s qwZ) and the 16-bit reduce-scatter that
+is summed in fp32. The oracle is one process that does the rounding by itself: `rounded` for the parameters,
+`.to(bfloat16)` for each rank's gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from fsdp2.comm.base import Operand, Scatter
+from fsdp2.comm.flat import FlatComm
+from tests.helpers.models import error_of
+from tests.helpers.parity_models import Block, Stack, TiedLm, batch, full, local, mesh_2d, shard_blocks, shard_like
+from tests.helpers.ranks import on_ranks
+from tests.helpers.threads import run_threads
+
+BLOCK = 256
+BF16 = torch.bfloat16
+INT8 = MixedPrecisionPolicy(all_gather_dtype=torch.int8)
+WIRE = MixedPrecisionPolicy(reduce_scatter_dtype=BF16)
+BOTH = MixedPrecisionPolicy(all_gather_dtype=torch.int8, reduce_scatter_dtype=BF16)
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """1-D, in the order in which the elements lie in memory."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
+
+
+def scales_of(flat: Tensor) -> Tensor:
+    """For each element of one rank's shard the scale of its block."""
+    scales = [part.abs().max().expand(part.numel()) / 127 for part in flat.float().split(BLOCK) if part.numel()]
+    return torch.cat(scales) if scales else flat.float()
+
+
+def rounded(whole: Tensor, num_shards: int) -> Tensor:
+    """What a parameter sharded on dim 0 looks like after an int8 all-gather: each shard in blocks of its own."""
+    shards = []
+    for shard in whole.chunk(num_shards):
+        scales = scales_of(shard.flatten())
+        q = torch.where(scales > 0, (shard.flatten().float() / scales).round(), 0)
+        shards.append((q * scales).view(shard.shape))
+    return torch.cat(shards)
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, fsdp2.FSDPModule)]
+
+
+def unsharded(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all unsharded parameters; the model is sharded again after it."""
+    for unit in units_of(model):
+        unit.unshard()
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert not any(isinstance(param, DTensor) for param in found.values())
+    for unit in units_of(model):
+        unit.reshard()
+    return found
+
+
+def same_everywhere(tensor: Tensor) -> bool:
+    mine = in_memory(tensor).contiguous()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(other, mine) for other in everyone)
+
+
+def check_rounding(model: nn.Module, exact: dict[str, Tensor], num_shards: int) -> None:
+    """Unsharded parameters: the same on all ranks, and at most half a step of their block from the sharded ones, which
+    are `exact`. A rank looks at its own shard; together they look at all."""
+    gathered, worst = unsharded(model), 0.0
+    for name, param in model.named_parameters():
+        mine = local(param).detach()
+        assert torch.equal(mine, shard_like(exact[name], param).to(mine.dtype)), (
+            f"{name}: the sharded parameter changed"
+        )
+        assert same_everywhere(gathered[name]), f"{name} differs between ranks"
+        flat, got = in_memory(mine), in_memory(shard_like(gathered[name], param)).float()
+        # The compute dtype rounds once more.
+        bound = scales_of(flat) * 0.50001 + got.abs() * torch.finfo(gathered[name].dtype).eps / 2
+        error = (got - flat.float()).abs()
+        assert (error <= bound).all(), f"{name}: {error.max()} is more than half a step"
+        if flat.numel():
+            worst = max(worst, (error / bound.clamp_min(1e-30)).max().item())
+    assert worst > 0.4, "nothing was rounded, so nothing was quantised"
+
+
+# --- what the unsharded parameters are --------------------------------------------------------------------------------
+
+
+def stack(**sizes: int) -> Stack:
+    """A `Stack` with four outputs: no rank has exactly one row (see `test_int8_with_one_row_on_the_last_rank`)."""
+    model = Stack(**sizes)
+    model.out = nn.Linear(model.out.in_features, 4)
+    return model
+
+
+class Convolutions(nn.Module):
+    """(batch, 8) -> (batch, 4); channels last, and dims that divide by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 11, 5).to(memory_format=torch.channels_last)
+        self.out = nn.Linear(11, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.sum(1).view(-1, 1, 1, 1).expand(-1, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+        return self.out(self.conv(image).tanh().mean((2, 3)))
+
+
+def shard_dim_1(param: nn.Parameter) -> Shard:
+    return Shard(1 if param.dim() > 1 else 0)
+
+
+def tied() -> nn.Module:
+    model = TiedLm(vocab=11)
+    model.blocks = nn.ModuleList([Block(6, 7 * 8)])
+    return model
+
+
+def frozen_stack() -> nn.Module:
+    model = stack(hidden=64)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    return model
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "uneven": (stack, {}),
+    "large": (lambda: stack(dim=8, hidden=600, depth=1), {}),
+    "dim_1": (lambda: stack(hidden=600), {"shard_placement_fn": shard_dim_1}),
+    "channels_last": (Convolutions, {}),
+    "tied": (tied, {}),
+    "frozen": (frozen_stack, {}),
+    "bf16": (stack, {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, all_gather_dtype=torch.int8)}),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("case", CASES)
+def test_int8_error_is_half_a_step(rank: int, world_size: int, case: str) -> None:
+    """For every shape, layout and dtype; before training, and after an optimizer step."""
+    build, options = CASES[case]
+    torch.manual_seed(0)
+    plain = build()
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), **{"mp_policy": INT8, **options})
+    check_rounding(model, dict(plain.named_parameters()), world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0, rank)).float().square().mean().backward()
+    optimizer.step()
+    check_rounding(model, {name: full(param.detach()) for name, param in model.named_parameters()}, world_size)
+
+
+@on_ranks(2)
+def test_int8_with_one_row_on_the_last_rank(rank: int, world_size: int) -> None:
+    """Three rows over two ranks. On the second, the scales have one row, as has its shard."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 3)
+    check_rounding(fully_shard(copy.deepcopy(plain), mp_policy=INT8), dict(plain.named_parameters()), world_size)
+
+
+@on_ranks(4)
+def test_int8_with_hsdp_is_the_same_on_all_replicas(rank: int, world_size: int) -> None:
+    """The blocks are those of the shard axis, so replicas compute with the same numbers."""
+    torch.manual_seed(0)
+    plain = stack()
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8, mesh=mesh_2d(2, 2))
+    check_rounding(model, dict(plain.named_parameters()), 2)
+
+
+@on_ranks(2)
+def test_int8_from_the_meta_device(rank: int, world_size: int) -> None:
+    """Behaviour 31: sharded on meta, materialised, initialised; then as ever."""
+    with torch.device("meta"):
+        model = stack()
+    shard_blocks(fsdp2, model, mp_policy=INT8)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1)
+    for param in model.parameters():
+        nn.init.normal_(local(param))
+    check_rounding(model, {name: full(param.detach()) for name, param in model.named_parameters()}, world_size)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "used_before",
+    [
+        False,
+        True,
+    ],
+)
+def test_int8_after_conversion_to_float64(rank: int, world_size: int, used_before: bool) -> None:
+    """Behaviour 33: the parameters are fp64 afterwards, sharded and unsharded, and near each other as before."""
+    torch.manual_seed(0)
+    plain = stack()
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8)
+    if used_before:
+        model(batch(0, rank))
+    model.to(torch.float64)
+    assert {param.dtype for param in unsharded(model).values()} == {torch.float64}
+    check_rounding(model, dict(plain.named_parameters()), world_size)
+    model(batch(0, rank, dtype=torch.float64)).square().mean().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+
+
+@on_ranks(2, 4)
+def test_int8_deepcopy_is_independent(rank: int, world_size: int) -> None:
+    """A copy (EMA, teacher) gathers its own shards, also when the original has changed or gone."""
+    torch.manual_seed(0)
+    model = shard_blocks(fsdp2, stack(), mp_policy=INT8)
+    model(batch(0, rank))
+    model.reshard()
+    before = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    check_rounding(twin, before, world_size)
+    check_rounding(model, {name: value + 1.0 for name, value in before.items()}, world_size)
+    del model
+    check_rounding(twin, before, world_size)
+
+
+@on_ranks(4)
+def test_int8_backward_gather_from_the_smaller_mesh(rank: int, world_size: int) -> None:
+    """Behaviour 74: what a smaller group gathers before backward is bit by bit what forward computed with: the copies
+    are of the unsharded parameters, not quantised again."""
+    torch.manual_seed(0)
+    model = shard_blocks(fsdp2, stack(hidden=64), mp_policy=INT8, reshard_after_forward=2)
+    seen: dict[str, list[dict[str, Tensor]]] = {}
+
+    def watch(name: str, block: nn.Module) -> None:
+        def note(*_: Any) -> None:
+            params = {key: param.detach().clone() for key, param in block.named_parameters()}
+            seen.setdefault(name, []).append(params)
+
+        # Within the block: there its parameters are unsharded in forward and in backward.
+        block.norm.register_forward_hook(note)
+        block.norm.register_forward_hook(lambda _module, _args, output: output.register_hook(note) and None)
+
+    for name, block in model.blocks.named_children():
+        watch(name, block)
+    for step in range(3):
+        seen.clear()
+        with events.record() as log:
+            loss = model(batch(step, rank)).square().mean()
+        forward_ranks = {event.group_size for event in log if event.kind == "all_gather"}
+        with events.record() as log:
+            loss.backward()
+        backward_ranks = {event.group_size for event in log if event.kind == "all_gather"}
+        assert (forward_ranks, backward_ranks) == ({4}, {2})
+        assert len(seen) == 3
+        for forward, backward in seen.values():
+            for name, value in forward.items():
+                assert torch.equal(value, backward[name]), name
+                assert same_everywhere(value)
+    for unit in units_of(model):
+        unit.reshard()
+    check_rounding(model, {name: full(param.detach()) for name, param in model.named_parameters()}, world_size)
+
+
+@on_ranks(2)
+def test_int8_leaves_other_dtypes_alone(rank: int, world_size: int) -> None:
+    """Integer parameters travel as they are; a block with a NaN is NaN on every rank, and no other is."""
+    model = nn.Linear(64, 32)
+    model.table = nn.Parameter(torch.arange(12), requires_grad=False)  # type: ignore[assignment]
+    fully_shard(model, mp_policy=INT8)
+    with torch.no_grad():
+        if rank == 0:
+            local(model.weight)[0, 3] = float("nan")
+    found = unsharded(model)
+    assert torch.equal(found["table"], torch.arange(12))
+    bad = found["weight"].isnan().flatten()
+    assert bad[:BLOCK].all() and not bad[BLOCK:].any()
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def one_process(
+    plain: nn.Module, x_of_rank: Callable[[int], list[Tensor]], world_size: int, num_shards: int, policy: Any
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses by rank and the mean gradient by name: parameters and gradients rounded as `policy` says, in one process.
+    A rank's batches are accumulated before its gradients are rounded."""
+    params = {name: param.detach() for name, param in plain.named_parameters()}
+    if policy.all_gather_dtype is not None:
+        params = {name: rounded(value, num_shards) for name, value in params.items()}
+    losses, total = [], {name: torch.zeros_like(value) for name, value in params.items()}
+    for rank in range(world_size):
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        for x in x_of_rank(rank):
+            loss = functional_call(plain, leaves, (x,)).square().mean()
+            loss.backward()
+        losses.append(loss.detach())
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            grad = leaf.grad if policy.reduce_scatter_dtype is None else leaf.grad.to(policy.reduce_scatter_dtype)
+            total[name] += grad.float()
+    return losses, {name: value / world_size for name, value in total.items()}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["int8", "wire", "both"])
+def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: str, accumulate: int) -> None:
+    """In each of five steps losses and gradients are those of one process that rounds
+    parameters and gradients in the same places. Between the two are fp32's own roundings: 1e-5 of the largest value;
+    with bf16 gradients a rounding may fall on the other side, which moves the mean by one step of bf16 / world_size."""
+    policy = {"int8": INT8, "wire": WIRE, "both": BOTH}[kind]
+    torch.manual_seed(0)
+    plain = stack(hidden=70)
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=policy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.5) for each in (model, plain)]
+    first = None
+
+    def batches(of_rank: int) -> list[Tensor]:
+        return [batch(index, of_rank) for index in range(accumulate)]
+
+    for step in range(5):
+        for index, x in enumerate(batches(rank)):
+            model.set_requires_gradient_sync(index == accumulate - 1)
+            loss = model(x).square().mean()
+            loss.backward()
+        losses, wanted = one_process(plain, batches, world_size, world_size, policy)
+        assert torch.allclose(loss.detach(), losses[rank], rtol=1e-5)
+        for name, param in model.named_parameters():
+            plain.get_parameter(name).grad = wanted[name]
+            want, got = shard_like(wanted[name], param), local(param.grad)
+            ulp = 0.0 if policy.reduce_scatter_dtype is None else torch.finfo(BF16).eps / world_size
+            atol = wanted[name].abs().max().item() * (1e-5 + ulp)
+            assert torch.allclose(got, want, rtol=0, atol=atol), f"step {step}: {name}"
+            if ulp and want.numel() > 50:  # a flip is rare
+                assert ((got - want).abs() > 1e-5 * wanted[name].abs().max()).float().mean() < 0.02, name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        first = losses[0] if first is None else first
+    assert losses[0] < first, "it learns"
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(full(param.detach()), plain.get_parameter(name).detach(), rtol=1e-3, atol=1e-3)
+
+
+@on_ranks(2, 4)
+def test_int8_loss_is_near_the_exact_one(rank: int, world_size: int) -> None:
+    """The change of the loss is, to first order, the sum of gradient times change. A change is at most half a step, and
+    even within it: variance ``scale ** 2 / 12``. So the loss changes by ``sum(|gradient| * scale) / 2`` at the very
+    most, and by the square root of ``sum((gradient * scale) ** 2) / 12`` on average, of which we allow five."""
+    torch.manual_seed(0)
+    plain = stack(hidden=300)
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8)
+    x = batch(0, rank)
+    exact = plain(x).square().mean()
+    exact.backward()
+    most, variance = 0.0, 0.0
+    for param in plain.parameters():
+        for shard, grad in zip(param.detach().chunk(world_size), param.grad.chunk(world_size), strict=True):
+            change = grad.flatten() * scales_of(shard.flatten())
+            most += change.abs().sum().item() / 2
+            variance += change.square().sum().item() / 12
+    difference = (model(x).square().mean() - exact).abs().item()
+    assert 0 < difference < 5 * variance**0.5 < most
+
+
+@on_ranks(4)
+def test_wire_with_hsdp(rank: int, world_size: int) -> None:
+    """bf16 over the shard axis only; the all-reduce over the replicas stays in fp32, and so does the sum."""
+    torch.manual_seed(0)
+    plain = stack()
+    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=BOTH, mesh=mesh_2d(2, 2))
+    with events.record() as log:
+        model(batch(0, rank)).square().mean().backward()
+    assert {event.dtype for event in log if event.kind == "reduce_scatter"} == {BF16}
+    assert {event.dtype for event in log if event.kind == "all_reduce"} == {torch.float32}
+    _, wanted = one_process(plain, lambda r: [batch(0, r)], world_size, 2, BOTH)
+    for name, param in model.named_parameters():
+        atol = wanted[name].abs().max().item() * (1e-5 + torch.finfo(BF16).eps / world_size)
+        assert torch.allclose(local(param.grad), shard_like(wanted[name], param), rtol=0, atol=atol), name
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def nbytes(log: Iterable[events.Event], kind: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for event in log:
+        if event.kind == kind:
+            found[event.unit] = found.get(event.unit, 0) + event.nbytes
+    return found
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("param_dtype", [None, BF16])
+def test_bytes_on_the_wire(rank: int, world_size: int, param_dtype: torch.dtype | None) -> None:
+    """The int8 gather sends 1 + 4/256 bytes an element and padding; the bf16 wire 2 in place of 4."""
+    logs = {}
+    for name, more in {"plain": {}, "int8": {"all_gather_dtype": torch.int8, "reduce_scatter_dtype": BF16}}.items():
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, **more)
+        model = fully_shard(nn.Linear(96, 1024), mp_policy=policy)
+        with events.record() as logs[name]:
+            model(torch.ones(2, 96)).sum().backward()
+    numels = [1024 * 96 // world_size, 1024 // world_size]  # of a shard
+    exact = world_size * sum(numel + 4 * -(-numel // BLOCK) for numel in numels)
+    slack = world_size * 16  # packed tensors are aligned
+    assert exact <= nbytes(logs["int8"], "all_gather")[""] <= exact + slack
+    itemsize = 4 if param_dtype is None else 2
+    assert nbytes(logs["plain"], "all_gather")[""] == world_size * sum(numels) * itemsize
+    assert nbytes(logs["int8"], "reduce_scatter")[""] == sum(numels) * 2
+    assert nbytes(logs["plain"], "reduce_scatter")[""] == sum(numels) * 4
+
+
+# --- the error of a sum -----------------------------------------------------------------------------------------------
+
+
+def sums(rank: int, world_size: int) -> dict[str, float]:
+    """The largest error of this rank's mean gradient, over the largest mean, of three ways to reduce; against fp64.
+
+    Gradients of data-parallel ranks agree in part: a common direction and noise of the same size."""
+    numel = 4096
+    group = dist.group.WORLD
+    assert group is not None
+    common = torch.randn(numel * world_size, generator=torch.Generator().manual_seed(99))
+    everyone = [
+        common + torch.randn(numel * world_size, generator=torch.Generator().manual_seed(each))
+        for each in range(world_size)
+    ]
+    bounds = [index * numel for index in range(world_size + 1)]
+    exact = Operand(torch.stack(everyone).double().mean(0), bounds).row(rank)
+    errors = {}
+    for name, source, total in [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16 wire", BF16, torch.float32),
+        ("bf16 sum", BF16, BF16),
+    ]:
+        scatter = Scatter(Operand(everyone[rank].to(source), bounds), torch.empty(numel, dtype=total))
+        FlatComm().reduce_scatter([scatter], group, True).wait()
+        errors[name] = ((scatter.output.double() - exact).norm() / exact.norm()).item()
+    return errors
+
+
+def check_order(errors: dict[str, float], world_size: int) -> None:
+    """Roundings are independent, so n of them add up to sqrt(n) of one. On the wire each rank rounds once, and the mean
+    makes it smaller: u / sqrt(3) / sqrt(n) at most (a rounding is even within +-u). A sum in bf16 rounds n - 1 times
+    more, at the size of the sum, so that its error grows with n."""
+    u = torch.finfo(BF16).eps / 2
+    assert errors["fp32"] < 1e-6
+    assert errors["fp32"] * 100 < errors["bf16 wire"] < 2 * u / (3 * world_size) ** 0.5
+    assert errors["bf16 sum"] > 1.3 * errors["bf16 wire"]
+    if world_size >= 8:
+        assert errors["bf16 sum"] > 3 * errors["bf16 wire"]
+
+
+@on_ranks(2, 4)
+def test_error_of_the_sum(rank: int, world_size: int) -> None:
+    """fp32 << bf16 wire << bf16 sum."""
+    check_order(sums(rank, world_size), world_size)
+
+
+@pytest.mark.parametrize("world_size", [8, 16])
+def test_error_of_the_sum_on_many_ranks(world_size: int) -> None:
+    """The more ranks, the better the wire's error and the worse the bf16 sum's."""
+    for errors in run_threads(world_size, sums):
+        check_order(errors, world_size)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_fp16_on_the_wire_overflows_visibly(rank: int, world_size: int) -> None:
+    """A sum beyond fp16's range is fine, since it is formed in fp32; a single gradient beyond it is inf, for
+    the gradient scaler to see, and never a wrong number."""
+    model = nn.Linear(1, 4, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.float16))
+    model.set_gradient_divide_factor(1.0)
+    model(torch.full((1, 1), 60000.0)).sum().backward()  # which fp16 has
+    assert local(model.weight.grad).flatten().tolist() == [120000.0] * 2
+    model.weight.grad = None
+    model(torch.full((1, 1), 70000.0 if rank else 1.0)).sum().backward()
+    assert local(model.weight.grad).isinf().all()
+
+
+@on_ranks(2)
+def test_options_that_torch_does_not_have(rank: int, world_size: int) -> None:
+    """torch's FSDP2 has neither field; ours reject what they cannot do, and what contradicts them."""
+    for option in ({"all_gather_dtype": torch.int8}, {"reduce_scatter_dtype": BF16}):
+        assert "unexpected keyword" in error_of(TypeError, lambda o=option: torch_fsdp.MixedPrecisionPolicy(**o))
+    assert "torch.int8" in error_of(ValueError, lambda: MixedPrecisionPolicy(all_gather_dtype=torch.uint8))
+    assert "floating-point" in error_of(ValueError, lambda: MixedPrecisionPolicy(reduce_scatter_dtype=torch.int8))
+    model: Any = fully_shard(Block(8, 4), mp_policy=WIRE)
+    assert "reduce_scatter_dtype" in error_of(ValueError, lambda: model.set_custom_reduce_scatter(object()))

@@ -1,0 +1,502 @@
+"""`auto_shard` and its policies: which modules become units, and what the report says. Plans are made without
+processes, from meta models."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+from fsdp2 import ArgumentError, MisuseError, MixedPrecisionPolicy, fully_shard
+from fsdp2.wrap import (
+    Policy,
+    Verdict,
+    WrapReport,
+    auto_shard,
+    by_class,
+    by_predicate,
+    by_size,
+    transformer_blocks,
+)
+from tests.helpers.models import Transformer, TransformerBlock, error_of, tokens
+from tests.helpers.parity_models import Block, Stack, TiedLm, assert_gradients, batch, local, mean_gradients, one_batch
+from tests.helpers.ranks import on_ranks
+
+
+class Attention(nn.Module):
+    """Grouped-query attention as in Llama, without positions."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int) -> None:
+        super().__init__()
+        self.size = dim // num_heads
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, num_kv_heads * self.size, bias=False)
+        self.wv = nn.Linear(dim, num_kv_heads * self.size, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """Gated, as in Llama."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class DecoderLayer(nn.Module):
+    """A layer of `Llama`; with `num_experts` its feed-forward is the mean of that many."""
+
+    def __init__(self, dim: int, num_experts: int = 0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        self.attention = Attention(dim, 4, 2)
+        self.experts = nn.ModuleList(FeedForward(dim, 3 * dim) for _ in range(num_experts or 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + sum(expert(self.norm2(x)) for expert in self.experts) / len(self.experts)
+
+
+class Llama(nn.Module):
+    """Tokens to logits; layers in a ModuleDict, as in torchtitan."""
+
+    def __init__(self, depth: int = 3, dim: int = 8, vocab: int = 11, num_experts: int = 0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleDict({str(index): DecoderLayer(dim, num_experts) for index in range(depth)})
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Translator(nn.Module):
+    """torch's own encoder-decoder between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.transformer = nn.Transformer(8, 2, 2, 3, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.transformer(x, x.flip(1)))
+
+
+def encoder() -> nn.Module:
+    """torch's own encoder alone."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), 2)
+
+
+class Stage(nn.Module):
+    """A stage of a hierarchical model: a stack, and a layer that changes the width."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TransformerBlock(8, 2) for _ in range(depth))
+        self.merge = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Many(nn.Module):
+    """Holds the modules it is given; never run."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def plan(build: Callable[[], nn.Module], policy: Policy, **options: Any) -> WrapReport:
+    """The dry run on a meta model."""
+    with torch.device("meta"):
+        model = build()
+    return auto_shard(model, policy, dry_run=True, **options)
+
+
+def fqns(build: Callable[[], nn.Module], policy: Policy, **options: Any) -> list[str]:
+    """The names of the units, without the root."""
+    report = plan(build, policy, **options)
+    assert report.units[-1].fqn == ""
+    return [unit.fqn for unit in report.units[:-1]]
+
+
+def left(report: WrapReport) -> dict[str, str]:
+    """The reasons for modules that are no units, by name."""
+    return {fqn: left.reason for left in report.left for fqn in left.fqns}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_report() -> None:
+    """Issue: policies "tell what they did and why": units in order with sizes, runs in one row, what is left."""
+    report = plan(Llama, transformer_blocks())
+    assert_expected_inline(
+        str(report),
+        """\
+4 units by transformer_blocks()
+  unit                   class             parameters  why
+  layers.0 ... layers.2  3 x DecoderLayer  784 each    one of 3 in 'layers', which have 92.7% of all parameters
+  (root)                 Llama             184         the root: all that no other unit holds
+  not a unit: 1 x Embedding (embed), 88: not an element of a stack of blocks
+  not a unit: 1 x RMSNorm (norm), 8: not an element of a stack of blocks
+  not a unit: 1 x Linear (head), 88: not an element of a stack of blocks""",
+    )
+    assert sum(unit.numel for unit in report.units) == sum(param.numel() for param in Llama().parameters())
+
+
+def test_dry_run_changes_nothing() -> None:
+    """Issue: a dry run reports without sharding, needs no process group, and works on meta models."""
+    model = Stack()
+    report = auto_shard(model, by_class(Block), dry_run=True)
+    assert [(unit.fqn, unit.class_name) for unit in report.units] == [
+        ("blocks.0", "Block"),
+        ("blocks.1", "Block"),
+        ("blocks.2", "Block"),
+        ("", "Stack"),
+    ]
+    assert type(model) is Stack and type(model.blocks[0]) is Block
+    assert report == plan(Stack, by_class(Block))
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+def test_by_class() -> None:
+    """FSDP1's transformer_auto_wrap_policy: classes, derived ones, and names of either."""
+
+    class Special(Block):
+        pass
+
+    def build() -> nn.Module:
+        return Many(a=Block(4, 5), b=Special(4, 5), c=nn.Linear(4, 4))
+
+    for policy in (by_class(Block), by_class("Block"), by_class(Special, Block)):
+        assert fqns(build, policy) == ["a", "b"]
+    assert fqns(build, by_class("Special")) == ["b"]
+    assert fqns(build, by_class(Block, nn.Linear)) == ["a.up", "a.down", "a", "b.up", "b.down", "b", "c"]
+    assert left(plan(build, by_class(Block))) == {"c": "its class is not Block"}
+
+
+def test_by_size() -> None:
+    """FSDP1's size_based_auto_wrap_policy: what no unit below holds yet must reach the size."""
+
+    def build() -> nn.Module:
+        blocks = nn.ModuleList(Many(a=nn.Linear(4, 4, bias=False), b=nn.Linear(9, 9)) for _ in range(2))
+        return Many(blocks=blocks, tail=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), out=nn.Linear(2, 2))
+
+    assert fqns(build, by_size(90)) == ["blocks.0.b", "blocks.1.b"]
+    assert fqns(build, by_size(16)) == [
+        *("blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"),
+        *("tail.0", "tail.1"),
+    ]
+    report = plan(build, by_size(40))
+    assert [unit.fqn for unit in report.units] == ["blocks.0.b", "blocks.1.b", "tail", ""]
+    assert report.units[-1].numel == 2 * 16 + 6
+    assert left(report) == dict.fromkeys(["blocks.0.a", "blocks.1.a", "out"], "smaller than 40 elements")
+    assert "has no forward" in left(plan(build, by_size(32)))["blocks"]
+    assert fqns(build, by_size(91)) == ["blocks.0", "blocks.1"]
+
+
+def test_by_predicate() -> None:
+    """FSDP1's lambda_auto_wrap_policy, and the options that CustomPolicy takes from a dict."""
+    report = plan(Stack, by_predicate(lambda fqn, module: fqn.endswith("1") or isinstance(module, nn.LayerNorm)))
+    chosen = ["blocks.0.norm", "blocks.1.norm", "blocks.1", "blocks.2.norm"]
+    assert [unit.fqn for unit in report.units[:-1]] == chosen
+
+    def keep_last(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
+        return {"reshard_after_forward": fqn != "blocks.2"} if isinstance(module, Block) else False
+
+    report = plan(Stack, by_predicate(keep_last))
+    assert [unit.options.get("reshard_after_forward") for unit in report.units] == [True, True, False, None]
+    assert "keep_last chose it, reshard_after_forward=False" in str(report)
+    of_root = {"": {"reshard_after_forward": False}, "inp": {}}
+    report = plan(Stack, by_predicate(lambda fqn, module: of_root.get(fqn, False)))
+    assert [(unit.fqn, unit.options) for unit in report.units] == [("inp", {}), ("", {"reshard_after_forward": False})]
+
+
+def test_transformer_blocks() -> None:
+    """Issue: "transformer blocks found by themselves": in lists, dicts and sequences; several stacks; a model of
+    torch's own. Sequences of leaves are no blocks."""
+    layers = [f"layers.{index}" for index in range(3)]
+    assert fqns(Llama, transformer_blocks()) == layers
+    assert fqns(Stack, transformer_blocks()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert fqns(lambda: nn.Sequential(nn.Linear(4, 4), Block(4, 4), Block(4, 4)), transformer_blocks()) == ["1", "2"]
+    assert fqns(encoder, transformer_blocks()) == ["layers.0", "layers.1"]
+    stacks = {"encoder": 2, "decoder": 3}
+    wanted = [f"transformer.{name}.layers.{index}" for name, depth in stacks.items() for index in range(depth)]
+    assert fqns(Translator, transformer_blocks()) == wanted
+    message = error_of(ArgumentError, lambda: plan(lambda: nn.Sequential(*[nn.Linear(4, 4)] * 3), transformer_blocks()))
+    assert "transformer_blocks() chooses no module below the root" in message
+    assert "1 x Linear (up to 20 elements)" in message
+
+
+def test_transformer_blocks_of_experts_and_stages() -> None:
+    """A block's experts stay with the block; the stages of a hierarchical model are not blocks, what they hold is."""
+    assert fqns(lambda: Llama(num_experts=8), transformer_blocks()) == ["layers.0", "layers.1", "layers.2"]
+    stages = lambda: Many(stages=nn.ModuleList([Stage(2), Stage(3)]))  # noqa: E731
+    wanted = [*(f"stages.0.blocks.{index}" for index in range(2)), *(f"stages.1.blocks.{index}" for index in range(3))]
+    assert fqns(stages, transformer_blocks()) == wanted
+
+
+def test_small_stacks_are_left() -> None:
+    """A stack that is not worth its all-gathers is left to the root, and the report says so."""
+
+    def build() -> nn.Module:
+        return Many(blocks=nn.ModuleList([Block(32, 99), Block(32, 99)]), probes=nn.ModuleList([Block(2, 2)] * 2))
+
+    report = plan(build, transformer_blocks())
+    assert [unit.fqn for unit in report.units] == ["blocks.0", "blocks.1", ""]
+    assert left(report)["probes.0"].endswith("less than 1.0%")
+    assert fqns(build, transformer_blocks(min_share=0)) == ["blocks.0", "blocks.1", "probes.0"]
+
+
+def test_transformer_blocks_of_hugging_face() -> None:
+    """Models of Hugging Face name their blocks; nested models (a vision tower) too."""
+
+    class Tower(nn.Module):
+        _no_split_modules = ("Attention",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention(8, 4, 2)
+
+    class Model(Llama):
+        _no_split_modules = ("FeedForward", "NotThere")
+
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.tower = Tower()
+
+    report = plan(Model, transformer_blocks())
+    assert [unit.fqn for unit in report.units[:-1]] == [
+        "layers.0.attention",
+        "layers.0.experts.0",
+        "tower.attention",
+    ]
+    assert report.units[1].reason == "FeedForward is in _no_split_modules of Model"
+
+
+# --- what holds for every policy --------------------------------------------------------------------------------------
+
+
+def test_shared_modules_and_weights_count_once() -> None:
+    """Issue: never twice. A module under two names is one unit; a weight belongs to the first unit that has it."""
+
+    def build() -> nn.Module:
+        block = Block(4, 5)
+        model = Many(wrapped=Many(inner=block), blocks=nn.ModuleList([block, block, Block(4, 5)]), tied=TiedLm())
+        return model
+
+    report = plan(build, by_class(Block, Many, nn.Embedding, "Linear"))
+    assert [unit.fqn for unit in report.units].count("wrapped.inner") == 1
+    assert not any(unit.fqn in ("blocks.0", "blocks.1") for unit in report.units)
+    assert "blocks.0" not in left(report)
+    assert left(report)["tied.head"] == left(report)["wrapped"] == "no parameters that no other unit holds"
+    assert sum(unit.numel for unit in report.units) == sum(param.numel() for param in build().parameters())
+
+
+def test_children_first_also_when_shared() -> None:
+    """A shared module that stands below a later parent too is decided before both parents."""
+
+    def build() -> nn.Module:
+        shared = Block(4, 5)
+        return Many(a=Many(x=nn.Linear(4, 4), inner=shared), b=Many(x=nn.Linear(4, 4), inner=shared))
+
+    assert fqns(build, by_class(Block, Many)) == ["a.inner", "a", "b"]
+
+
+def test_what_cannot_be_a_unit() -> None:
+    """Issue: never a module without forward; and not MultiheadAttention's out_proj, whose weight it reads itself."""
+    report = plan(Translator, by_predicate(lambda fqn, module: True))
+    chosen = {unit.fqn for unit in report.units}
+    assert not any(fqn.endswith(("out_proj", "layers")) for fqn in chosen)
+    assert {"transformer.encoder.layers.0.self_attn", "head", "transformer"} & chosen == {
+        "transformer.encoder.layers.0.self_attn",
+        "head",
+    }
+    reasons = left(report)
+    assert (
+        reasons["transformer.encoder.layers.0.self_attn.out_proj"] == "MultiheadAttention reads it without calling it"
+    )
+    assert reasons["transformer.encoder.layers"].startswith("has no forward")
+
+
+def test_ignored_params_do_not_count() -> None:
+    """Options that change what a unit holds change the report."""
+    model = Stack()
+    ignored = {model.blocks[0].up.weight}
+    report = auto_shard(model, by_class(Block), dry_run=True, ignored_params=ignored)
+    sizes = [unit.numel for unit in report.units]
+    assert sizes[1] - sizes[0] == model.blocks[0].up.weight.numel()
+
+
+def test_mistakes() -> None:
+    """Issue: a class that matches nothing, or a policy that would wrap nothing, names the classes there are."""
+    message = error_of(ArgumentError, lambda: plan(Stack, by_class(Block, "LlamaDecoderLayer")))
+    assert message.startswith("by_class: the model has no module of class LlamaDecoderLayer. It has 3 x Block (")
+    for policy in (by_size(), by_predicate(lambda fqn, module: False), by_class(Stack), by_class(nn.ModuleList)):
+        message = error_of(ArgumentError, lambda policy=policy: plan(Stack, policy))
+        assert f"{policy.name} chooses no module below the root" in message and "The model has 3 x Block (" in message
+    assert "has no forward" in message
+    for make in (by_class, lambda: by_class({Block}), lambda: by_size(0), lambda: transformer_blocks(2)):  # type: ignore[arg-type]
+        error_of(ArgumentError, make)
+    assert "by_predicate(function)" in error_of(ArgumentError, lambda: plan(Stack, lambda module: True))  # type: ignore[arg-type]
+    assert "cannot be the root" in error_of(
+        ArgumentError, lambda: plan(lambda: nn.ModuleList([Block(4, 4), Block(4, 4)]), transformer_blocks())
+    )
+
+
+# --- sharding ---------------------------------------------------------------------------------------------------------
+
+
+def hand_sharded(model: nn.Module, *stacks: nn.Module, **options: Any) -> nn.Module:
+    """`fully_shard` by hand: every element of these containers, and the model."""
+    for stack in stacks:
+        for element in stack.children():
+            fully_shard(element, **options)
+    return fully_shard(model, **options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["stack", "llama", "experts", "tied", "encoder", "translator"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_is_that_of_sharding_by_hand(rank: int, world_size: int, kind: str, bf16: bool) -> None:
+    """Issue: units found by themselves train as those chosen by hand, bit by bit; options reach every unit."""
+    torch.manual_seed(0)
+    build: dict[str, tuple[Callable[[], Any], Callable[[Any], list[nn.Module]]]] = {
+        "stack": (Stack, lambda model: [model.blocks]),
+        "llama": (Llama, lambda model: [model.layers]),
+        "experts": (lambda: Llama(2, num_experts=3), lambda model: [model.layers]),
+        "tied": (lambda: Transformer(tied=True), lambda model: [model.blocks]),
+        "encoder": (encoder, lambda model: [model.layers]),
+        "translator": (Translator, lambda model: [model.transformer.encoder.layers, model.transformer.decoder.layers]),
+    }
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if bf16 else {}
+    make, stacks = build[kind]
+    plain = make()
+    auto, hand = copy.deepcopy(plain), copy.deepcopy(plain)
+    auto_shard(auto, transformer_blocks(), **options)
+    hand_sharded(hand, *stacks(hand), **options)
+    optims = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (auto, hand)]
+    for step in range(2):
+        x = batch(step, rank).unsqueeze(0) if kind in ("stack", "encoder") else tokens(step, rank)
+        losses = []
+        for model, optim in zip((auto, hand), optims, strict=True):
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    for (name, mine), (_, theirs) in zip(auto.named_parameters(), hand.named_parameters(), strict=True):
+        assert torch.equal(local(mine), local(theirs)), name
+
+
+@on_ranks(2)
+def test_weights_tied_over_units(rank: int, world_size: int) -> None:
+    """Issue: modules that share a weight. The embedding is a unit, the head that has the same weight is none, and
+    training is that of the plain model."""
+    torch.manual_seed(0)
+    plain = TiedLm()
+    model = copy.deepcopy(plain)
+    report = auto_shard(model, by_class(nn.Embedding, Block, nn.Linear))
+    assert left(report)["head"] == "no parameters that no other unit holds"
+    assert report.units[0].fqn == "embed" and report.units[-1].numel == 0
+    assert model.head.weight is model.embed.weight
+    one_batch(model, 0, rank)
+    wanted = mean_gradients(plain, world_size, lambda each, other: one_batch(each, 0, other))
+    assert_gradients(model, wanted)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by", ["size", "class"])
+def test_trains_with_small_units(rank: int, world_size: int, by: str) -> None:
+    """Units of single layers, torch's attention among them, compute what the plain model does, in evaluation too."""
+    torch.manual_seed(0)
+    plain = Translator()
+    model = copy.deepcopy(plain)
+    auto_shard(model, by_size(30) if by == "size" else by_class(nn.MultiheadAttention, nn.Linear))
+    x = tokens(0, rank)
+    out = model(x)
+    torch.testing.assert_close(out, plain(x))
+    out.sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+
+
+@on_ranks(2)
+def test_one_report_and_log_on_all_ranks(rank: int, world_size: int) -> None:
+    """Issue: the same on all ranks, whatever the order of a set; logged at INFO on the logger "fsdp2"."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp2")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        report = auto_shard(Translator(), by_class(*{nn.Linear, nn.Embedding, nn.MultiheadAttention}))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [(record.levelno, record.getMessage()) for record in records] == [(logging.INFO, str(report))]
+    reports: list[Any] = [None] * world_size
+    dist.all_gather_object(reports, report.units)
+    assert reports[0] == reports[1]
+
+
+@on_ranks(2)
+def test_sharded_modules_are_left_alone(rank: int, world_size: int) -> None:
+    """Issue: not modules that are sharded already, nor what is below them; a sharded model is a MisuseError."""
+    model: Any = Stack()
+    mine = fully_shard(model.blocks[1])
+    unit = fully_shard.state(mine)  # type: ignore[attr-defined]
+    report = auto_shard(model, by_class(Block, nn.Linear))
+    assert not any(entry.fqn.startswith("blocks.1") for entry in report.units)
+    assert fully_shard.state(mine) is unit  # type: ignore[attr-defined]
+    assert report.units[-1].numel == 0  # all its layers are units
+    model(batch(0, rank)).sum().backward()
+    assert "sharded already" in error_of(MisuseError, lambda: auto_shard(model, by_class(Block)))
+
+
+@on_ranks(2)
+def test_own_options(rank: int, world_size: int) -> None:
+    """A policy's options go over those of the call, for its unit alone; a policy of one's own is a `Policy`."""
+
+    def rule_for(model: nn.Module) -> Callable[[Any], Verdict]:
+        last = list(model.children())[-1]
+        keep = {"reshard_after_forward": False}
+        return lambda place: Verdict(place.module is last or place.fqn == "0", "mine", keep if place.fqn == "0" else {})
+
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    auto_shard(model, Policy("mine", rule_for), reshard_after_forward=True)
+    model(batch(0, rank, 4))
+    sharded = [type(layer.weight) is not nn.Parameter for layer in model]
+    assert sharded == [False, True, True]

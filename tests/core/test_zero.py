@@ -1,0 +1,274 @@
+"""`ZeroPolicy`: which collectives a step issues, how many bytes they move, and that all of them train the same."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fsdp2
+from fsdp2 import ArgumentError, MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
+from tests.helpers.parity_models import Layers, Stack, assert_same, batch, full, mesh_2d
+from tests.helpers.ranks import on_ranks
+
+MICROBATCHES = 3
+DIM, LAYERS = 8, 3
+NUMEL = DIM * DIM  # of one layer
+
+
+def microbatch(step: int, index: int, rank: int) -> torch.Tensor:
+    return batch(100 * step + index, rank, DIM)
+
+
+def run_step(model: nn.Module, step: int, rank: int) -> None:
+    """Forward and backward of all microbatches, with the one call that tells the policy where a step ends."""
+    for index in range(MICROBATCHES):
+        model.set_is_last_backward(index == MICROBATCHES - 1)
+        model(microbatch(step, index, rank)).square().mean().backward()
+
+
+def reference_step(model: nn.Module, step: int, world_size: int) -> None:
+    for rank in range(world_size):
+        for index in range(MICROBATCHES):
+            (model(microbatch(step, index, rank)).square().mean() / world_size).backward()
+
+
+def sharded(plain: nn.Module, policy: ZeroPolicy, **options: Any) -> nn.Module:
+    model = copy.deepcopy(plain)
+    for child in getattr(model, "layers", None) or model.blocks:
+        fully_shard(child, zero=policy, **options)
+    return fully_shard(model, zero=policy, **options)
+
+
+def counts(log: list[events.Event]) -> dict[tuple[str, int], int]:
+    """How many collectives of each kind, by the number of ranks that take part."""
+    found = Counter((event.kind, event.group_size) for event in log if event.group_size)
+    return dict(found)
+
+
+def nbytes(log: list[events.Event]) -> int:
+    """Bytes that this rank receives in a step, with the ring algorithms that theory assumes."""
+    total = 0.0
+    for event in log:
+        if not event.group_size:
+            continue
+        share = (event.group_size - 1) / event.group_size
+        whole = event.nbytes * (event.group_size if event.kind == "reduce_scatter" else 1)
+        total += whole * share * (2 if event.kind == "all_reduce" else 1)
+    return round(total)
+
+
+# What theory says of a step of `n` units and `m` microbatches on `w` ranks: collectives by kind and number of ranks.
+THEORY = {
+    "stage 0": (ZeroPolicy(0), lambda n, m, w: {("all_reduce", w): n}),
+    "stage 1": (ZeroPolicy(1), lambda n, m, w: {("all_gather", w): n, ("reduce_scatter", w): n}),
+    "stage 2": (ZeroPolicy(2), lambda n, m, w: {("all_gather", w): n, ("reduce_scatter", w): n * m}),
+    "stage 3": (ZeroPolicy(3), lambda n, m, w: {("all_gather", w): 2 * n * m, ("reduce_scatter", w): n * m}),
+}
+# The same on (2, w / 2) ranks, w = 4.
+THEORY_OF_REPLICAS = {
+    "stage 1": (
+        ZeroPolicy(1, shard_size=2),
+        lambda n, m: {("all_gather", 2): n, ("reduce_scatter", 2): n, ("all_reduce", 2): n},
+    ),
+    "stage 3": (
+        ZeroPolicy(3, shard_size=2),
+        lambda n, m: {("all_gather", 2): 2 * n * m, ("reduce_scatter", 2): n * m, ("all_reduce", 2): n},
+    ),
+    "secondary shards": (
+        ZeroPolicy(3, secondary_shard_size=2),
+        lambda n, m: {("all_gather", 4): n * m, ("all_gather", 2): n * m, ("reduce_scatter", 4): n * m},
+    ),
+    # Both axes have two ranks: gathers within the replica, and one over the replicas; likewise the reductions.
+    "sharded replicas": (
+        ZeroPolicy(3, shard_size=2, shard_replicas=True),
+        lambda n, m: {("all_gather", 2): 2 * n * m + n, ("reduce_scatter", 2): n * m + n},
+    ),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@pytest.mark.parametrize("name", THEORY)
+def test_collectives_match_theory(rank: int, world_size: int, name: str, use_reentrant: bool | None) -> None:
+    """Also under gradient accumulation and activation checkpointing; the second step as the first."""
+    policy, theory = THEORY[name]
+    model = sharded(Layers(LAYERS, DIM, root_weight=False, use_reentrant=use_reentrant), policy)
+    for step in range(2):
+        with events.record() as log:
+            run_step(model, step, rank)
+        assert counts(log) == theory(LAYERS, MICROBATCHES, world_size)
+        model.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", THEORY_OF_REPLICAS)
+def test_collectives_of_replicas_match_theory(rank: int, world_size: int, name: str) -> None:
+    policy, theory = THEORY_OF_REPLICAS[name]
+    model = sharded(Layers(LAYERS, DIM, root_weight=False), policy)
+    for step in range(2):
+        with events.record() as log:
+            run_step(model, step, rank)
+        assert counts(log) == theory(LAYERS, MICROBATCHES)
+        model.zero_grad()
+
+
+@on_ranks(4)
+def test_bytes_match_theory(rank: int, world_size: int) -> None:
+    """Bytes a rank receives in a step: P are those of the parameters, (w - 1) / w of them come from others."""
+    size = LAYERS * NUMEL * 4 * (world_size - 1) // world_size
+    expected = {"stage 0": 2, "stage 1": 2, "stage 2": 1 + MICROBATCHES, "stage 3": 3 * MICROBATCHES}
+    for name, (policy, _) in THEORY.items():
+        model = sharded(Layers(LAYERS, DIM, root_weight=False), policy)
+        with events.record() as log:
+            run_step(model, 0, rank)
+        assert nbytes(log) == expected[name] * size, name
+    policy, _ = THEORY_OF_REPLICAS["sharded replicas"]
+    model = sharded(Layers(LAYERS, DIM, root_weight=False), policy)
+    with events.record() as log:
+        run_step(model, 0, rank)
+    within = LAYERS * NUMEL * 4 // 2
+    across = within // 2
+    assert nbytes(log) == 3 * MICROBATCHES * within + 2 * across
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", [*THEORY, *(f"{name} of replicas" for name in THEORY_OF_REPLICAS)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_training_equals_one_process(rank: int, world_size: int, name: str, mixed: bool) -> None:
+    """Uneven rows, accumulation, Adam, an evaluation between steps; the sharded parameters say how they are sharded."""
+    of_replicas = name.endswith(" of replicas")
+    policy = (THEORY_OF_REPLICAS if of_replicas else THEORY)[name.removesuffix(" of replicas")][0]
+    if of_replicas and world_size == 2 and "secondary" not in name:
+        policy = ZeroPolicy(policy.stage, 1, None, policy.shard_replicas)
+    torch.manual_seed(0)
+    plain = Stack()
+    options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
+    model = sharded(plain, policy, **options)
+    optims = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (model, plain)]
+    for step in range(3):
+        run_step(model, step, rank)
+        reference_step(plain, step, world_size)
+        if not mixed:
+            for (where, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(f"step {step}: gradient of {where}", full(mine.grad), theirs.grad, False, 1e-4, 1e-6)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        x = batch(7, 0)
+        with torch.no_grad():
+            tolerance = {"rtol": 0.1, "atol": 0.1} if mixed else {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(model(x).float(), plain(x), **tolerance)
+    for module in model.modules():
+        if isinstance(module, fsdp2.FSDPModule):
+            module.reshard()  # where a policy keeps them, the evaluation has left parameters unsharded
+    for (where, mine), theirs in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert where == theirs[0] and isinstance(mine, DTensor)
+        limit = 5e-2 if mixed else 1e-4
+        assert_same(where, full(mine), theirs[1], False, limit, limit)
+
+
+@on_ranks(4)
+def test_what_is_sharded(rank: int, world_size: int) -> None:
+    """The placements, and the rows that a rank keeps; with sharded replicas, of all ranks."""
+
+    def weight(policy: ZeroPolicy, **options: Any) -> DTensor:
+        return fully_shard(nn.Linear(4, 8, bias=False), zero=policy, **options).weight
+
+    assert weight(ZeroPolicy(0)).placements == (Replicate(),)
+    assert weight(ZeroPolicy(0), mesh=mesh_2d(2, 2)).placements == (Replicate(), Replicate())
+    for stage in (1, 2, 3):
+        assert weight(ZeroPolicy(stage)).placements == (Shard(0),)
+    hsdp = weight(ZeroPolicy(3, shard_size=2))
+    assert hsdp.placements == (Replicate(), Shard(0)) and tuple(hsdp.to_local().shape) == (4, 4)
+    over_all = weight(ZeroPolicy(3, shard_size=2, shard_replicas=True))
+    assert tuple(over_all.to_local().shape) == (2, 4)
+    original = torch.arange(32.0).view(8, 4)
+    layer = nn.Linear(4, 8, bias=False)
+    layer.weight = nn.Parameter(original.clone())
+    sharded_layer = fully_shard(layer, zero=ZeroPolicy(3, shard_size=2, shard_replicas=True))
+    first = 4 * (rank % 2) + 2 * (rank // 2)  # the replica's half, then this replica's half of that
+    assert torch.equal(sharded_layer.weight.to_local(), original[first : first + 2])
+    assert torch.equal(sharded_layer.weight.full_tensor(), original)
+
+
+@on_ranks(2)
+def test_stage_0_keeps_one_copy(rank: int, world_size: int) -> None:
+    """As DDP: the parameter that computes is the one that the optimizer holds."""
+    model = fully_shard(nn.Linear(4, 8), zero=ZeroPolicy(0))
+    address = model.weight.to_local().data_ptr()
+    model.unshard()
+    assert model.weight.data_ptr() == address and not isinstance(model.weight, DTensor)
+
+
+@on_ranks(2)
+def test_a_frozen_base_stays_gathered(rank: int, world_size: int) -> None:
+    """LoRA: the base is gathered once, then never again, until something changes it."""
+
+    class Lora(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(DIM, DIM)
+            self.base.requires_grad_(False)
+            self.down, self.up = nn.Linear(DIM, 2, bias=False), nn.Linear(2, DIM, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Lora(), Lora())
+    model = copy.deepcopy(plain)
+    for child in model:
+        fully_shard(child, zero=ZeroPolicy(3, keep_frozen=True))
+    fully_shard(model, zero=ZeroPolicy(3, keep_frozen=True))
+
+    def gathered(step: int) -> list[int]:
+        for each in (model, plain):
+            each.zero_grad()
+        with events.record() as log:
+            model(batch(step, rank)).square().mean().backward()
+        for r in range(world_size):
+            (plain(batch(step, r)).square().mean() / world_size).backward()
+        for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            wanted = theirs.grad
+            assert_same(name, None if mine.grad is None else full(mine.grad), wanted, False, 1e-4, 1e-6)
+        return sorted(event.numel for event in log if event.kind == "all_gather")
+
+    base, adapter = DIM * DIM + DIM, 4 * DIM
+    assert gathered(0) == [adapter] * 4 + [base] * 2
+    assert gathered(1) == [adapter] * 4
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        model[0].base.weight.mul_(0.5)  # autograd counts it, so the next unshard notices
+        plain[0].base.weight.mul_(0.5)
+    assert gathered(2) == [adapter] * 4 + [base]
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    assert gathered(3) == [adapter] * 4 + [base] * 2
+    for each in (model, plain):
+        each[1].base.requires_grad_(True)
+    assert gathered(4) == [adapter] * 4 + [base], "what was kept serves one more forward"
+    assert gathered(5) == [adapter] * 4 + [base] * 2, "what is trained is gathered for forward and for backward"
+
+
+@on_ranks(2)
+def test_mistakes(rank: int, world_size: int) -> None:
+    for bad in ({"stage": 4}, {"stage": 2, "secondary_shard_size": 2}, {"stage": 1, "shard_replicas": True}):
+        with pytest.raises(ArgumentError, match="ZeroPolicy"):
+            ZeroPolicy(**bad)
+    model = nn.Linear(2, 2)
+    cases: list[tuple[ZeroPolicy, dict[str, Any], str]] = [
+        (ZeroPolicy(2), {"reshard_after_forward": True}, "only one"),
+        (ZeroPolicy(3, shard_size=2), {"mesh": mesh_2d(1, 2)}, "shard_size makes the mesh"),
+        (ZeroPolicy(3, shard_size=3), {}, "divides"),
+        (ZeroPolicy(3, secondary_shard_size=3), {}, "divisor"),
+        (ZeroPolicy(3, shard_replicas=True), {}, "replicate axis"),
+    ]
+    for policy, options, text in cases:
+        with pytest.raises(ArgumentError, match=text):
+            fully_shard(model, zero=policy, **options)
+    assert type(model) is nn.Linear and not isinstance(model, fsdp2.FSDPModule)

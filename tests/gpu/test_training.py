@@ -1,0 +1,199 @@
+"""Training on a GPU gives what torch's FSDP2 gives there. Over NCCL as a world of one, over gloo as two ranks on one
+GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers deterministic."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+import fsdp2
+import fsdp2.comm
+from benchmarks.gpu import delays, groups
+from benchmarks.gpu.model import SHAPES, Llama, loss_of
+from benchmarks.gpu.variants import Flat, direct
+from fsdp2.comm.base import Comm
+from tests.helpers.ranks import on_ranks
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+SHAPE = replace(SHAPES["tiny"], dim=64, blocks=3, hidden=160)
+
+
+def make_model(seed: int = 0) -> Llama:
+    torch.manual_seed(seed)
+    with DEVICE:
+        return Llama(SHAPE)
+
+
+def batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(SHAPE.vocab, (SHAPE.batch, SHAPE.length + 1), generator=generator).to(DEVICE)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def shard(library: Any, model: Llama, mesh: DeviceMesh, mixed: bool = True, **options: Any) -> Any:
+    if mixed:
+        options["mp_policy"] = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        library.fully_shard(block, mesh=mesh, **options)
+    return library.fully_shard(model, mesh=mesh, **options)
+
+
+def train(
+    model: nn.Module, steps: int = 3, rank: int = 0, clip: Callable[..., Any] | None = None
+) -> list[torch.Tensor]:
+    """Losses, norms where it clips, and at the end the local parameters."""
+    with delays.deterministic():
+        return _train(model, steps, rank, clip)
+
+
+def _train(model: nn.Module, steps: int, rank: int, clip: Callable[..., Any] | None) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for step in range(steps):
+        tokens, targets = batch(step, rank)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        results.append(loss.detach().clone())
+        if clip is not None:
+            norm = clip(model.parameters(), max_norm=0.5)
+            results.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*results, *(local(param) for param in model.parameters())]
+
+
+def local(param: torch.Tensor) -> torch.Tensor:
+    return (param.to_local() if isinstance(param, DTensor) else param).detach().clone()
+
+
+def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Bit for bit."""
+    for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(left, right), f"number {number}: {left} is not {right}"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_alone_over_nccl(mixed: bool, reshard: bool) -> None:
+    plain = make_model()
+    with groups.alone(DEVICE):
+        mesh = init_device_mesh(DEVICE.type, (1,))
+        models = [shard(each, copy.deepcopy(plain), mesh, mixed) for each in (fsdp2, torch_fsdp)]
+        for model in models:
+            for block in model.blocks:
+                block.set_reshard_after_forward(reshard)
+        actual, expected = (train(model) for model in models)
+        assert_close(actual, expected, rtol=1e-3, atol=1e-4)  # torch rounds gradients to bf16 before they are fp32
+        if not mixed:
+            assert_close(actual, train(plain), rtol=1e-5, atol=1e-6)
+
+
+LANES: dict[str, Comm] = {"direct": direct(0), "both": direct(1024), "flat": Flat()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_lanes_give_what_torch_gives(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 8, or of 2 replicas of 4 shards; the lanes agree bit for bit."""
+    with groups.simulated(8):
+        mesh = init_device_mesh(DEVICE.type, (8,))
+        if replicas > 1:
+            mesh = init_device_mesh(DEVICE.type, (2, 4), mesh_dim_names=("replicate", "shard"))
+        results = []
+        for comm in LANES.values():
+            monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, comm)
+            results.append(train(shard(fsdp2, make_model(), mesh)))
+        for other in results[1:]:
+            assert_same(other, results[0])
+        expected = train(shard(torch_fsdp, make_model(), mesh))
+        assert_close(results[0], expected, rtol=1e-3, atol=1e-4)
+
+
+@on_ranks(2, timeout_s=120)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_two_ranks_on_one_gpu(rank: int, world_size: int, mixed: bool) -> None:
+    """Over gloo, whose collectives take CUDA tensors: real data from another rank, on real streams. Clipped too."""
+    groups.take_gpu()
+    mesh = init_device_mesh(DEVICE.type, (world_size,))
+    ours = train(shard(fsdp2, make_model(), mesh, mixed), rank=rank, clip=fsdp2.clip_grad_norm_)
+    torchs = train(shard(torch_fsdp, make_model(), mesh, mixed), rank=rank, clip=torch.nn.utils.clip_grad_norm_)
+    assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and gradients live in pinned host memory; the numbers are those without."""
+    monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, direct(1024))
+    with groups.simulated(8):
+        mesh = init_device_mesh(DEVICE.type, (8,))
+        model = shard(fsdp2, make_model(), mesh, offload_policy=fsdp2.CPUOffloadPolicy())
+        tokens, targets = batch(0)
+        loss_of(model(tokens), targets).backward()
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) and isinstance(param.grad, DTensor)
+            assert param.to_local().is_pinned() and param.grad.to_local().is_pinned(), name
+        model.zero_grad()
+        kept = shard(fsdp2, make_model(), mesh)
+        losses = [train(each)[:3] for each in (model, kept)]
+        assert_close(*losses, rtol=1e-4, atol=1e-5)
+
+
+def test_offloaded_memory_is_pinned_again() -> None:
+    """`to_empty` gives memory that is not; a gather would wait for each copy from it."""
+    with groups.simulated(8):
+        with torch.device("meta"):
+            model = Llama(SHAPE)
+        shard(fsdp2, model, init_device_mesh(DEVICE.type, (8,)), offload_policy=fsdp2.CPUOffloadPolicy())
+        model.to_empty(device="cpu")
+        fsdp2.init.materialize(model, lambda each: [nn.init.normal_(p, std=0.02) for p in each.parameters()], seed=0)
+        model(batch(0)[0])
+        assert all(param.to_local().is_pinned() for param in model.parameters())
+
+
+def test_two_compute_dtypes_in_one_unit() -> None:
+    """Copies of one list to destinations of two dtypes: some versions of `_foreach_copy_` took the first one's for all
+    (https://github.com/pytorch/pytorch/issues/173383)."""
+    policy = fsdp2.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        param_dtype_override_fn=lambda param: torch.float32 if param.ndim == 1 else torch.bfloat16,
+    )
+    with groups.simulated(4):
+        torch.manual_seed(0)
+        linear = nn.Linear(64, 64, device=DEVICE)
+        expected = {name: local(param) for name, param in linear.named_parameters()}
+        fsdp2.fully_shard(linear, mesh=init_device_mesh(DEVICE.type, (4,)), mp_policy=policy)
+        linear.unshard()
+        for name, dtype in (("weight", torch.bfloat16), ("bias", torch.float32)):
+            rows = getattr(linear, name)[:16]
+            assert rows.dtype == dtype
+            assert torch.equal(rows, expected[name][:16].to(dtype)), name
+
+
+def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were compiled (without a code generator, so that no compiler is needed) give the same."""
+    monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, direct(1024))
+    losses = []
+    torch.compiler.reset()
+    with groups.simulated(8), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo reports what it does not trace
+        mesh = init_device_mesh(DEVICE.type, (8,))
+        for compiles in (False, True):
+            model = make_model()
+            for block in model.blocks:
+                block.recomputes = False
+                if compiles:
+                    block.compile(backend="aot_eager")
+            losses.append(train(shard(fsdp2, model, mesh))[:3])
+    assert_close(*losses, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,1 @@
+"""Initialisation: meta devices, deferred, seeded, materialised."""

@@ -1,0 +1,274 @@
+"""Memory of `to_empty` that nobody fills is an error at the first forward, and filled memory never is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import distribute_tensor
+
+import fsdp2.checkpoint
+from fsdp2 import OrderError, fully_shard
+from fsdp2.init import materialize, seeded
+from fsdp2.runtime.emptied import is_marked, mark
+from tests.helpers.parity_models import full, local, shard_like
+from tests.helpers.ranks import on_ranks
+
+
+class Net(nn.Module):
+    """Parameters with one row (no shard on all ranks but one), buffers of several dtypes, small ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=0)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 1)])
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("flag", torch.ones((), dtype=torch.bool))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.blocks[0](self.embed(x)))
+        return self.blocks[1](y)  # type: ignore[no-any-return]
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.flag.fill_(True)
+
+
+def sharded(root: bool = True) -> Any:
+    with torch.device("meta"):
+        model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model) if root else model
+
+
+def step(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.arange(11)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("then", ["nothing", "bfloat16", "copy", "requires_grad", "emptied twice", "unshard"])
+def test_nobody_fills_it(rank: int, world_size: int, then: str) -> None:
+    """meta -> fully_shard -> to_empty -> train: a loss of NaN, or of whatever was in that memory before, without a
+    word. What is left without values is named, and what does it in one call."""
+    model = sharded()
+    model.to_empty(device="cpu")
+    if then == "bfloat16":
+        model.to(torch.bfloat16)
+    elif then == "copy":
+        model = copy.deepcopy(model)
+    elif then == "requires_grad":
+        model.requires_grad_(False).requires_grad_(True)
+    elif then == "emptied twice":
+        model.to_empty(device="cpu")
+    elif then == "unshard":
+        model.unshard()
+    for _ in range(2):  # it stays an error until something is done
+        with pytest.raises(OrderError) as caught:
+            model(torch.arange(11))
+        assert "embed.weight" in str(caught.value) and "materialize(model)" in str(caught.value)
+        assert "norm.running_mean" in str(caught.value) and ("blocks.1.weight" in str(caught.value)) == (rank == 0)
+    model.reshard()  # what is written to unsharded parameters is lost
+    with seeded(0):
+        model.init_weights()
+    assert step(model.float()).isfinite()
+
+
+@on_ranks(2)
+def test_one_is_left(rank: int, world_size: int) -> None:
+    """An initialisation that knows every layer but one. A root that is not sharded is emptied, too."""
+    model = sharded(root=False)
+    model.to_empty(device="cpu")
+    with seeded(0):
+        model.embed.reset_parameters()
+        model.norm.reset_parameters()
+        nn.init.normal_(model.blocks[0].weight)
+        model.blocks[1].reset_parameters()
+    with pytest.raises(OrderError, match=r"to_empty gave memory to bias, and"):
+        model(torch.arange(11))
+
+
+@on_ranks(2)
+def test_emptied_after_training(rank: int, world_size: int) -> None:
+    """`to_empty` of a model that has values throws them away."""
+    model = sharded()
+    materialize(model, seed=0)
+    step(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(OrderError, match="nobody has given it values"):
+        model(torch.arange(11))
+    with seeded(0):
+        model.init_weights()
+    step(model)
+
+
+def by_initialisation(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    with seeded(0):
+        model.init_weights()
+
+
+def by_data(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        tensor.data.copy_(distribute_tensor(values[name], tensor.device_mesh, tensor.placements)) if hasattr(
+            tensor, "placements"
+        ) else tensor.data.copy_(values[name])
+
+
+def by_local_tensors(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        part = shard_like(values[name], tensor) if hasattr(tensor, "placements") else values[name]
+        (local(tensor) if hasattr(tensor, "placements") else tensor).copy_(part)
+
+
+def by_numpy(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        part = shard_like(values[name], tensor) if hasattr(tensor, "placements") else values[name]
+        assert part is not None
+        (local(tensor) if hasattr(tensor, "placements") else tensor).detach().numpy()[...] = part.numpy()
+
+
+def by_load_state_dict(model: Any, values: dict[str, torch.Tensor], folder: Path, assign: bool = False) -> None:
+    state = model.state_dict()
+    model.load_state_dict(
+        {
+            name: distribute_tensor(value, state[name].device_mesh, state[name].placements)
+            if hasattr(state[name], "placements")
+            else value
+            for name, value in values.items()
+        },
+        assign=assign,
+    )
+
+
+def by_assignment(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    by_load_state_dict(model, values, folder, assign=True)
+
+
+def by_broadcast(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    set_model_state_dict(
+        model,
+        dict(values) if dist.get_rank() == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+
+
+def by_dcp(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    saved = sharded()
+    materialize(saved, seed=0)
+    by_load_state_dict(saved, values, folder)
+    dcp.save(saved.state_dict(), checkpoint_id=folder)
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+
+
+def by_our_checkpoint(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    if dist.get_rank() == 0:
+        save_file(values, folder / "model.safetensors")
+    dist.barrier()
+    fsdp2.checkpoint.load(folder, model=model)
+
+
+def by_safetensors(model: Any, values: dict[str, torch.Tensor], folder: Path) -> None:
+    file = folder / f"{dist.get_rank()}.safetensors"
+    save_file(values, file)
+    by_numpy(model, load_file(file), folder)
+
+
+WAYS: list[Callable[[Any, dict[str, torch.Tensor], Path], None]] = [
+    by_initialisation,
+    by_data,
+    by_local_tensors,
+    by_numpy,
+    by_load_state_dict,
+    by_assignment,
+    by_broadcast,
+    by_dcp,
+    by_our_checkpoint,
+    by_safetensors,
+]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("fill", WAYS)
+def test_no_false_alarm(rank: int, world_size: int, tmp_path: Any, fill: Any) -> None:
+    """However a model is filled, also where torch notices nothing (`.data`, NumPy, files read into memory)."""
+    torch.manual_seed(0)
+    values = {name: value.clone() for name, value in Net().state_dict().items()}
+    model = sharded()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        fill(model, values, tmp_path)
+    before = {name: full(tensor).clone() for name, tensor in model.state_dict().items()}
+    if fill is not by_initialisation:
+        assert all(torch.equal(before[name], value) for name, value in values.items())
+    assert step(model).isfinite()
+
+
+class Rotary(nn.Module):
+    """A layer with a table that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def reset_buffers(self) -> None:
+        self.table = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.table)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("resets", [True, False])
+def test_buffers_that_no_checkpoint_has(rank: int, world_size: int, resets: bool) -> None:
+    """Loaded from a checkpoint after `to_empty`, a rotary table stayed what was in its memory. Some modules write such
+    buffers in forward, so this is a warning, once."""
+    with torch.device("meta"):
+        model: Any = Rotary()
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with seeded(0):
+        model.linear.reset_parameters()
+    if resets:
+        model.reset_buffers()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(4)), model(torch.ones(4))
+    assert ["to_empty gave memory to table, which" in str(each.message) for each in caught] == [True] * (not resets)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.uint8, torch.bool]
+)
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4, 5)])
+def test_marks(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A mark is there until either end is written to, whatever the dtype and the order of dims in memory; what is too
+    small for one, or is no dense memory, has none."""
+    tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype).permute(*range(len(shape))[::-1])]
+    for tensor in tensors:
+        mark(tensor)
+        assert is_marked(tensor) == (tensor.nbytes >= 4) and tensor._version == 0
+        tensor.view(-1)[-1:].data.fill_(1) if tensor.is_contiguous() else tensor.data.fill_(1)
+        assert not is_marked(tensor)
+    for tensor in (
+        torch.zeros(4, 6)[:, ::2],
+        torch.zeros(0, 3),
+        torch.zeros(3, device="meta"),
+        torch.zeros(1).expand(3),
+    ):
+        mark(tensor)
+        assert not is_marked(tensor) and (tensor.is_meta or not tensor.any())

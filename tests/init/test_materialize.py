@@ -1,0 +1,299 @@
+"""`fsdp2.init.materialize`: one call from the meta device to a model that trains, the same on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import ArgumentError, fully_shard
+from fsdp2.init import deferred, materialize, seeded
+from tests.helpers.ranks import on_ranks
+
+
+class Positions(nn.Module):
+    """A buffer that no state dict has, and how to make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(6.0).sqrt(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+class Rebuilt(Positions):
+    def reset_buffers(self) -> None:
+        self.table = torch.arange(6.0, device=self.table.device).sqrt()
+
+
+class Net(nn.Module):
+    """Layers with `reset_parameters`, one whose reset is called otherwise, running statistics, a tied weight."""
+
+    def __init__(self, positions: type[nn.Module] = Rebuilt) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.positions = positions()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6, bias=False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.positions(self.embed(tokens))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def on_meta(mesh: DeviceMesh | None = None, positions: type[nn.Module] = Rebuilt) -> Net:
+    with torch.device("meta"):
+        model = Net(positions)
+    return shard(model, mesh)
+
+
+def shard(model: Net, mesh: DeviceMesh | None) -> Net:
+    for part in (model.attention, model.up):
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
+
+
+def reference(seed: int) -> dict[str, torch.Tensor]:
+    """The same model in one process, without any sharding: the resets in the order in which constructors end."""
+    model = Net()
+    with seeded(seed), torch.no_grad():
+        for part in (model.embed, *model.attention.children(), model.attention, model.norm, model.up, model.down):
+            getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))()
+        model.head.reset_parameters()
+    return whole(model)
+
+
+def meshes(world_size: int) -> list[DeviceMesh | None]:
+    if world_size != 4:
+        return [None]
+    return [None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
+
+
+@on_ranks(1, 2, 3, 4)
+def test_values_are_those_of_one_process(rank: int, world_size: int) -> None:
+    expected = reference(3)
+    for mesh in meshes(world_size):
+        torch.manual_seed(rank)  # has no say
+        model = on_meta(mesh)
+        materialize(model, seed=3)
+        found = whole(model)
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+        assert model.head.weight is model.embed.weight
+        model(torch.randint(7, (2, 3))).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2, 4)
+def test_a_recording_gives_the_values_of_the_constructor(rank: int, world_size: int) -> None:
+    torch.manual_seed(5)
+    expected = whole(Net(Positions))
+    for mesh in meshes(world_size):
+        torch.manual_seed(5)
+        with deferred() as recording:
+            model = Net(Positions)
+        shard(model, mesh)
+        materialize(model, recording)
+        for name, tensor in whole(model).items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+@on_ranks(2)
+def test_what_has_no_values_is_named(rank: int, world_size: int) -> None:
+    model = on_meta(positions=Positions)
+    with pytest.raises(ArgumentError, match=r"positions\.table \(not persistent\).*reset_buffers"):
+        materialize(model, seed=0)
+
+    def forgets_one(model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if name != "up.bias":
+                nn.init.ones_(param)
+        for buffer in model.buffers():
+            buffer.zero_()
+
+    with pytest.raises(ArgumentError, match=r"nobody gave them values: up\.bias\. "):
+        materialize(on_meta(), forgets_one)
+
+
+@on_ranks(4)
+def test_replicas_and_buffers_take_the_values_of_the_first(rank: int, world_size: int) -> None:
+    def of_this_rank(model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.fill_(rank)
+
+    model = on_meta(meshes(4)[1])
+    materialize(model, of_this_rank)
+    for param in model.parameters():
+        assert param.to_local().eq(rank % 2).all()  # ranks 0 and 1 are the first replica
+    for buffer in (model.norm.running_mean, model.norm.running_var):
+        assert buffer.eq(0).all()
+
+
+@on_ranks(2)
+def test_what_is_not_on_the_meta_device_keeps_its_values(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = Net()
+    model.up = nn.Linear(6, 5)
+    nn.init.constant_(model.up.weight, 2.0)
+    shard(model, None)
+    model.up.reset_parameters = lambda: None  # type: ignore[method-assign]
+    materialize(model, seed=0)
+    assert model.up.weight.to_local().eq(2.0).all()
+    assert not model.down.weight.is_meta
+
+
+@on_ranks(2)
+def test_a_models_own_init_weights_is_called(rank: int, world_size: int) -> None:
+    class WithInit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def init_weights(self) -> None:
+            nn.init.constant_(self.layer.weight, 1.5)
+            nn.init.zeros_(self.layer.bias)
+
+    with torch.device("meta"):
+        model = WithInit()
+    fully_shard(model)
+    materialize(model)
+    assert model.layer.weight.to_local().eq(1.5).all()
+
+
+class ThroughData(nn.Module):
+    """As transformers' models and many others do: `.data`, of which torch keeps no count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharded, self.plain = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(3))
+
+    def init_weights(self) -> None:
+        for param in self.parameters():
+            param.data.fill_(2)
+        self.table.data.fill_(2)
+
+
+@on_ranks(2)
+def test_values_through_data(rank: int, world_size: int) -> None:
+    """`init_weights` that writes to `param.data` was said to have given no values at all."""
+    with torch.device("meta"):
+        model = ThroughData()
+    fully_shard(model.sharded)
+    materialize(model)
+    assert all((value == 2).all() for value in whole(model).values())
+
+
+class Residual(nn.Module):
+    """As torchvision's ResNet: the model's constructor initialises what its layers have initialised, and the last norm
+    with zeros; the rest it leaves to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.embed = nn.Embedding(5, 4, padding_idx=0)
+        self.mix = nn.TransformerEncoderLayer(4, 2, 4)
+        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out")
+        nn.init.zeros_(self.norm.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["sequential", "counter"])
+def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any) -> None:
+    """A ResNet's kaiming fan-out and the zeros of its last norms became the defaults of their layers, silently. What
+    the layers do themselves is no reason to warn: an embedding's padding, a transformer's projections."""
+    with torch.device("meta"):
+        model = Residual()
+    fully_shard(model.norm)
+    fully_shard(model.mix)  # `conv` stays plain
+    with pytest.warns(UserWarning, match=r"materialize: conv \(Conv2d\), norm \(FSDPBatchNorm2d\): the .*deferred"):
+        materialize(model, seed=0, mode=mode)
+    torch.manual_seed(0)
+    with deferred() as recording:
+        model = Residual()
+    materialize(fully_shard(model), recording)
+    torch.manual_seed(0)
+    eager = whole(Residual())
+    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_parametrised_modules(rank: int, world_size: int, kind: str) -> None:
+    """`reset_parameters` of a parametrised layer writes to a weight that is computed: weight norm ended in a division
+    by zero that killed a rank whose shard is empty, spectral norm in an in-place operator on a partial norm."""
+    apply: Any = getattr(nn.utils.parametrizations, kind)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    expected = r"'0' \(FSDPParametrizedLinear\) is parametrised \(weight: _\w+Norm\).*deferred\(\).*init="
+    with pytest.raises(ArgumentError, match=expected):
+        materialize(model, seed=0)
+    torch.manual_seed(0)
+    with deferred() as recording:
+        model = nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2))
+    for layer in model:
+        fully_shard(layer)
+    materialize(fully_shard(model), recording)
+    torch.manual_seed(0)
+    eager = whole(nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2)))
+    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+class Refuses(nn.Linear):
+    """A reset that DTensor has no way for."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linalg.eigh(self.weight @ self.weight.t())[1])
+            self.bias.numpy()
+
+
+@on_ranks(2)
+def test_a_reset_that_fails_is_named(rank: int, world_size: int) -> None:
+    """torch's own words say neither which module nor what else there is."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].__class__ = Refuses
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with pytest.raises(ArgumentError, match=r"reset_parameters\(\) of '1' \(FSDPRefuses\) fails .*deferred"):
+        materialize(model, seed=0)
+
+
+@on_ranks(2)
+def test_what_is_real_stays(rank: int, world_size: int) -> None:
+    """A part that has values keeps them: its reset was called all the same."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0] = nn.Linear(4, 4)
+    nn.init.constant_(model[0].weight, 3)
+    for layer in model:
+        fully_shard(layer)
+    materialize(fully_shard(model), seed=0)
+    assert whole(model)["0.weight"].eq(3).all() and not whole(model)["1.weight"].eq(3).any()

@@ -1,0 +1,304 @@
+"""Building on the meta device, moving, converting and replacing parameters (docs/behaviour.md, section D)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from tests.helpers.models import (
+    Transformer,
+    check_step,
+    error_of,
+    is_sharded,
+    linears,
+    mlp,
+    numels,
+    reference_grads,
+    run_step,
+    sharded_copy,
+    tokens,
+    wrapped,
+)
+from tests.helpers.parity_models import assert_gradients, batch, expect, full, local, mesh_2d, shard_like
+from tests.helpers.ranks import on_ranks
+
+
+def fill_from(model: nn.Module, plain: nn.Module) -> None:
+    """Give the local shards of `model` the values of `plain`, as a checkpoint would."""
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            wanted = shard_like(value, param)
+            assert wanted is not None
+            local(param).copy_(wanted)
+
+
+def padded_nbytes(param: DTensor) -> int:
+    """Bytes of one padded shard of a parameter that is sharded on its first dim."""
+    size = param.device_mesh.size(-1)
+    return -(-param.shape[0] // size) * size * param[0:1].numel() * param.element_size() // size
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("features", [(4, 3, 1), (8, 8, 4)])
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("hsdp", [False, True])
+def test_meta_flow(
+    rank: int, world_size: int, features: tuple[int, ...], policy: MixedPrecisionPolicy | None, hsdp: bool
+) -> None:
+    """Behaviour 31: meta -> fully_shard -> to_empty -> initialise -> train; also with 3 and 1 rows over 4 ranks."""
+    plain = mlp(*features)
+    with torch.device("meta"):
+        model = mlp(*features)
+    options = {"mp_policy": policy} if policy else {}
+    mesh = mesh_2d(world_size // 2, 2) if hsdp else None
+    fully_shard(model[0], mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    assert all(isinstance(param, DTensor) and param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    fill_from(model, plain)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain_optim = torch.optim.SGD(plain.parameters(), lr=0.1)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy is None else {"rtol": 0.1, "atol": 0.03}
+    for step in range(2):
+        run_step(model, rank, step, features[0])
+        expected = reference_grads(plain, world_size, step, features[0])
+        assert_gradients(model, expected, **tolerance)
+        optim.step()
+        for name, param in plain.named_parameters():
+            param.grad = expected[name]
+        plain_optim.step()
+        optim.zero_grad()
+
+
+@on_ranks(2)
+def test_reset_parameters_after_to_empty(rank: int, world_size: int) -> None:
+    """Behaviour 31: torch's own reset_parameters runs on the sharded parameters."""
+    with torch.device("meta"):
+        model = Transformer(tied=True)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    assert model.embed.weight is model.head.weight
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    loss = model(tokens(0, rank)).square().mean()
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(param.grad is not None and torch.isfinite(local(param.grad)).all() for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["forward", "unshard"])
+def test_meta_parameters_left(rank: int, world_size: int, how: str) -> None:
+    """Behaviour 32: an error that lists exactly the parameters still on meta, and says what to do."""
+    with torch.device("meta"):
+        model = fully_shard(mlp(4, 4, 4))
+    model[0].to_empty(device="cpu")
+    call = model.unshard if how == "unshard" else lambda: model(batch(0, rank, 4))
+    text = error_of(RuntimeError, call)
+    assert "2.weight" in text and "2.bias" in text and "0.weight" not in text
+    expect(
+        rank,
+        wrapped(text),
+        """\
+unit '': parameters are still on the meta device: ['2.weight', '2.bias']. Materialise them first:
+fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model).
+""",
+    )
+    model[2].to_empty(device="cpu")
+    call()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("first_step", [False, True], ids=["before_first_forward", "after"])
+def test_apply_keeps_dtensors(rank: int, world_size: int, first_step: bool) -> None:
+    """Behaviour 33, 35: `.cpu()`, `.to(device)` and `.to_empty` reshard, keep DTensors, and pad again."""
+    plain = mlp(5, 3, 5)
+    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
+    if first_step:
+        model(batch(0, rank, 5))
+    for move in (lambda: model.cpu(), lambda: model.to("cpu"), lambda: model.to_empty(device="cpu")):
+        move()
+        assert is_sharded(model)
+        for param, old in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(param, nn.Parameter) and param.shape == old.shape and param.placements == (Shard(0),)
+    fill_from(model, plain)
+    check_step(model, plain, rank, world_size, dim=5)
+    for param in model.parameters():
+        assert local(param).untyped_storage().nbytes() == padded_nbytes(param)
+
+
+@on_ranks(2, 4)
+def test_dtype_change_before_the_first_forward(rank: int, world_size: int) -> None:
+    """Behaviour 33, 36: to fp64 after sharding: parameters, specs, what forward sees, and gradients follow."""
+    plain = mlp(5, 3, 5)
+    model = sharded_copy(plain, fully_shard).double()
+    plain = plain.double()
+    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.dtype == local(param).dtype == torch.float64
+        assert param._spec.tensor_meta.dtype == torch.float64
+        assert local(param).untyped_storage().nbytes() == padded_nbytes(param)
+        assert torch.equal(full(param), old)
+    with events.record() as log:
+        check_step(model, plain, rank, world_size, dim=5)
+    assert {event.dtype for event in log if event.numel} == {torch.float64}
+    for param in model.parameters():
+        assert param.grad.dtype == local(param.grad).dtype == param.grad._spec.tensor_meta.dtype == torch.float64
+
+
+@on_ranks(2)
+def test_dtype_change_between_steps(rank: int, world_size: int) -> None:
+    """Behaviour 35: FSDP2 cannot change dtype after the first forward; here it works, in both directions."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    for step, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+        model.to(dtype)
+        plain.to(dtype)
+        with events.record() as log:
+            check_step(model, plain, rank, world_size, step)
+        assert {event.dtype for event in log if event.numel} == {dtype}
+        assert {param.grad.dtype for param in model.parameters()} == {dtype}
+
+
+@on_ranks(2)
+def test_reduce_dtype_outlives_a_cast(rank: int, world_size: int) -> None:
+    """Behaviour 36, 115: a bf16 model cast to fp32 still reduces in the bf16 of its policy."""
+    model = linears(1).bfloat16()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    model.float()
+    with events.record() as log:
+        run_step(model, rank)
+    dtypes = {event.kind: event.dtype for event in log if event.numel}
+    assert dtypes == {"all_gather": torch.float32, "reduce_scatter": torch.bfloat16}
+    assert model[0].weight.grad.dtype == torch.float32
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("convert", [False, True])
+def test_grad_dtype_of_a_parameter(rank: int, world_size: int, convert: bool) -> None:
+    """Behaviour 36: gradients come in the `grad_dtype` set on a sharded parameter, also if it is converted afterwards.
+
+    (A `grad_dtype` equal to the parameter's dtype cannot be told from none: torch shows both alike.)
+    """
+    dtype = torch.float16 if convert else torch.bfloat16
+    model = linears(2).bfloat16()
+    shard = (fully_shard(model[0]), fully_shard(model))
+    for param in model[0].parameters():
+        param.grad_dtype = torch.float32
+    if convert:
+        model.half()
+    for _ in range(2):
+        model(batch(0, rank, 4, dtype)).sum().backward()
+    assert [param.grad.dtype for param in shard[0].parameters()] == [torch.float32] * 2
+    assert [local(param.grad).dtype for param in model[1].parameters()] == [dtype] * 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["new", "computed"])
+def test_replacing_parameters_before_the_first_forward(rank: int, world_size: int, how: str) -> None:
+    """Behaviour 34: a new DTensor parameter, or one computed from others, is the one that is trained."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    if how == "new":
+        value = torch.arange(16.0).view(4, 4) / 16
+        replacement = distribute_tensor(value, model[0].weight.device_mesh, [Shard(0)], src_data_rank=None)
+    else:
+        value = plain[0].weight.detach() * 2 + plain[1].weight.detach()
+        replacement = model[0].weight.detach() * 2 + model[1].weight.detach()
+    with torch.no_grad():
+        plain[0].weight.copy_(value)
+    model[0].weight = nn.Parameter(replacement)
+    replaced = model[0].weight
+    check_step(model, plain, rank, world_size)
+    assert model[0].weight is replaced and replaced.grad is not None
+
+
+@on_ranks(2)
+def test_replacing_a_parameter_by_a_plain_one(rank: int, world_size: int) -> None:
+    """Behaviour 34: a parameter that is no DTensor cannot be gathered; the error names it."""
+    model = fully_shard(linears(2))
+    model[1].weight = nn.Parameter(torch.zeros(4, 4))
+    expect(
+        rank,
+        wrapped(error_of(ValueError, lambda: model(batch(0, rank, 4)))),
+        """\
+1.weight: expected the module to hold an nn.Parameter that is a DTensor of shape (4, 4) with
+placements (Shard(dim=0),), got Parameter. Distribute full tensors first
+(torch.distributed.tensor.distribute_tensor) or load them with
+torch.distributed.checkpoint.state_dict.set_model_state_dict.
+""",
+    )
+
+
+@on_ranks(2)
+def test_round_trips_between_steps(rank: int, world_size: int) -> None:
+    """Behaviour 35: a device round trip after lazy init changes nothing; training goes on."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    for step in range(3):
+        check_step(model, plain, rank, world_size, step)
+        model.cpu()
+        assert is_sharded(model) and all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sync", [True, False])
+def test_round_trip_between_forward_and_backward(rank: int, world_size: int, sync: bool) -> None:
+    """A loop that exports float64 weights after its forward, and converts them back: backward found the parameters that
+    autograd had saved without memory ("setStorage ... out of bounds"), others having been made for the round trip."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    for step in range(2):
+        model.zero_grad()
+        model.set_requires_gradient_sync(sync)
+        loss = model(batch(step, rank, 4)).square().mean()
+        model.to(torch.float64).to(torch.float32)
+        loss.backward()
+        model.to(torch.float64).to(torch.float32)
+        expected = reference_grads(plain, world_size, step)
+        if not sync:
+            model.set_requires_gradient_sync(True)
+            run_step(model, rank, step)
+            expected = {name: 2 * grad for name, grad in expected.items()}
+        assert_gradients(model, expected)
+    check_step(model, plain, rank, world_size)
+    model.to(torch.float64)
+    plain.to(torch.float64)
+    check_step(model, plain, rank, world_size)
+
+
+@on_ranks(2)
+def test_moves_keep_pending_gradients(rank: int, world_size: int) -> None:
+    """Behaviour 36: unsynced gradients survive a device move between microbatches."""
+    plain = linears(2)
+    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
+    model.set_requires_gradient_sync(False)
+    run_step(model, rank, 0)
+    model.cpu()
+    model.set_requires_gradient_sync(True)
+    run_step(model, rank, 1)
+    first, second = (reference_grads(plain, world_size, step) for step in (0, 1))
+    assert_gradients(model, {name: first[name] + second[name] for name in first})
+
+
+@on_ranks(2)
+def test_meta_unit_beside_others(rank: int, world_size: int) -> None:
+    """Behaviour 31, 32: only the unit on meta keeps the root from running; its numel is known all the same."""
+    plain = linears(2)
+    model = copy.deepcopy(plain)
+    model[0].to("meta")
+    fully_shard(model[0])
+    fully_shard(model)
+    assert "0.weight" in error_of(RuntimeError, lambda: model(batch(0, rank, 4)))
+    model[0].to_empty(device="cpu")
+    fill_from(model, plain)
+    with events.record() as log:
+        check_step(model, plain, rank, world_size)
+    assert numels(log, "all_gather")[:2] == [("", 20), ("0", 20)]

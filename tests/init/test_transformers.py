@@ -1,0 +1,180 @@
+"""transformers' models, initialised sharded: bit for bit the eager model, trained to the same losses; and the example
+model, the same on any number of ranks.
+
+`test_deferred_init.py` has these models under `Recording.replay` alone, and one step against a sharded eager model.
+Here they go through `materialize`, and train against the eager model that is not sharded, on the whole batch.
+
+What `materialize` makes of transformers' models on the meta device, without a recording (transformers 5): it calls
+their own `init_weights()`, buffers that are not persistent included. The values are those of `init_weights()` from that
+seed in one process; a model that is built eagerly from that seed has others, for its layers' constructors draw before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from examples.model import LM, LMConfig
+from fsdp2 import fully_shard
+from fsdp2.init import deferred, materialize
+from tests.helpers.deferred_models import HUGGING_FACE, hugging_face
+from tests.helpers.parity_models import local, shard_like
+from tests.helpers.ranks import on_ranks, run_on_ranks
+
+BATCH, LENGTH, VOCAB = 4, 6, 11
+
+
+def shard_blocks(model: nn.Module, kind: str) -> nn.Module:
+    """Units: the transformer's blocks, then the root."""
+    blocks = {
+        "llama": "LlamaDecoderLayer",
+        "gpt2": "GPT2Block",
+        "bert": "BertLayer",
+        "t5": "T5Block",
+        "mixtral": "MixtralDecoderLayer",
+    }
+    found = [module for module in model.modules() if type(module).__name__ == blocks[kind]]
+    assert len(found) == (4 if kind == "t5" else 2)
+    for block in found:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def assert_same(model: nn.Module, eager: nn.Module) -> None:
+    """What this rank holds is that part of the eager model, and what is tied there is tied here."""
+    mine, wanted = tensors_of(model), tensors_of(eager)
+    assert list(mine) == list(wanted)
+    for name, tensor in wanted.items():
+        assert torch.equal(local(mine[name]).detach(), shard_like(tensor.detach(), mine[name])), name
+        assert [k for k in wanted if wanted[k] is tensor] == [k for k in mine if mine[k] is mine[name]], name
+
+
+def train(model: nn.Module, kind: str, num_steps: int, part: slice) -> list[Tensor]:
+    """The losses over `part` of the same batches of sequences. Dropout is off, for ranks draw other masks."""
+    model.eval()
+    if kind == "t5":
+        model.config.decoder_start_token_id = 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(num_steps):
+        ids, labels = torch.randint(3, VOCAB, (2, BATCH, LENGTH), generator=generator)
+        inputs = {"input_ids": ids[part], "labels": labels[part], "use_cache": False}
+        if kind == "bert":
+            del inputs["use_cache"]
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_built_deferred_it_trains_as_the_eager_model(rank: int, world_size: int, kind: str) -> None:
+    """What a script does to train such a model from scratch, with three lines of ours."""
+    build = hugging_face(kind)
+    torch.manual_seed(0)
+    eager = build()
+    torch.manual_seed(0)
+    with deferred() as recording:
+        model = build()
+    shard_blocks(model, kind)
+    materialize(model, recording)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert_same(model, eager)
+
+    rows = BATCH // world_size
+    losses = torch.stack(train(model, kind, 3, slice(rank * rows, (rank + 1) * rows)))
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    expected = torch.stack(train(eager, kind, 3, slice(None)))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert len(expected.unique()) == 3
+
+
+def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
+    """What transformers' own `init_weights` makes in one process. It passes over what it has initialised before, by
+    flags on modules and parameters."""
+    for each in (*model.modules(), *model.parameters()):
+        each._is_hf_initialized = False  # type: ignore[union-attr]
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_on_the_meta_device_their_own_init_weights_is_called(rank: int, world_size: int, kind: str) -> None:
+    """No recording: for models of which `init_weights` makes every value.
+
+    With a sharded class that said it is of fsdp2, transformers took GPT-2 and T5 for the user's own, and lost values.
+    """
+    build: Any = hugging_face(kind)
+    torch.manual_seed(rank)  # has no say
+    with torch.device("meta"):
+        model = build()
+    shard_blocks(model, kind)
+    materialize(model, seed=7)
+    assert_same(model, initialised_by_itself(build(), 7))
+
+
+# --- the example model ------------------------------------------------------------------------------------------------
+
+
+def example_model(tied: bool) -> LM:
+    with torch.device("meta"):
+        model = LM(LMConfig(vocab=VOCAB, dim=20, layers=2, heads=2, kv_heads=1, hidden=28, tied=tied), LENGTH)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def values_and_losses(rank: int, world_size: int, tied: bool) -> tuple[dict[str, list[float]], list[float]]:
+    """Of the example model after `materialize`, and of 5 steps with the same global batches."""
+    torch.manual_seed(100 + rank)
+    model = example_model(tied)
+    materialize(model, lambda lm: lm.init_weights(5))
+    found = {name: local_or_full(each).flatten().tolist() for name, each in tensors_of(model).items()}
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    generator, losses = torch.Generator().manual_seed(1), []
+    rows = slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
+    for _ in range(5):
+        tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)[rows]
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        losses.append(mean.item())
+    return found, losses
+
+
+def local_or_full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_example_model_is_the_same_on_1_2_and_4_ranks(tied: bool) -> None:
+    """And so are its losses, from the first step on."""
+    (values, losses), *others = (run_on_ranks(values_and_losses, ranks, tied=tied)[0] for ranks in (1, 2, 4))
+    for other, curve in others:
+        assert other == values
+        torch.testing.assert_close(curve, losses, rtol=1e-5, atol=0)
+    assert len(set(losses)) == 5

@@ -1,0 +1,363 @@
+"""`fsdp2.adopt_optimizer`, and the warning for optimizers that hold what `fully_shard` has replaced."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fsdp2
+import fsdp2.checkpoint
+from fsdp2.errors import ArgumentError
+from fsdp2.init import deferred, materialize, seeded
+from fsdp2.optim import adopt_optimizer, local_optimizer
+from tests.helpers.parity_models import (
+    Stack,
+    TiedLm,
+    assert_same,
+    batch,
+    full,
+    local,
+    mesh_2d,
+    shard_blocks,
+    shard_like,
+)
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import mesh_of
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, dim: int = 8) -> None:
+    """One step on the same batch on every rank, so that one process is the reference."""
+    optimizer.zero_grad()
+    model(batch(number, 0, dim)).square().mean().backward()
+    optimizer.step()
+
+
+@contextmanager
+def stale_warnings() -> Iterator[list[str]]:
+    """The texts of the warnings about replaced parameters."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [
+        str(each.message)
+        for each in caught
+        if "change nothing" in str(each.message) or "do not change" in str(each.message)
+    ]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+def test_training_goes_on(rank: int, world_size: int, kind: str, steps_before: int, hsdp: bool) -> None:
+    """ACC#4142/#3859: the state of an optimizer made before sharding, eager state of Adagrad included, was
+    lost when parameters became DTensors. Here training goes on as if nothing had happened."""
+    cls, options = KINDS[kind]
+    torch.manual_seed(0)
+    plain = Stack(depth=1)  # uneven and empty shards
+    plain.blocks[0].norm.requires_grad_(False)
+    reference = cls([{"params": plain.blocks.parameters()}, {"params": plain.out.parameters(), "lr": 0.03}], **options)
+    model: Any = copy.deepcopy(plain)
+    optimizer = cls([{"params": model.blocks.parameters()}, {"params": model.out.parameters(), "lr": 0.03}], **options)
+    for number in range(steps_before):
+        step(plain, reference, number)
+        step(model, optimizer, number)
+    optimizer.zero_grad()
+    shard_blocks(fsdp2, model, mesh=mesh_2d(2, world_size // 2) if hsdp else None)
+    adopt_optimizer(optimizer)
+    adopt_optimizer(optimizer)  # nothing is left to do
+    expected = [list(model.blocks.parameters()), list(model.out.parameters())]
+    for group, params in zip(optimizer.param_groups, expected, strict=True):
+        assert all(a is b for a, b in zip(group["params"], params, strict=True))
+    assert optimizer.param_groups[1]["lr"] == 0.03
+    for number in range(steps_before, 4):
+        check_state(plain, reference, model, optimizer)
+        step(plain, reference, number)
+        with stale_warnings() as texts:
+            step(model, optimizer, number)
+        assert not texts
+    check_state(plain, reference, model, optimizer)
+    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert_same(name, full(param), other, False, 1e-5, 1e-6)
+
+
+def check_state(plain: nn.Module, reference: Any, model: nn.Module, optimizer: Any) -> None:
+    assert len(optimizer.state) == len(reference.state)
+    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        if other not in reference.state:
+            assert param not in optimizer.state
+            continue
+        for key, wanted in reference.state[other].items():
+            value = optimizer.state[param][key]
+            assert isinstance(value, DTensor) == (wanted.ndim > 0)
+            if wanted.ndim > 0:
+                assert (value.placements, value.shape) == (param.placements, param.shape)
+                assert local(value).stride() == local(param).stride()
+                wanted = shard_like(wanted, param)
+            assert_same(f"{key} of {name}", local(value), wanted, False, 1e-5, 1e-6)
+
+
+@on_ranks(2)
+def test_what_is_not_sharded_stays(rank: int, world_size: int) -> None:
+    """Tied parameters become one; ignored ones, and those of other models, stay what they are, with their state."""
+    model, elsewhere = TiedLm(), nn.Linear(2, 2)
+    ignored = model.blocks[0].norm
+    optimizer = torch.optim.Adagrad([*model.parameters(), *elsewhere.parameters()], lr=0.1)
+    kept = [*ignored.parameters(), *elsewhere.parameters()]
+    states = [optimizer.state[param] for param in kept]
+    shard_blocks(fsdp2, model, ignored_params=set(ignored.parameters()))
+    adopt_optimizer(optimizer)
+    held = optimizer.param_groups[0]["params"]
+    assert {id(param) for param in held} == {id(param) for param in [*model.parameters(), *kept]}
+    assert len(held) == len(optimizer.state) == len({id(param) for param in held})
+    assert all(optimizer.state[param] is state for param, state in zip(kept, states, strict=True))
+
+
+@on_ranks(2)
+def test_schedulers_and_local_optimizers(rank: int, world_size: int) -> None:
+    """A scheduler that knows the optimizer goes on with it; a local optimizer can be adopted too."""
+    model = Stack(depth=1)
+    optimizer = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    step(model, optimizer, 0)
+    shard_blocks(fsdp2, model)
+    adopt_optimizer(optimizer)
+    before = local(model.inp.weight.detach()).clone()
+    step(model, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5e-2
+    assert not torch.equal(local(model.inp.weight.detach()), before)
+    assert optimizer.state[model.inp.weight]["step"] == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("made", ["before", "while_unsharded"])
+def test_warning(rank: int, world_size: int, made: str) -> None:
+    """PT#149205: an optimizer made before sharding, or after a forward of a model that stays unsharded,
+    steps on tensors that nobody uses. It says so, once, with names; adopting mends it."""
+    model: Any = Stack(depth=1)
+    optimizer: Any = None
+    if made == "before":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    shard_blocks(fsdp2, model, reshard_after_forward=False)
+    if made == "while_unsharded":
+        model(batch(0, rank))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        assert not any(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
+    before = local(model.inp.weight.detach()).clone()
+    with stale_warnings() as texts:
+        optimizer.step()
+        optimizer.step()
+    (text,) = texts
+    assert "AdamW holds 9 parameters" in text and "adopt_optimizer" in text and ".weight" in text
+    adopt_optimizer(optimizer)
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    assert not texts
+    assert not torch.equal(local(model.inp.weight.detach()), before)
+
+
+@on_ranks(2)
+def test_no_warning_without_a_reason(rank: int, world_size: int) -> None:
+    """Optimizers of plain models, made after sharding, or of both: silent. A group added later is looked at."""
+    model, plain = shard_blocks(fsdp2, Stack(depth=1)), nn.Linear(2, 2)
+    original = nn.Linear(2, 2)
+    stale = list(original.parameters())
+    fsdp2.fully_shard(original)
+    optimizer = torch.optim.SGD([*model.parameters(), *plain.parameters()], lr=0.1)
+    with stale_warnings() as texts:
+        optimizer.step()
+        torch.optim.SGD(plain.parameters()).step()
+    assert not texts
+    optimizer.add_param_group({"params": stale})
+    with stale_warnings() as texts:
+        optimizer.step()
+    assert len(texts) == 1 and "holds 2 parameters" in texts[0]
+
+
+@on_ranks(2)
+def test_state_on_meta(rank: int, world_size: int) -> None:
+    """Eager state of a model on the meta device has no values to go on with: an error, and nothing has changed."""
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.Adagrad(model.parameters())
+    held = list(optimizer.param_groups[0]["params"])
+    fsdp2.fully_shard(model)
+    model.to_empty(device="cpu")
+    with pytest.raises(ArgumentError, match=r"'weight': the optimizer's state 'sum' is on the meta device"):
+        adopt_optimizer(optimizer)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], held, strict=True))
+    assert set(optimizer.state) == set(held)
+
+
+def values_like(param: torch.Tensor) -> torch.Tensor:
+    """Different in every element."""
+    numbers = torch.arange(float(param.numel())).view(param.shape)
+    return torch.empty_like(param).copy_(numbers)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_other_memory_formats(rank: int, world_size: int, dim: int) -> None:
+    """State of a channels_last parameter is cut as the parameter is, also along another dim than 0."""
+    model = nn.Conv2d(6, 5, 3, bias=False).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    whole = optimizer.state[model.weight]["momentum_buffer"] = values_like(model.weight.detach())
+    fsdp2.fully_shard(model, shard_placement_fn=lambda param: Shard(dim))
+    adopt_optimizer(optimizer)
+    buffer = optimizer.state[model.weight]["momentum_buffer"]
+    assert buffer.stride() == model.weight.stride() and local(buffer).stride() == local(model.weight).stride()
+    assert torch.equal(local(buffer), shard_like(whole, model.weight))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tp_dim", [0, 1])
+def test_tensor_parallel(rank: int, world_size: int, tp_dim: int) -> None:
+    """State that is DTensors on the tensor-parallel mesh becomes DTensors on the joint mesh."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = nn.Linear(6, 8, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(tp_dim)]))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    whole = values_like(torch.empty(8, 6))
+    optimizer.state[model.weight]["sum"] = distribute_tensor(whole, mesh["tp"], [Shard(tp_dim)])
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    adopt_optimizer(optimizer)
+    (held,) = optimizer.param_groups[0]["params"]
+    adopted = optimizer.state[held]["sum"]
+    assert held is model.weight and adopted.placements == held.placements and adopted.device_mesh.ndim == 2
+    assert torch.equal(adopted.full_tensor(), whole)
+
+
+# --- made before the model had values -------------------------------------------------------------------------------
+
+ROUTES = ["to_empty", "materialize", "load", "replay"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("made_by", ["torch", "local_optimizer"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: Any, route: str, made_by: str) -> None:
+    """meta -> fully_shard -> AdamW(model.parameters()) -> materialise: modules held new parameter objects afterwards,
+    so that the steps changed nothing, without a word. torch's `to_empty` keeps the objects of sharded parameters; so
+    does every way to materialise now, also of those that no unit manages (`out`), which `to_empty` replaces."""
+    torch.manual_seed(0)
+    with deferred() if route == "replay" else torch.device("meta") as recording:
+        model: Any = Stack(depth=2)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    make: Any = torch.optim.AdamW if made_by == "torch" else functools.partial(local_optimizer, torch.optim.AdamW)
+    optimizer = make(model.parameters(), lr=1e-2)
+    before = list(model.parameters())
+    if route == "to_empty":
+        model.to_empty(device="cpu")
+        with seeded(0):
+            model.apply(lambda module: getattr(module, "reset_parameters", int)())
+    elif route == "materialize":
+        materialize(model, seed=0)
+    elif route == "load":
+        plain = Stack(depth=2)
+        if rank == 0:
+            save_file(plain.state_dict(), tmp_path / "model.safetensors")
+        dist.barrier()
+        fsdp2.checkpoint.load(tmp_path, model=model)
+    else:
+        recording.replay(model)
+    kept = [now is then for now, then in zip(model.parameters(), before, strict=True)]
+    assert all(kept) or route == "to_empty"
+    values = [local(param).clone() for param in model.parameters()]
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    changed = [not torch.equal(local(p), v) or not v.numel() for p, v in zip(model.parameters(), values, strict=True)]
+    assert changed == kept
+    assert bool(texts) == (route == "to_empty"), texts  # of the parameters that torch has replaced
+
+
+@on_ranks(2)
+def test_what_refers_weakly_makes_new_objects(rank: int, world_size: int) -> None:
+    """torch cannot exchange two tensors that something refers to weakly. The model gets new objects then; the first
+    step says so, and `adopt_optimizer` repairs it."""
+    with torch.device("meta"):
+        model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    watched = [weakref.ref(param) for param in model.parameters()]
+    materialize(model, seed=0)
+    assert all(weak() is not param for weak, param in zip(watched, model.parameters(), strict=True))
+    before = [local(param).clone() for param in model.parameters()]
+    with stale_warnings() as texts:
+        step(model, optimizer, 0)
+    assert len(texts) == 1 and "inp.weight" in texts[0]
+    assert all(torch.equal(local(param), old) for param, old in zip(model.parameters(), before, strict=True))
+    adopt_optimizer(optimizer)
+    model.zero_grad()
+    step(model, optimizer, 0)
+    assert all(
+        not torch.equal(local(param), old) or not old.numel()
+        for param, old in zip(model.parameters(), before, strict=True)
+    )
+
+
+@on_ranks(2)
+def test_state_on_meta_is_named(rank: int, world_size: int) -> None:
+    """Adagrad makes its state with itself. Made before the model has memory it fails in its first step, and
+    `adopt_optimizer` says the same instead of nothing."""
+    with torch.device("meta"):
+        model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    materialize(model, seed=0)
+    for use in (lambda: adopt_optimizer(optimizer), lambda: step(model, optimizer, 0)):
+        with pytest.raises(ArgumentError, match=r"Adagrad: the state 'sum' .* on the meta device"):
+            use()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_were_assigned(rank: int, world_size: int, kind: str) -> None:
+    """`load_state_dict(assign=True)` in the middle of a training puts other parameter objects into the model: the
+    optimizer's steps changed nothing from there on (in torch too). The next step says so, and `adopt_optimizer` hands
+    the state over. Parameters that are put back, as after evaluation with an EMA's, are no news."""
+    torch.manual_seed(0)
+    model: Any = Stack(depth=1)
+    shard_blocks(fsdp2, model)
+    cls, options = KINDS[kind]
+    optimizer = cls(model.parameters(), **options)
+    step(model, optimizer, 0)
+    trained = dict(model.named_parameters())
+    other = {name: nn.Parameter(param.detach().clone()) for name, param in trained.items()}
+    model.load_state_dict(other, assign=True)
+    model(batch(1, 0, 8))
+    model.load_state_dict(trained, assign=True)
+    with stale_warnings() as texts:
+        step(model, optimizer, 1)
+    assert not texts and all(param is trained[name] for name, param in model.named_parameters())
+    model.load_state_dict(other, assign=True)
+    with stale_warnings() as texts:
+        step(model, optimizer, 2)
+    assert len(texts) == 1 and "assign=True" in texts[0]
+    states = {name: optimizer.state[param] for name, param in trained.items()}
+    adopt_optimizer(optimizer)
+    for name, param in model.named_parameters():
+        assert all(optimizer.state[param][key] is value for key, value in states[name].items())
+    with stale_warnings() as texts:
+        step(model, optimizer, 2)
+    assert not texts

@@ -1,0 +1,317 @@
+"""What went wrong when neighbours in memory were first taken for one tensor (`fsdp2.adjacent`): a story each."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.adjacent import runs_of
+from fsdp2.optim import clip_grad_norm_, get_total_norm, local_optimizer
+from fsdp2.optim import local as optim_local
+from fsdp2.optim.run import runs_to_step
+from fsdp2.runtime.unit import unit_of
+from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
+from tests.helpers.ranks import on_ranks
+from tests.optim.test_local_optimizer import assert_same
+
+EVEN, UNEVEN = 12, 11
+
+
+def litter(seed: int) -> list[Tensor]:
+    """Allocations of other sizes with each seed, so that what comes next stands elsewhere."""
+    numbers = random.Random(seed)
+    return [torch.empty(numbers.randrange(1, 5000)) for _ in range(numbers.randrange(200))]
+
+
+def sharded(hidden: int = EVEN, depth: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard_blocks(fsdp2, Stack(hidden=hidden, depth=depth), **options)
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank, 8)).square().sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+def test_the_order_of_the_state(rank: int, world_size: int, hidden: int) -> None:
+    """Runs were sorted by address, and the optimizer's state came into being in that order, another on each rank; who
+    gathers a whole state dict goes by it, and mixed up the moments of parameters of one shape."""
+    torch.manual_seed(0)
+    junk = []
+    blocks = []
+    for index in range(8):
+        junk.append(litter(10 * index + rank))
+        del junk[:-2]
+        blocks.append(fsdp2.fully_shard(Block(8, hidden)))
+    model = fsdp2.fully_shard(nn.Sequential(*blocks, nn.Linear(8, 1)))
+    optimizer = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    backward(model, 0, rank)
+    optimizer.step()
+    assert list(optimizer.state) == list(model.parameters())
+    options = StateDictOptions(full_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    for name, param in model.named_parameters():
+        whole = optimizer.state[param]["exp_avg"].full_tensor()
+        assert torch.equal(state[name]["exp_avg"], whole), name
+
+
+def test_norms_do_not_depend_on_addresses() -> None:
+    """Norms of runs were added up in the order of addresses."""
+    norms = set()
+    for seed in range(20):
+        junk = litter(seed)
+        flats = [torch.randn(1000, generator=torch.Generator().manual_seed(index)) for index in range(40)]
+        norms.add(get_total_norm([flat[:300] for flat in flats] + [flat[500:] for flat in flats]).item())
+        del junk
+    assert len(norms) == 1
+
+
+@on_ranks(4)
+def test_replicas_stay_equal_through_clipping(rank: int, world_size: int) -> None:
+    """... and each replica added up its own, so that replicas drifted apart."""
+    mesh = mesh_2d(2, 2)
+    model = sharded(hidden=64, depth=6, mesh=mesh)
+    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=1e-3)
+    for step in range(6):
+        junk = litter(10 * step + rank)
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        norm = clip_grad_norm_(model.parameters(), 1e-3)
+        norms = [torch.empty(()) for _ in range(world_size)]
+        torch.distributed.all_gather(norms, norm)
+        assert len({each.item() for each in norms}) == 1
+        optimizer.step()
+        del junk
+
+
+@on_ranks(2)
+def test_shards_that_were_moved_to_shared_memory(rank: int, world_size: int) -> None:
+    """`share_memory_` (a multiprocessing queue calls it) gives a storage other memory in place: the run still stepped
+    where the shards had been, and gathers copied from there."""
+    model = sharded()
+    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            for param in model.blocks.parameters():
+                local(param.detach()).share_memory_()
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        before = [local(param.detach()).clone() for param in model.parameters()]
+        optimizer.step()
+        after = [local(param.detach()) for param in model.parameters()]
+        assert not any(one.numel() and torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    with torch.no_grad():
+        for param in model.blocks.parameters():
+            local(param).zero_()
+        model.blocks[0].unshard()
+        assert all(not param.any() for param in model.blocks[0].parameters())
+
+
+def test_gradients_with_other_data() -> None:
+    """A view that is given other memory by `.data` still says that it is a view of the first."""
+    flat = torch.ones(10)
+    one, two = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
+    one.grad, two.grad = flat[:5], flat[5:]
+    one.grad.data = torch.full((5,), 100.0)
+    assert len(runs_of([one.grad, two.grad])) == 2
+    norm = clip_grad_norm_([one, two], 1.0)
+    torch.testing.assert_close(norm, torch.tensor(5 * 100.0**2 + 5).sqrt())
+    assert one.grad.max() < 1
+
+
+@on_ranks(2)
+def test_old_shards_are_freed(rank: int, world_size: int) -> None:
+    """The gathers kept what they had worked out of the shards, and so the shards, until the next forward."""
+    model = sharded()
+    backward(model, 0, rank)
+    old = [ref(local(param.detach()).untyped_storage()) for param in model.parameters()]
+    model.zero_grad()
+    model.to_empty(device="cpu")
+    assert not any(weak() is not None for weak in old)
+
+
+@on_ranks(2)
+def test_assigned_tensors_stay_where_they_are(rank: int, world_size: int) -> None:
+    """`load_state_dict(assign=True)` takes the very tensors, also where other models hold them."""
+    model = sharded()
+    given = {name: nn.Parameter(value.detach() + 1) for name, value in model.state_dict().items()}
+    held = {name: local(value.detach()).data_ptr() for name, value in given.items() if name.startswith("blocks")}
+    model.load_state_dict(given, assign=True)
+    backward(model, 0, rank)
+    assert {name: local(model.get_parameter(name).detach()).data_ptr() for name in held} == held
+
+
+@on_ranks(2)
+def test_ranks_that_froze_others(rank: int, world_size: int) -> None:
+    """Trainable parameters came first, so that ranks which had frozen others gathered one into another."""
+    torch.manual_seed(0)
+    block = Block(8, 8)
+    (block.up if rank else block.down).weight.requires_grad_(False)
+    expected = block(batch(0, 0, 8))
+    fsdp2.fully_shard(block)
+    with torch.no_grad():
+        torch.testing.assert_close(block(batch(0, 0, 8)), expected.detach())
+
+
+@on_ranks(2)
+def test_packed_shards_are_copied_in_at_once(rank: int, world_size: int) -> None:
+    """Views into the packed buffer were made from a view each, and so had no neighbours."""
+    model = sharded()
+    backward(model, 0, rank)
+    unit = unit_of(model.blocks[0])
+    assert unit is not None
+    unsharded = unit.groups[0]._unsharded
+    assert unsharded is not None
+    (gather,) = unsharded._gathers.values()
+    (destinations, sources), *others = gather._known[1]
+    assert len(destinations) == len(sources) == 1 and not others
+
+
+@on_ranks(2)
+def test_a_run_that_changes_leaves_the_others(rank: int, world_size: int) -> None:
+    """One gradient that comes and goes made all runs anew in each step."""
+    model = sharded(depth=4)
+    optimizer: Any = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    kept: list[set[int]] = []
+    counts = []
+    for step in range(12):
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        if step % 2 and step < 6:
+            model.blocks[1].down.weight.grad = None
+        optimizer.step()
+        runs = optimizer._taken[0].runs
+        kept.append({id(run) for run in runs})
+        counts.append(len(runs))
+    assert all(len(one & other) >= counts[0] - 1 for one, other in pairwise(kept[:6]))
+    assert counts[11] == counts[0] + 2, "its counter is behind the others', which are in two pieces"
+
+
+@on_ranks(2)
+def test_neighbours_are_found_later(rank: int, world_size: int) -> None:
+    """Gradients of the first step that were made otherwise (torch sets zeros to make a state) left each alone for
+    good."""
+    model = sharded()
+    optimizer: Any = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert len(optimizer._taken[0].runs) == 14
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        optimizer.step()
+    assert len(optimizer._taken[0].runs) <= 5
+
+
+@on_ranks(2)
+def test_no_false_alarm(rank: int, world_size: int) -> None:
+    """A step raised the version of parameters without gradients too, so that autograd believed them changed."""
+    model = sharded()
+    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    backward(model, 0, rank)
+    param = model.blocks[0].up.weight
+    param.grad = None
+    loss = param.to_local().square().sum()
+    optimizer.step()
+    loss.backward()
+    assert param.grad is not None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_counters_written_behind_autograds_back(rank: int, world_size: int, how: str) -> None:
+    model = sharded()
+    optimizer = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        optimizer.step()
+        if step == 1:
+            counter = optimizer.state[model.blocks[0].norm.bias]["step"]
+            if how == "data":
+                counter.data.fill_(100.0)
+            else:
+                counter.numpy()[...] = 100.0
+    assert optimizer.state[model.blocks[0].norm.bias]["step"] == 102
+    assert optimizer.state[model.blocks[0].norm.weight]["step"] == 4
+
+
+@on_ranks(2)
+def test_other_experts_without_gradients_each_time(rank: int, world_size: int) -> None:
+    """Runs were made anew in each step in which one had changed: with half of the experts without gradients, other
+    ones each time, a step took longer than if each parameter was stepped by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, steps in {"PATIENCE": 3, "AT_ONCE": 3**3, "LONGEST": 3**6}.items():  # 4 takes 300 steps
+            patch.setattr(optim_local, name, steps)
+        made: list[Any] = []
+        patch.setattr(optim_local, "runs_to_step", lambda *args: made.append(args[2]) or runs_to_step(*args))
+        train_with_other_experts(rank, made)
+
+
+def train_with_other_experts(rank: int, made: list[Any]) -> None:
+    ours, theirs = sharded(depth=4), sharded(depth=4)
+    options: dict[str, Any] = {"lr": 1e-3, "momentum": 0.5}
+    optimizers = (
+        local_optimizer(torch.optim.SGD, ours.parameters(), **options),
+        torch.optim.SGD(theirs.parameters(), **options),
+    )
+
+    def train(steps: range, share: float) -> None:
+        for step in steps:
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                numbers = random.Random(step)
+                optimizer.zero_grad()
+                backward(model, step, rank)
+                for param in model.parameters():
+                    if numbers.random() < share:
+                        param.grad = None
+                optimizer.step()
+
+    train(range(40), 0.5)
+    assert_same(*optimizers)
+    assert len(made) <= 6, "made in most steps"
+    # As soon as they all have gradients for long enough, neighbours are stepped as one again.
+    train(range(40, 40 + 90), 0.0)
+    assert_same(*optimizers)
+    assert sum(len(run.params) > 1 for taken in optimizers[0]._taken for run in taken.runs) >= 4
+
+
+@on_ranks(2)
+def test_an_error_lets_go_of_gradients(rank: int, world_size: int) -> None:
+    """A wrong gradient in the second group: the first group's were kept until the next step."""
+    model = sharded()
+    params = list(model.parameters())
+    optimizer = local_optimizer(torch.optim.SGD, [{"params": params[:-1]}, {"params": params[-1:]}], lr=0.1)
+    backward(model, 0, rank)
+    grad = model.blocks[0].up.weight.grad
+    assert isinstance(grad, DTensor)
+    weak = ref(local(grad).untyped_storage())
+    del grad
+    params[-1].grad = torch.zeros(params[-1].shape)
+    with pytest.raises(fsdp2.ArgumentError, match="plain Tensor"):
+        optimizer.step()
+    for param in params:
+        param.grad = None
+    assert weak() is None
+
+
+@on_ranks(2)
+def test_large_shards_are_copied_once(rank: int, world_size: int) -> None:
+    """All shards were moved beside each other after they had been cut, and `fully_shard` took half as long again. Those
+    above 1 MiB, for which a call more is nothing, stay where they are."""
+    block = fsdp2.fully_shard(nn.Sequential(nn.Linear(1024, 600), nn.Linear(600, 4), nn.Linear(4, 4)))
+    large, *small = [local(param) for param in block.parameters()]
+    assert large.nbytes > 1 << 20
+    assert len(runs_of(small)) == 1
+    assert len(runs_of([large, *small])) == 2

@@ -1,0 +1,384 @@
+"""`fsdp2.local_optimizer`: between steps what the torch optimizer over DTensors is, to the last bit, in steps not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2
+from fsdp2._torch import local_tensor
+from fsdp2.errors import ArgumentError
+from fsdp2.optim import LocalOptimizer, local_optimizer
+from tests.helpers.parity_models import Stack, batch, full, local, shard_blocks
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import mesh_of
+
+Optim = torch.optim.Optimizer
+Make = Callable[[Any], Optim]
+
+CASES: dict[str, tuple[type[Optim], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+    "adamw_foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "adam_lr_tensor": (torch.optim.Adam, {"lr": torch.tensor(1e-2), "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd_foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
+    "adagrad_foreach": (torch.optim.Adagrad, {"foreach": True}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "rmsprop_foreach": (torch.optim.RMSprop, {"foreach": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "asgd": (torch.optim.ASGD, {}),
+}
+
+
+def params_of(seed: int = 0) -> list[nn.Parameter]:
+    """Even, uneven and empty shards (of 2 and of 4 ranks), a replicated 0-dim parameter, a plain one."""
+    mesh = mesh_of((torch.distributed.get_world_size(),), ("shard",))
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [torch.randn(shape, generator=generator) for shape in ((8, 3), (5, 2), (1, 4), (3,), (), (4,))]
+    params = [nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])) for whole in wholes[:4]]
+    return [*params, nn.Parameter(distribute_tensor(wholes[4], mesh, [Replicate()])), nn.Parameter(wholes[5])]
+
+
+def set_grads(params: list[nn.Parameter], step: int) -> None:
+    """In the first step the second parameter has no gradient, so its state begins later; in the third the third."""
+    for index, (param, grad) in enumerate(zip(params, params_of(step + 1), strict=False)):
+        param.grad = None if (step, index) in ((0, 1), (2, 2)) else grad.detach()
+
+
+def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """torch's fused and foreach optimizers cannot take DTensors and plain tensors in one group."""
+    return [{"params": params[:5]}, {"params": params[5:], "weight_decay": 0.2}]
+
+
+def params_in(optimizer: Optim) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def train(optimizer: Optim, steps: range) -> None:
+    for step in steps:
+        set_grads(params_in(optimizer), step)
+        optimizer.step()
+
+
+def assert_same_tensors(ours: Any, theirs: Any) -> None:
+    """Bit by bit, and the same kind of tensor with the same layout."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, DTensor):
+        assert (ours.device_mesh, ours.placements, ours.shape, ours.stride(), ours.dtype) == (
+            (theirs.device_mesh, theirs.placements, theirs.shape, theirs.stride(), theirs.dtype)
+        )
+        ours, theirs = local(ours.detach()), local(theirs.detach())
+    if isinstance(ours, Tensor):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def assert_same(ours: Optim, theirs: Optim) -> None:
+    """Parameters and state dicts of two optimizers."""
+    a, b = ours.state_dict(), theirs.state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    assert a["state"].keys() == b["state"].keys()
+    for index in a["state"]:
+        assert a["state"][index].keys() == b["state"][index].keys()
+        for key, value in a["state"][index].items():
+            assert_same_tensors(value, b["state"][index][key])
+    for param, other in zip(params_in(ours), params_in(theirs), strict=True):
+        assert_same_tensors(param, other)
+
+
+@contextmanager
+def no_dtensor_operations() -> Iterator[None]:
+    """Within this nothing computes with DTensors."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert not any(issubclass(kind, DTensor) for kind in types), f"{func} on DTensors"
+            return func(*args, **(kwargs or {}))
+
+    with Refuse():
+        yield
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_bit_for_bit(rank: int, world_size: int, case: str) -> None:
+    """The issue: sharded parameters and optimizer state are the same to the last bit as through DTensors; and a state
+    dict of either is taken up by the other."""
+    kind, options = CASES[case]
+    options = {"lr": 1e-2, **options}
+    theirs = kind(groups_of(params_of()), **options)
+    ours = local_optimizer(kind, groups_of(params_of()), **options)
+    assert isinstance(ours, LocalOptimizer) and isinstance(ours, kind)
+    assert_same(ours, theirs)  # with state that was made with the optimizer
+    train(theirs, range(3))
+    train(ours, range(3))
+    assert_same(ours, theirs)
+    ours_later = local_optimizer(kind, groups_of(params_of(7)), **options)
+    theirs_later = kind(groups_of(params_of(7)), **options)
+    for later, before in ((ours_later, theirs), (theirs_later, ours)):
+        train(later, range(5))
+        later.load_state_dict(copy.deepcopy(before.state_dict()))
+        for param, value in zip(params_in(later), params_in(before), strict=True):
+            local(param.detach()).copy_(local(value.detach()))
+        train(later, range(3, 5))
+    train(theirs, range(3, 5))
+    assert_same(ours_later, theirs)
+    assert_same(theirs_later, theirs)
+
+
+@on_ranks(2)
+def test_fused_sgd(rank: int, world_size: int) -> None:
+    """torch 2.13 has no fused SGD on DTensors at all; here it gives what it gives on plain tensors."""
+    params = params_of()
+    plain = [nn.Parameter(local(param.detach()).clone()) for param in params]
+    ours = local_optimizer(torch.optim.SGD, params, lr=0.1, momentum=0.9, fused=True)
+    theirs = torch.optim.SGD(plain, lr=0.1, momentum=0.9, fused=True)
+    for step in range(3, 6):
+        set_grads(params, step)
+        for param, copied in zip(params, plain, strict=True):
+            copied.grad = local(param.grad).clone()
+        ours.step()
+        theirs.step()
+    for param, copied in zip(params, plain, strict=True):
+        assert torch.equal(local(param.detach()), copied)
+        buffer = ours.state[param]["momentum_buffer"]
+        assert isinstance(buffer, DTensor) == isinstance(param, DTensor)
+        assert torch.equal(local(buffer), theirs.state[copied]["momentum_buffer"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["adamw_fused", "sgd_momentum"])
+def test_no_dtensor_operations_in_a_step(rank: int, world_size: int, case: str) -> None:
+    """The point of it all."""
+    kind, options = CASES[case]
+    optimizer = local_optimizer(kind, groups_of(params_of()), **options)
+    train(optimizer, range(1))
+    set_grads(params_in(optimizer), 1)
+    with no_dtensor_operations():
+        optimizer.step()
+    through_dtensors = kind(groups_of(params_of()), **options)
+    train(through_dtensors, range(1))
+    set_grads(params_in(through_dtensors), 1)
+    with pytest.raises(AssertionError, match="on DTensors"), no_dtensor_operations():
+        through_dtensors.step()
+
+
+def stack(rank: int, make: Make, steps: int) -> tuple[Any, Optim]:
+    """A sharded model with uneven and empty shards, trained some steps."""
+    torch.manual_seed(0)
+    model = shard_blocks(fsdp2, Stack(dim=3, hidden=5, depth=1))
+    optimizer = make(model)
+    for step in range(steps):
+        model(batch(step, rank, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def torch_adamw(model: nn.Module) -> Optim:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def local_adamw(model: nn.Module) -> Optim:
+    return local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize(("saves", "loads"), [(torch_adamw, local_adamw), (local_adamw, torch_adamw)])
+def test_distributed_checkpoint(rank: int, world_size: int, tmp_path: Path, saves: Make, loads: Make) -> None:
+    """The issue: the state dict is DTensors keyed by FQN; what one kind saved the other loads, bit for bit."""
+    model, optimizer = stack(rank, saves, 3)
+    states = get_optimizer_state_dict(model, optimizer)
+    assert set(states["state"]) == {name for name, _ in model.named_parameters()}
+    assert isinstance(states["state"]["blocks.0.up.weight"]["exp_avg"], DTensor)
+    dcp.save({"optimizer": states}, checkpoint_id=tmp_path)
+    other_model, other = stack(rank, loads, 0)  # no state yet: torch makes it by a step, with lr 0
+    loaded = get_optimizer_state_dict(other_model, other)
+    dcp.load({"optimizer": loaded}, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other_model, other, loaded)
+    for param, value in zip(other_model.parameters(), model.parameters(), strict=True):
+        local(param.detach()).copy_(local(value.detach()))
+    assert_same(other, optimizer)
+
+
+@on_ranks(2)
+def test_torch_machinery(rank: int, world_size: int) -> None:
+    """Schedulers, hooks, closures, added groups, names: as with the torch optimizer; hooks see DTensors."""
+    seen: list[str] = []
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # the first one of a class makes its `step` run hooks
+
+    def run(make: Callable[..., Optim]) -> Optim:
+        params = params_of()
+        optimizer = make(torch.optim.AdamW, [(str(index), param) for index, param in enumerate(params[:4])], lr=1e-2)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append("pre"))
+        optimizer.register_step_post_hook(
+            lambda optimizer, *_: seen.append(type(optimizer.param_groups[0]["params"][0].data).__name__)
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        set_grads(params, 1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.add_param_group({"params": [("4", params[4]), ("5", params[5])], "lr": 0.1})
+
+        def closure() -> float:
+            seen.append(f"closure {torch.is_grad_enabled()}")
+            assert isinstance(optimizer.param_groups[0]["params"][0], DTensor)
+            set_grads(params, 2)
+            return 1.5
+
+        assert optimizer.step(closure) == 1.5
+        return optimizer
+
+    ours = run(local_optimizer)
+    seen_by_ours, seen = seen, []
+    theirs = run(lambda kind, params, **options: kind(params, **options))
+    assert seen_by_ours == seen == ["pre", "DTensor", "pre", "closure True", "DTensor"]
+    assert_same(ours, theirs)
+    assert ours.param_groups[0]["lr"] == 0.5e-2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler(rank: int, world_size: int, fused: bool) -> None:
+    """Behaviour 172: an inf on one rank makes all ranks skip the step; fused optimizers get the scale themselves."""
+    params, scaler = params_of()[:4], torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = local_optimizer(torch.optim.AdamW, params, fused=fused)
+    scaler.scale(torch.ones(()))
+    for poisoned in (True, False):
+        set_grads(params, 1)
+        if poisoned and rank == 1:
+            local(params[0].grad).fill_(float("inf"))
+        before = [local(param.detach()).clone() for param in params]
+        scaler.step(optimizer)
+        scaler.update()
+        changed = [not torch.equal(a, local(b.detach())) for a, b in zip(before, params, strict=True)]
+        assert any(changed) != poisoned
+        assert scaler.get_scale() == 2.0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["double", "local_data", "state_cleared", "state_replaced"])
+def test_nothing_old_is_used(rank: int, world_size: int, how: str) -> None:
+    """Whatever a user puts below a parameter or into the state between steps is taken up, as through DTensors."""
+
+    def change(model: nn.Module, optimizer: Optim) -> None:
+        if how in ("double", "state_cleared"):
+            optimizer.state.clear()
+        if how == "double":
+            model.double()
+        for param in model.parameters():
+            if how == "local_data":
+                local_tensor(param).data = local_tensor(param).data + 1
+            if how == "state_replaced":
+                optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] + 1
+
+    results = []
+    for make in (local_optimizer, lambda kind, params: kind(params)):
+        model = nn.ParameterList(params_of()[:4])
+        optimizer = make(torch.optim.AdamW, model.parameters())
+        for step in (1, 2, 3, 4):
+            if step == 3:
+                change(model, optimizer)
+            for param, grad in zip(model.parameters(), params_of(step), strict=False):
+                param.grad = grad.detach().to(param.dtype)
+            optimizer.step()
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_as_it_was_after_an_error(rank: int, world_size: int) -> None:
+    """A step that raises leaves DTensors in the groups and in the state."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            raise RuntimeError("after the step")
+
+    params = params_of()
+    optimizer = local_optimizer(Fails, params, elementwise=True, lr=0.1, momentum=0.9)
+    set_grads(params, 1)
+    with pytest.raises(RuntimeError, match="after the step"):
+        optimizer.step()
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    assert all(isinstance(optimizer.state[param]["momentum_buffer"], DTensor) for param in params[:5])
+    reference = torch.optim.SGD(params_of(), lr=0.1, momentum=0.9)
+    set_grads(params_in(reference), 1)
+    reference.step()
+    for a, b in zip(params, reference.param_groups[0]["params"], strict=True):
+        assert_same_tensors(a, b)
+
+
+@on_ranks(2)
+def test_other_gradients(rank: int, world_size: int) -> None:
+    """A gradient with other placements is redistributed, as DTensor's dispatch would; a plain one is an error."""
+    results = []
+    for make in (torch.optim.SGD, lambda params, lr: local_optimizer(torch.optim.SGD, params, lr=lr)):
+        params = params_of()[:1]
+        optimizer = make(params, lr=0.1)
+        whole = torch.arange(24.0).view(8, 3)
+        params[0].grad = distribute_tensor(whole, params[0].device_mesh, [Replicate()])
+        optimizer.step()
+        results.append(full(params[0].detach()))
+    assert torch.equal(*results)
+    params[0].grad = whole
+    with pytest.raises(ArgumentError, match=r"shape \(8, 3\) has a gradient that is a plain Tensor"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"][0] is params[0]
+
+
+@on_ranks(2)
+def test_autograd_notices_a_step(rank: int, world_size: int) -> None:
+    """As after an operation on the DTensor itself: a backward through what a step has changed raises."""
+    param = params_of()[0]
+    product = (param * param).to_local().sum()
+    param.grad = torch.ones_like(param)
+    local_optimizer(torch.optim.SGD, [param], lr=0.1).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Optim]
+)
+def test_only_elementwise_optimizers(kind: type[Optim]) -> None:
+    """A Muon on shards would be wrong without any error, and so might any optimizer that we do not know."""
+    with pytest.raises(ArgumentError, match=f"{kind.__name__} is not known.*elementwise=True"):
+        local_optimizer(kind, [nn.Parameter(torch.ones(2, 2))])
+
+
+def test_differentiable_is_refused() -> None:
+    """Local tensors are outside of autograd."""
+    with pytest.raises(ArgumentError, match="differentiable"):
+        local_optimizer(torch.optim.SGD, [nn.Parameter(torch.ones(2))], differentiable=True)
+
+
+def test_plain_model() -> None:
+    """Without any DTensor it is the torch optimizer."""
+    results = []
+    for make in (torch.optim.AdamW, lambda params: local_optimizer(torch.optim.AdamW, params)):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = make(layer.parameters())
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        results.append(layer.weight.detach())
+    assert torch.equal(*results)

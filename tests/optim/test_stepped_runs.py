@@ -1,0 +1,341 @@
+"""Neighbours in memory are stepped and clipped as one tensor: fewer calls, and not one bit changes.
+
+The reference is the same model with torch's optimizer on the DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.adjacent import runs_of
+from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
+from tests.helpers.parity_models import Stack, batch, local, shard_blocks
+from tests.helpers.ranks import on_ranks
+from tests.optim.test_local_optimizer import CASES, assert_same
+
+Optim = torch.optim.Optimizer
+EVEN, UNEVEN = 12, 11
+
+
+def sharded(hidden: int = EVEN, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return shard_blocks(fsdp2, Stack(hidden=hidden, depth=2), **options)
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank, 8)).square().sum().backward()
+
+
+def train(
+    model: nn.Module, optimizer: Optim, rank: int, steps: range, before: Callable[[int], object] = lambda step: None
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        before(step)
+        optimizer.step()
+
+
+def num_stepped(optimizer: Optim) -> int:
+    """How many tensors the torch optimizer saw in the last step."""
+    assert isinstance(optimizer, LocalOptimizer)
+    return sum(len(taken.runs) for taken in optimizer._taken)
+
+
+def pair(kind: type[Optim], options: dict[str, Any], hidden: int = EVEN) -> tuple[tuple[Any, Optim], tuple[Any, Optim]]:
+    ours, theirs = sharded(hidden), sharded(hidden)
+    return (ours, local_optimizer(kind, ours.parameters(), **options)), (theirs, kind(theirs.parameters(), **options))
+
+
+def assert_close(ours: Optim, theirs: Optim) -> None:
+    """torch's fused kernels on the CPU round the last few elements of a tensor, those that fill no vector of the
+    processor, otherwise than the others; which these are differs."""
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for one, two in zip(group["params"], other["params"], strict=True):
+            torch.testing.assert_close(local(one.detach()), local(two.detach()), rtol=1e-6, atol=1e-7)
+            for key, value in ours.state[one].items():
+                torch.testing.assert_close(local(value), local(theirs.state[two][key]), rtol=1e-5, atol=1e-8)
+
+
+@on_ranks(2)
+def test_fused_sizes_that_fill_vectors(rank: int, world_size: int) -> None:
+    """With them fused steps are the same to the last bit, too."""
+    models = [shard_blocks(fsdp2, Stack(dim=32, hidden=64, depth=2)) for _ in range(2)]
+    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
+    optimizers = [
+        local_optimizer(torch.optim.AdamW, models[0].blocks.parameters(), lr=1e-2, fused=True),
+        torch.optim.AdamW(models[1].blocks.parameters(), lr=1e-2, fused=True),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, rank, 32)).square().sum().backward()
+            optimizer.step()
+    assert_same(*optimizers)
+    assert num_stepped(optimizers[0]) == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+@pytest.mark.parametrize("case", CASES)
+def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None:
+    """Units are (inp, out) and two blocks of five parameters each: 14 in all. Even shards: a tensor for each unit."""
+    kind, options = CASES[case]
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(kind, {"lr": 1e-2, **options}, hidden)
+    train(ours, our_optimizer, rank, range(3))
+    train(theirs, their_optimizer, rank, range(3))
+    is_same = assert_close if options.get("fused") else assert_same
+    is_same(our_optimizer, their_optimizer)
+    assert len(list(ours.parameters())) == 14
+    if hidden == EVEN:
+        # The output layer has three rows: 2 on one rank, 1 and padding on the other.
+        assert num_stepped(our_optimizer) <= 5
+    else:
+        assert num_stepped(our_optimizer) < 14
+    # From one to the other and back, in the middle of training.
+    state = copy.deepcopy(our_optimizer.state_dict())
+    our_optimizer.load_state_dict(copy.deepcopy(their_optimizer.state_dict()))
+    their_optimizer.load_state_dict(state)
+    train(ours, our_optimizer, rank, range(3, 5))
+    train(theirs, their_optimizer, rank, range(3, 5))
+    is_same(our_optimizer, their_optimizer)
+
+
+@on_ranks(4)
+def test_on_four_ranks(rank: int, world_size: int) -> None:
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2, "foreach": True})
+    train(ours, our_optimizer, rank, range(3))
+    train(theirs, their_optimizer, rank, range(3))
+    assert_same(our_optimizer, their_optimizer)
+    assert num_stepped(our_optimizer) <= 7
+
+
+@on_ranks(2)
+def test_groups_of_options(rank: int, world_size: int) -> None:
+    """Decay for matrices only, as everybody has it: a unit's matrices are one tensor, and its vectors another."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        params = list(model.parameters())
+        matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+        return [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
+
+    ours, theirs = sharded(), sharded()
+    our_optimizer = local_optimizer(torch.optim.AdamW, groups(ours), lr=1e-2)
+    their_optimizer = torch.optim.AdamW(groups(theirs), lr=1e-2)
+    train(ours, our_optimizer, rank, range(3))
+    train(theirs, their_optimizer, rank, range(3))
+    assert_same(our_optimizer, their_optimizer)
+    assert num_stepped(our_optimizer) <= 8
+
+
+@on_ranks(2)
+def test_parameters_without_gradients(rank: int, world_size: int) -> None:
+    """Now and then one in the middle of a run has none: the run is two for that step, and its counter stays behind."""
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
+
+    def drop(model: Any) -> Callable[[int], object]:
+        def before(step: int) -> None:
+            if step in (0, 2, 3):
+                model.blocks[0].down.weight.grad = None
+            if step == 3:
+                model.blocks[1].norm.bias.grad = None
+
+        return before
+
+    for steps in (range(1), range(1, 3), range(3, 6)):
+        train(ours, our_optimizer, rank, steps, drop(ours))
+        train(theirs, their_optimizer, rank, steps, drop(theirs))
+        assert_same(our_optimizer, their_optimizer)
+    assert our_optimizer.state[ours.blocks[0].down.weight]["step"] == 3
+
+
+@on_ranks(2)
+def test_counters_are_of_each_parameter(rank: int, world_size: int) -> None:
+    """Outside, no two parameters share a counter: torch's optimizer, given this state as it is, counts one step for
+    one step. And a counter that is changed there counts."""
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2, "foreach": True})
+    train(ours, our_optimizer, rank, range(2))
+    train(theirs, their_optimizer, rank, range(2))
+    plain = torch.optim.AdamW(ours.parameters(), lr=1e-2, foreach=True)
+    plain.state.update(our_optimizer.state)
+    train(ours, plain, rank, range(2, 3))
+    train(theirs, their_optimizer, rank, range(2, 3))
+    assert_same(plain, their_optimizer)
+    train(ours, our_optimizer, rank, range(3, 4))  # which finds counters at 3 that it left at 2
+    train(theirs, their_optimizer, rank, range(3, 4))
+    assert_same(our_optimizer, their_optimizer)
+    for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+        optimizer.state[model.blocks[0].up.bias]["step"].fill_(100.0)
+        train(model, optimizer, rank, range(4, 6))
+    assert_same(our_optimizer, their_optimizer)
+    assert our_optimizer.state[ours.blocks[0].up.bias]["step"] == 102
+
+
+@on_ranks(2)
+def test_state_changed_in_place_and_replaced(rank: int, world_size: int) -> None:
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
+    for step in range(4):
+        train(ours, our_optimizer, rank, range(step, step + 1))
+        train(theirs, their_optimizer, rank, range(step, step + 1))
+        for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+            state = optimizer.state[model.blocks[1].up.weight]
+            local(state["exp_avg"]).mul_(0.5)
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+            if step == 2:
+                del optimizer.state[model.blocks[0].norm.weight]
+    assert_same(our_optimizer, their_optimizer)
+
+
+@on_ranks(2)
+def test_parameters_that_move(rank: int, world_size: int) -> None:
+    """`to` gives all parameters new memory, an assignment gives it to one; the optimizer follows."""
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.SGD, {"lr": 1e-2})
+    for model, optimizer in ((ours, our_optimizer), (theirs, their_optimizer)):
+        train(model, optimizer, rank, range(2))
+        model.to(torch.float64).to(torch.float32)
+        train(model, optimizer, rank, range(2, 3))
+        param = model.blocks[0].up.weight
+        moved = DTensor.from_local(local(param.detach()) + 1, param.device_mesh, param.placements, run_check=False)
+        torch.utils.swap_tensors(param, nn.Parameter(moved))
+        train(model, optimizer, rank, range(3, 4))
+    assert_same(our_optimizer, their_optimizer)
+    assert num_stepped(our_optimizer) <= 5
+
+
+@on_ranks(2)
+def test_gradients_of_ones_own(rank: int, world_size: int) -> None:
+    """Gradients that are set by hand, and some that are accumulated: what is no neighbour is stepped by itself."""
+    (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.AdamW, {"lr": 1e-2})
+
+    def replace(model: Any) -> Callable[[int], object]:
+        def before(step: int) -> None:
+            param = model.blocks[0].up.weight
+            if step == 1:
+                param.grad = param.grad * 2
+            if step == 2:
+                backward(model, 7, rank)
+
+        return before
+
+    train(ours, our_optimizer, rank, range(4), replace(ours))
+    train(theirs, their_optimizer, rank, range(4), replace(theirs))
+    assert_same(our_optimizer, their_optimizer)
+
+
+@on_ranks(2)
+def test_clipping(rank: int, world_size: int) -> None:
+    """One norm and one multiplication for a unit; the norm of the parts in another order."""
+    ours, theirs = sharded(), sharded()
+    for model in (ours, theirs):
+        backward(model, 0, rank)
+    norm = clip_grad_norm_(ours.parameters(), 0.1)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    assert isinstance(expected, DTensor)
+    torch.testing.assert_close(norm, expected.full_tensor(), rtol=1e-6, atol=0)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(local(one.grad), local(other.grad), rtol=1e-6, atol=0)
+    grads = [local(param.grad) for param in ours.parameters()]
+    assert len(runs_of(grads)) <= 5
+
+
+@on_ranks(2)
+def test_what_others_see_of_a_shard(rank: int, world_size: int) -> None:
+    """Shards that stand together are tensors of their own: by storage, as tied weights are found; in files; and for
+    autograd, which must not take a change of one for a change of the next."""
+    model = sharded()
+    params = list(model.parameters())
+    storages = {local(param.detach()).untyped_storage()._cdata for param in params}
+    assert len(storages) == len(params)
+    shards = [local(param.detach()) for param in params]
+    assert len(runs_of([local(param) for param in params])) <= 5
+    file = io.BytesIO()
+    torch.save(local(model.blocks[0].up.weight), file)
+    assert file.tell() < 48 * 4 + 1800, "of the unit's 240 elements only these"
+    one, other = (local(model.blocks[0].norm.weight), local(model.blocks[0].norm.bias))
+    before = other._version
+    with torch.no_grad():
+        one.add_(1)
+    assert other._version == before
+    assert all(shard.untyped_storage().data_ptr() == shard.data_ptr() for shard in shards)
+
+
+@on_ranks(2)
+def test_local_tensors_that_are_held(rank: int, world_size: int) -> None:
+    """What one gets by `to_local()` after `to_empty` stays the parameter's memory through forward and step."""
+    with torch.device("meta"):
+        model = shard_blocks(fsdp2, Stack(hidden=EVEN, depth=2))
+    model.to_empty(device="cpu")
+    held = [param.to_local() for param in model.parameters()]
+    with torch.no_grad():
+        for each in held:
+            each.fill_(0.1)
+    assert len(runs_of([local(param) for param in model.parameters()])) <= 5
+    backward(model, 0, rank)
+    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    optimizer.step()
+    for param, each in zip(model.parameters(), held, strict=True):
+        assert local(param.detach()).data_ptr() == each.data_ptr()
+        assert torch.equal(param.to_local(), each)
+
+
+@on_ranks(2)
+def test_a_step_changes_versions(rank: int, world_size: int) -> None:
+    """Autograd notices a step between a use of a shard and its backward, in a run as anywhere else."""
+    model = sharded()
+    optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    train(model, optimizer, rank, range(1))
+    optimizer.zero_grad()
+    backward(model, 1, rank)
+    loss = model.blocks[0].up.weight.to_local().square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+class Steps(torch.optim.SGD):
+    """Counts the tensors that it steps."""
+
+    seen = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        Steps.seen = sum(param.grad is not None for group in self.param_groups for param in group["params"])
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_kinds_that_the_user_vouches_for(rank: int, world_size: int) -> None:
+    """A kind that we do not know may treat a tensor as a whole (blocks of 8-bit state): it sees each parameter."""
+    model = sharded()
+    optimizer = local_optimizer(Steps, model.parameters(), lr=0.1, elementwise=True)
+    train(model, optimizer, rank, range(1))
+    assert Steps.seen == 14
+
+
+@on_ranks(2)
+def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
+    """bf16 compute, and gradients of two backwards: still one tensor for each unit, since the second is added to the
+    first in place."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [sharded(mp_policy=policy) for _ in range(2)]
+    optimizers = [
+        local_optimizer(torch.optim.AdamW, models[0].parameters(), lr=1e-2),
+        torch.optim.AdamW(models[1].parameters(), lr=1e-2),
+    ]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, 2 * step, rank)
+            backward(model, 2 * step + 1, rank)
+            optimizer.step()
+    assert_same(optimizers[0], optimizers[1])
+    assert num_stepped(optimizers[0]) <= 5

@@ -1,0 +1,1 @@
+"""Several kinds of parallelism together."""

@@ -1,0 +1,377 @@
+"""`ParallelConfig`: values, files in the dialects of several tools, and the arithmetic of ranks and batches. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
+from fsdp2.parallel import BatchSizes, ParallelConfig, batch_sizes
+from tests.helpers.models import error_of
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tensor": 0}, "tensor: expected a number of ranks, 1 or more; got 0"),
+        ({"replicate": True}, "replicate: expected a number of ranks, 1 or more; got True"),
+        ({"context": "2"}, "context: expected a number of ranks, 1 or more; got '2'"),
+        ({"shard": "all"}, "shard: expected a number of ranks, 1 or more, or \"auto\"; got 'all'"),
+        ({"shard": -2}, 'shard: expected a number of ranks, 1 or more, or "auto"; got -2'),
+        ({"activation_checkpointing": "some"}, "activation_checkpointing: expected"),
+        ({"activation_checkpointing": -1}, "activation_checkpointing: expected"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward: expected true, false or a number of ranks; got 'no'"),
+        ({"mixed_precision": "fp8"}, 'mixed_precision: expected one of "no", "bf16", "fp16"; got \'fp8\''),
+        ({"compile": ""}, "compile: expected true, false or the name of a backend; got ''"),
+        ({"cpu_offload": 1}, "cpu_offload: expected true or false; got 1"),
+        ({"blocks": ("",)}, "blocks: expected names of classes or modules; got ('',)"),
+        ({"blocks": {"a": 1}}, "blocks: expected names of classes or modules; got {'a': 1}"),
+    ],
+)
+def test_unfit_values_are_named(values: dict[str, Any], message: str) -> None:
+    assert error_of(ArgumentError, lambda: ParallelConfig(**values)).startswith(message)
+
+
+def test_minus_one_is_auto() -> None:
+    assert ParallelConfig(shard=-1) == ParallelConfig() and ParallelConfig(shard=-1).shard == "auto"
+
+
+@pytest.mark.parametrize(
+    ("value", "every"), [("none", 0), ("full", 1), ("selective", 2), (0, 0), (3, 3), (False, 0), (True, 1)]
+)
+def test_checkpoint_every(value: Any, every: int) -> None:
+    assert ParallelConfig(activation_checkpointing=value).checkpoint_every == every
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "message"),
+    [
+        (
+            {"replicate": 2, "shard": 2, "tensor": 3},
+            8,
+            "8 ranks, but 2 (replicate) x 2 (shard) x 3 (tensor) = 12. Choose tensor = 2, or start 12 ranks.",
+        ),
+        (
+            {"shard": 2, "tensor": 2},
+            8,
+            "8 ranks, but 2 (shard) x 2 (tensor) = 4. Choose replicate = 2 or shard = 4 or tensor = 4 or shard = "
+            '"auto", or start 4 ranks.',
+        ),
+        ({"shard": 16}, 8, '8 ranks, but 16 (shard). Choose shard = 8 or shard = "auto", or start 16 ranks.'),
+        (
+            {"shard": 1},
+            2,
+            '2 ranks, but 1 (shard). Choose replicate = 2 or shard = 2 or shard = "auto", or start 1 rank.',
+        ),
+        ({"shard": 1, "tensor": 2}, 1, "1 rank, but 2 (tensor). Choose tensor = 1, or start 2 ranks."),
+        (
+            {"replicate": 2, "tensor": 3},
+            8,
+            "8 ranks cannot be divided by 2 (replicate) x 3 (tensor) = 6, so nothing whole is left for shard = "
+            '"auto". Choose tensor = 2, or start 6 ranks, or a multiple of that.',
+        ),
+        (
+            {"pipeline": 3},
+            8,
+            '8 ranks cannot be divided by 3 (pipeline), so nothing whole is left for shard = "auto". Choose pipeline = '
+            "2, or start 3 ranks, or a multiple of that.",
+        ),
+    ],
+)
+def test_the_error_does_the_arithmetic(degrees: dict[str, int], world_size: int, message: str) -> None:
+    assert error_of(ArgumentError, lambda: ParallelConfig(**degrees).resolve(world_size)) == message
+
+
+def test_every_choice_that_an_error_names_is_one() -> None:
+    """Whatever the degrees, each value that the message proposes fits."""
+    names = ["replicate", "shard", "tensor", "context", "pipeline"]
+    num_choices = 0
+    for sizes in itertools.product([1, 2, 3, 4], ["auto", 1, 2, 5], [1, 2, 3], [1, 2], [1, 3]):
+        given: dict[str, Any] = dict(zip(names, sizes, strict=True))
+        for world_size in (1, 4, 6, 8, 12):
+            try:
+                ParallelConfig(**given).resolve(world_size)
+                continue
+            except ArgumentError as error:
+                message = str(error)
+            (ranks,) = re.findall(r"or start (\d+) rank", message)
+            assert ParallelConfig(**given).resolve(int(ranks)).world_size == int(ranks), message
+            for name, value in re.findall(r"\b(?:Choose|or) (\w+) = (\d+|\"auto\")", message):
+                fixed = {**given, name: value.strip('"') if '"' in value else int(value)}
+                assert ParallelConfig(**fixed).resolve(world_size).world_size == world_size, message
+                num_choices += 1
+    assert num_choices > 100
+
+
+def test_coordinates_count_all_ranks_once() -> None:
+    config = ParallelConfig(replicate=2, shard=3, tensor=2, context=2, pipeline=2).resolve(48)
+    places = [tuple(config.coordinates(rank).values()) for rank in range(48)]
+    assert places == list(itertools.product(range(2), range(2), range(3), range(2), range(2)))
+    assert error_of(ArgumentError, lambda: config.coordinates(48)) == "rank: expected 0 to 47, got 48"
+
+
+def test_ranks_that_share_data() -> None:
+    config = ParallelConfig(replicate=2, shard=2, tensor=2, context=2, pipeline=2).resolve(32)
+    assert config.data_ranks == 4
+    for rank in range(32):
+        place = config.coordinates(rank)
+        assert config.data_rank(rank) == 2 * place["replicate"] + place["shard"]
+
+
+def test_what_needs_a_number_for_shard() -> None:
+    assert "call resolve(world_size) first" in error_of(OrderError, lambda: ParallelConfig().data_ranks)
+    assert ParallelConfig(tensor=2).resolve(6).degrees == {
+        "pipeline": 1,
+        "replicate": 1,
+        "shard": 3,
+        "context": 1,
+        "tensor": 2,
+    }
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+EXPECTED = ParallelConfig(replicate=2, shard=4, tensor=2, context=2)
+
+DIALECTS = {
+    "ours.toml": "[parallel]\nreplicate = 2\nshard = 4\ntensor = 2\ncontext = 2\n\n[train]\nsteps = 10\n",
+    "flat.toml": "replicate = 2\nshard = 4\ntensor = 2\ncontext = 2\n",
+    "ours.yaml": "parallel: {replicate: 2, shard: 4, tensor: 2, context: 2}\n",
+    "accelerate.yaml": """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 32
+parallelism_config:
+  parallelism_config_cp_comm_strategy: allgather
+  parallelism_config_cp_size: 2
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 2
+""",
+    "axolotl.yml": "dp_shard_size: 4\ndp_replicate_size: 2\ntensor_parallel_size: 2\ncontext_parallel_size: 2\n"
+    "expert_parallel_size: 1\nsequence_parallel_degree:\n",
+    "torchtitan.toml": """
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = 4
+tensor_parallel_degree = 2
+context_parallel_degree = 2
+pipeline_parallel_degree = 1
+""",
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_dialects(name: str, tmp_path: Path) -> None:
+    assert ParallelConfig.load(written(tmp_path, name, DIALECTS[name])) == EXPECTED
+
+
+# Shaped like the examples that Axolotl ships: the degrees among everything else that a run has.
+AXOLOTL = """
+base_model: some/model-8B
+plugins:
+  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
+dp_shard_size: 4
+dp_replicate_size: 2
+context_parallel_size: 2
+tensor_parallel_size: 2
+dataset_prepared_path: last_run_prepared
+special_tokens:
+  pad_token: <|end_of_text|>
+fsdp_version: 2
+fsdp_config:
+  offload_params: true
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  transformer_layer_cls_to_wrap: LlamaDecoderLayer
+datasets:
+  - path: some/data
+    type: alpaca
+output_dir: ./outputs/
+sequence_len: 2048
+sample_packing: true
+attn_implementation: flash_attention_2
+lora_r: 8
+gradient_accumulation_steps: 1
+micro_batch_size: 1
+learning_rate: 2e-6
+bf16: true
+gradient_checkpointing:
+wandb_project:
+"""
+
+
+def test_a_whole_file_of_axolotl(tmp_path: Path) -> None:
+    """It was refused for `base_model` and 20 more keys, although every key that we have in common was understood. What
+    says how to shard in another way than ours is named, so that nobody believes that it holds."""
+    path = written(tmp_path, "axolotl.yaml", AXOLOTL)
+    with pytest.warns(UserWarning, match=r"keys of Axolotl's were not read") as caught:
+        assert ParallelConfig.load(path) == EXPECTED
+    (note,) = caught
+    assert "fsdp_config (here: blocks, reshard_after_forward, cpu_offload), bf16 (here: mixed_precision)." in str(
+        note.message
+    )
+    assert "gradient_checkpointing" not in str(note.message)  # empty, so it asks for nothing
+    assert note.filename == __file__
+
+
+def test_a_typing_error_in_a_file_of_axolotl(tmp_path: Path) -> None:
+    path = written(tmp_path, "axolotl.yaml", AXOLOTL.replace("dp_shard_size", "dp_shard_sise"))
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(path))
+    assert "unknown key 'dp_shard_sise' (did you mean 'dp_shard_size'?)" in error
+    path = written(tmp_path, "other.yaml", "learning_rate: 1\ntensor: 2\n")
+    assert "unknown key 'learning_rate'" in error_of(ArgumentError, lambda: ParallelConfig.load(path))
+
+
+def test_all_keys(tmp_path: Path) -> None:
+    expected = ParallelConfig(
+        pipeline=2,
+        activation_checkpointing=2,
+        compile="aot_eager",
+        reshard_after_forward=False,
+        mixed_precision="bf16",
+        cpu_offload=True,
+        blocks=("Block", "layers.*"),
+    )
+    toml = (
+        'shard = -1\npipeline = 2\nactivation_checkpointing = "selective"\ncompile = "aot_eager"\n'
+        'reshard_after_forward = false\nmixed_precision = "bf16"\ncpu_offload = true\nblocks = ["Block", "layers.*"]\n'
+    )
+    loaded = ParallelConfig.load(written(tmp_path, "a.toml", toml))
+    assert loaded == ParallelConfig(**{**vars(expected), "activation_checkpointing": "selective"})
+    yaml = (
+        "shard: auto\npipeline: 2\nactivation_checkpointing: 2\ncompile: aot_eager\nreshard_after_forward: false\n"
+        "mixed_precision: bf16\ncpu_offload: true\nblocks: [Block, layers.*]\n"
+    )
+    assert ParallelConfig.load(written(tmp_path, "a.yaml", yaml)) == expected
+
+
+def test_what_only_a_file_says(tmp_path: Path) -> None:
+    yaml = "mixed_precision: no\nreshard_after_forward: auto\nblocks: Block\ntensor:\n"
+    assert ParallelConfig.load(written(tmp_path, "a.yaml", yaml)) == ParallelConfig(blocks=("Block",))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "tensr = 2\n", "unknown key 'tensr' (did you mean 'tensor'?). The keys are replicate, shard,"),
+        ("a.toml", "[parallel]\ntp_sise = 2\n", " [parallel]: unknown key 'tp_sise' (did you mean 'tp_size'?)"),
+        ("a.toml", "xyzzy = 1\nreplicat = 2\n", "unknown keys 'xyzzy', 'replicat' (did you mean 'replicate'?)"),
+        (
+            "a.yaml",
+            "tp_size: 2\ntensor_parallel_size: 4\n",
+            "tp_size = 2 and tensor_parallel_size = 4 both give 'tensor'",
+        ),
+        ("a.yaml", "tensor: 2\nshard: 4\ntensor: 4\n", "'tensor' stands twice, on lines 1 and 3; keep one"),
+        ("a.toml", "tensor = 2\ntensor = 4\n", "is not TOML: "),
+        ("a.yaml", "tensor: [2\n", "is not YAML: "),
+        ("a.yaml", "- 2\n", "expected keys and values, got a list"),
+        ("a.yaml", "", "expected keys and values, got nothing"),
+        ("a.toml", "[parallel]\n[parallelism]\n", "has the sections ['parallel', 'parallelism']; keep one"),
+        ("a.toml", "[parallel]\ntensor = 0\n", " [parallel]: tensor: expected a number of ranks, 1 or more; got 0"),
+        ("a.toml", 'shard = "some"\n', ": shard: expected a number of ranks, 1 or more, or \"auto\"; got 'some'"),
+        ("a.json", "{}", "expected a file that ends in .toml, .yaml or .yml"),
+    ],
+)
+def test_bad_files(name: str, text: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name, text)
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(path))
+    assert error.startswith(str(path)) and message in error, error
+
+
+def test_a_long_file_of_another_tool_is_not_listed_whole(tmp_path: Path) -> None:
+    text = "".join(f"other_{letter} = 1\n" for letter in "abcdefgh")
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(written(tmp_path, "a.toml", text)))
+    assert "'other_e', and 3 more. The keys are" in error
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "none.toml"
+    assert (
+        error_of(ArgumentError, lambda: ParallelConfig.load(path))
+        == f"{path}: cannot be read: No such file or directory"
+    )
+    path.write_bytes(b"\xff\xfe")
+    assert error_of(ArgumentError, lambda: ParallelConfig.load(path)).startswith(f"{path}: is not UTF-8 text")
+
+
+def test_sections(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.toml", "[small]\ntensor = 2\n[large]\ntensor = 4\n")
+    assert ParallelConfig.load(path, section="large").tensor == 4
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(path, section="huge"))
+    assert error == f"{path}: has no section 'huge'; it has small, large"
+
+
+def test_what_we_do_not_have_is_refused() -> None:
+    error = error_of(
+        UnsupportedError, lambda: ParallelConfig.from_mapping({"expert_parallel_size": 2}, source="run.yml")
+    )
+    assert error.startswith("run.yml: expert_parallel_size = 2 asks for expert parallelism")
+
+
+def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "a.yaml", "tensor: 2\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)  # what an import finds where there is no such package
+    error = error_of(ArgumentError, lambda: ParallelConfig.load(path))
+    assert error.startswith(f'{path}: reading YAML needs PyYAML: pip install "fsdp2[yaml]"')
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"global_batch": 64, "micro_batch": 4}, BatchSizes(64, 4, 2, 8)),
+        ({"global_batch": 64, "accumulation": 4}, BatchSizes(64, 2, 4, 8)),
+        ({"micro_batch": 4, "accumulation": 3}, BatchSizes(96, 4, 3, 8)),
+        ({"global_batch": 64}, BatchSizes(64, 8, 1, 8)),
+        ({"micro_batch": 4}, BatchSizes(32, 4, 1, 8)),
+        ({"global_batch": 64, "micro_batch": 4, "accumulation": 2}, BatchSizes(64, 4, 2, 8)),
+    ],
+)
+def test_batch_sizes(given: dict[str, int], expected: BatchSizes) -> None:
+    assert batch_sizes(8, **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"global_batch": 30, "micro_batch": 2},
+            "global batch 30 is not a multiple of 2 (micro batch) x 4 (data ranks) = 8: choose 24 or 32",
+        ),
+        (
+            {"global_batch": 3, "accumulation": 2},
+            "global batch 3 is not a multiple of 2 (accumulation) x 4 (data ranks) = 8: choose 8",
+        ),
+        (
+            {"global_batch": 32, "micro_batch": 2, "accumulation": 2},
+            "global batch 32, but 2 (micro batch) x 2 (accumulation) x 4 (data ranks) = 16: leave one of the three "
+            "out, and it follows from the others",
+        ),
+        ({}, "batch_sizes: expected global_batch, micro_batch or both; got neither"),
+        ({"accumulation": 2}, "batch_sizes: expected global_batch, micro_batch or both; got neither"),
+        ({"micro_batch": 0}, "batch_sizes: expected micro_batch to be a whole number, 1 or more; got 0"),
+        ({"micro_batch": 1.5}, "batch_sizes: expected micro_batch to be a whole number, 1 or more; got 1.5"),
+    ],
+)
+def test_batch_sizes_that_do_not_fit(given: dict[str, Any], message: str) -> None:
+    assert error_of(ArgumentError, lambda: batch_sizes(4, **given)) == message

@@ -1,0 +1,501 @@
+"""`dp_mesh_dims`: parameters are DTensors on one mesh of all axes, some of which are data parallel (Behaviour
+163-165)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing import assert_close
+
+import fsdp2
+from tests.helpers.parity_models import Stack, batch, full, local, mean_gradients, shard_blocks, shard_like
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import (
+    API,
+    TpRace,
+    assert_tp_gradients,
+    count_comms,
+    mesh_of,
+    ours_only,
+    quiet,
+)
+
+REPLICATE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
+STRIDED = _StridedShard(0, split_factor=2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A full mesh, its data-parallel axes, and how parameters must lie on which axes after sharding.
+
+    Attributes:
+        sizes: of the mesh's axes.
+        names: of the mesh's axes.
+        shard: the axes to shard over.
+        replicate: the axes to replicate over.
+        up: placements of `blocks.0.up.weight`, whose rows are TP-sharded where there is a "tp" axis.
+        out: placements of `out.weight`, which TP leaves alone.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    shard: str | tuple[str, ...] | None
+    replicate: str | tuple[str, ...] | None
+    up: tuple[Placement, ...]
+    out: tuple[Placement, ...]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return mesh_of(self.sizes, self.names)
+
+    def dims(self, api: Any) -> Any:
+        return api.DataParallelMeshDims(shard=self.shard, replicate=self.replicate)
+
+    def axes(self, role: str | tuple[str, ...] | None) -> list[int]:
+        names = (role,) if isinstance(role, str) else role or ()
+        return [self.names.index(name) for name in names]
+
+    @property
+    def data_axes(self) -> list[int]:
+        """In the order of the mesh."""
+        return sorted(self.axes(self.shard) + self.axes(self.replicate))
+
+    @property
+    def data_ranks(self) -> int:
+        size = 1
+        for axis in self.data_axes:
+            size *= self.sizes[axis]
+        return size
+
+    @property
+    def data_rank(self) -> int:
+        position = 0
+        for axis in self.data_axes:
+            position = position * self.sizes[axis] + self.mesh.get_local_rank(axis)
+        return position
+
+    @property
+    def exact(self) -> bool:
+        """No sum has more than two terms: the order of summation says nothing."""
+        return all(sum(self.sizes[axis] > 1 for axis in self.axes(role)) <= 1 for role in (self.shard, self.replicate))
+
+
+# Several shard axes become one, of a flattened mesh; replicate axes stay, except that with several shard axes they come
+# first; all other axes stay as they are.
+LAYOUTS = {
+    "shard,tp": Layout((2, 2), ("dp", "tp"), "dp", None, (STRIDED, ROWS), (ROWS, REPLICATE)),
+    "tp,shard": Layout((2, 2), ("tp", "dp"), "dp", None, (ROWS, ROWS), (REPLICATE, ROWS)),
+    "shard,shard": Layout((2, 2), ("dp0", "dp1"), ("dp0", "dp1"), None, (ROWS,), (ROWS,)),
+    "shard,shard,tp": Layout((2, 1, 2), ("dp0", "dp1", "tp"), ("dp0", "dp1"), None, (STRIDED, ROWS), (ROWS, REPLICATE)),
+    "replicate,shard": Layout((2, 2), ("r", "s"), "s", "r", (REPLICATE, ROWS), (REPLICATE, ROWS)),
+    "shard,replicate": Layout((2, 2), ("s", "r"), "s", "r", (ROWS, REPLICATE), (ROWS, REPLICATE)),
+    "replicate,shard,tp": Layout(
+        (1, 2, 2), ("r", "s", "tp"), "s", "r", (REPLICATE, STRIDED, ROWS), (REPLICATE, ROWS, REPLICATE)
+    ),
+    "replicate,shard,shard": Layout(
+        (2, 2, 1), ("r", "s0", "s1"), ("s0", "s1"), "r", (REPLICATE, ROWS), (REPLICATE, ROWS)
+    ),
+    "replicate,tp": Layout((2, 2), ("dp", "tp"), None, "dp", (REPLICATE, ROWS), (REPLICATE, REPLICATE)),
+    "replicate,replicate": Layout(
+        (2, 2), ("r0", "r1"), None, ("r0", "r1"), (REPLICATE, REPLICATE), (REPLICATE, REPLICATE)
+    ),
+}
+every_layout = pytest.mark.parametrize("name", LAYOUTS)
+# On three axes torch takes seconds to plan operations for the first time: one such layout is in the protective tier.
+planned_layouts = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.exhaustive] if name in ("shard,shard,tp", "replicate,shard,shard") else []
+        )
+        for name in LAYOUTS
+    ],
+)
+some_layouts = pytest.mark.parametrize("name", ["shard,tp", "shard,shard", "replicate,shard", "replicate,tp"])
+
+
+def tp_placement(name: str) -> Placement:
+    """How TP shards the parameters of `Stack`."""
+    if name.endswith(("up.weight", "up.bias")):
+        return ROWS
+    return COLUMNS if name.endswith("down.weight") else REPLICATE
+
+
+def distribute(model: nn.Module, mesh: DeviceMesh, **special: list[Placement]) -> nn.Module:
+    """Replace each parameter by a DTensor on the full mesh; `special` placements by the parameter's last name."""
+    for prefix, module in model.named_modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            default = [tp_placement(f"{prefix}.{name}") if axis == "tp" else REPLICATE for axis in mesh_names(mesh)]
+            value = distribute_tensor(param.detach(), mesh, special.get(name, default))
+            setattr(module, name, nn.Parameter(value))
+    return model
+
+
+def mesh_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ("",) * mesh.ndim
+
+
+def shard(api: Any, model: nn.Module, layout: Layout, **options: Any) -> Any:
+    """Distribute, then `fully_shard` every block and the root."""
+    distribute(model, layout.mesh)
+    return shard_blocks(api, model, mesh=layout.mesh, dp_mesh_dims=layout.dims(api), **options)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Unlike Adam it does not make large differences from small ones."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def build() -> Stack:
+    return Stack(dim=8, hidden=6, depth=2)
+
+
+def sharded(layout: Layout, **options: Any) -> tuple[Stack, Any]:
+    plain = build()
+    return plain, shard(API, copy.deepcopy(plain), layout, **options)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, (fsdp2.FSDPModule, torch_fsdp.FSDPModule))
+
+
+def step_of(layout: Layout) -> Any:
+    """`backward(model, step, data_rank)`. The loss is this data-parallel rank's own, so that gradients are averaged.
+
+    In even steps activations are declared Replicate over the data axes although each rank has its own, in odd steps
+    they are declared Shard(0): then the weights' gradients arrive as Partial over the data axes. (Both kinds in one
+    accumulated gradient do not add up, as DTensor believes what it is told.)
+    """
+
+    def backward(model: nn.Module, step: int, rank: int, data: Placement | None = None) -> Tensor:
+        x = batch(step, rank)
+        if is_sharded(model):
+            data = data or (ROWS if step % 2 else REPLICATE)
+            placements = [data if axis in layout.data_axes else REPLICATE for axis in range(len(layout.sizes))]
+            y: Any = model(DTensor.from_local(x, layout.mesh, placements, run_check=False))
+            loss = y.redistribute(placements=placements).to_local().float().square().mean()
+        else:
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return backward
+
+
+def check_step(model: nn.Module, plain: nn.Module, layout: Layout, step: int = 0) -> None:
+    """Values and, after one batch, gradients are those of one process with `plain`."""
+    backward = step_of(layout)
+    for (name, param), (_, value) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert_close(full(param), value, msg=name)
+    model.zero_grad()
+    with quiet():
+        backward(model, step, layout.data_rank)
+    assert_tp_gradients(model, mean_gradients(plain, layout.data_ranks, lambda m, r: backward(m, step, r)))
+
+
+# --- form -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@every_layout
+def test_sharded_parameters(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 163, 164: placements, mesh and local part of sharded parameters; `full_tensor` restores them."""
+    layout = LAYOUTS[name]
+    plain, model = sharded(layout)
+    assert model.blocks[0].up.weight.placements == layout.up
+    assert model.out.weight.placements == layout.out
+    for fqn, param in model.named_parameters():
+        value = plain.get_parameter(fqn)
+        assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), fqn
+        assert param.device_mesh.size() == world_size, fqn
+        assert param.device_mesh.ndim == len(layout.out), fqn
+        assert (param.shape, param.stride()) == (value.shape, value.stride()), fqn
+        assert torch.equal(param.to_local(), shard_like(value, param)), fqn
+        assert torch.equal(param.full_tensor(), value), fqn
+
+
+@on_ranks(4)
+@every_layout
+def test_unsharded_parameters(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 163: unsharded they are again what was given, on the full mesh; resharded, the same objects as
+    before."""
+    layout = LAYOUTS[name]
+    plain, model = sharded(layout)
+    in_shards = dict(model.named_parameters())
+    for unit in (model, *model.blocks):
+        unit.unshard()
+    for fqn, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter) and isinstance(param, DTensor), fqn
+        assert param.device_mesh == layout.mesh, fqn
+        expected = tuple(tp_placement(fqn) if axis == "tp" else REPLICATE for axis in layout.names)
+        assert param.placements == expected, fqn
+        assert torch.equal(param.to_local(), shard_like(plain.get_parameter(fqn), param)), fqn
+    for unit in (model, *model.blocks):
+        unit.reshard()
+    assert all(param is in_shards[fqn] for fqn, param in model.named_parameters())
+
+
+@on_ranks(4)
+@planned_layouts
+def test_numbers_of_collectives(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 109, 163, 164: replicate axes alone gather nothing and all-reduce once a group; so does one shard."""
+    layout = LAYOUTS[name]
+    _, model = sharded(layout, reshard_after_forward=True)
+    num_shards = max([1, *(layout.sizes[axis] for axis in layout.axes(layout.shard))])
+    expected = {
+        "all_gather": 6 if num_shards > 1 else 0,
+        "reduce_scatter": 3 if num_shards > 1 else 0,
+        "all_reduce": 3 if layout.replicate else 0,
+    }
+    for step in range(2):
+        with count_comms() as counts, quiet():
+            step_of(layout)(model, step, layout.data_rank)
+        assert counts == expected
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@planned_layouts
+def test_training(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 163, 164: several Adam steps as torch's FSDP2 and as one process; also with Partial gradients."""
+    layout = LAYOUTS[name]
+    race(layout).run(3)
+
+
+def race(layout: Layout, options: dict[str, Any] | None = None, **of_race: Any) -> TpRace:
+    of_race.setdefault("backward", step_of(layout))
+    of_race.setdefault("torch", hasattr(torch_fsdp, "DataParallelMeshDims"))  # torch 2.11 has none; one process is left
+    return TpRace(
+        layout.data_rank,
+        layout.data_ranks,
+        build,
+        lambda api, model: shard(API if api is fsdp2 else api, model, layout, **(options or {})),
+        exact=layout.exact,
+        **of_race,
+    )
+
+
+@on_ranks(4)
+@some_layouts
+@pytest.mark.parametrize("raf", [True, False])
+def test_reshard_after_forward(rank: int, world_size: int, name: str, raf: bool) -> None:
+    """Behaviour 72, 163: either way of resharding; afterwards the parameters are sharded, or as given."""
+    layout = LAYOUTS[name]
+    model: Any = race(layout, {"reshard_after_forward": raf}).run(2)
+    sharded_form = model.out.weight.placements
+    with torch.no_grad(), quiet():
+        model(DTensor.from_local(batch(0, rank), layout.mesh, [REPLICATE] * 2, run_check=False))
+    assert model.out.weight.placements == (sharded_form if raf else (REPLICATE, REPLICATE))
+
+
+@on_ranks(4)
+@some_layouts
+def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 113, 163: bf16 on the full mesh for computation, fp32 for reduction, shards and gradients."""
+    layout = LAYOUTS[name]
+
+    def with_policy(api: Any, model: nn.Module) -> Any:
+        api = API if api is fsdp2 else api
+        policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return shard(api, model, layout, mp_policy=policy)
+
+    contest = race(layout, plain=False, rtol=0.05, by_norm=True, optim=sgd)
+    contest.shard = with_policy
+    contest.exact = "tp" not in layout.names  # torch sums over tp in bf16, we in either dtype
+    model: Any = contest.run(3)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model.unshard()
+    assert (model.out.weight.dtype, model.out.weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
+    model.reshard()
+
+
+@on_ranks(4)
+@some_layouts
+def test_gradient_accumulation(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 96, 163: microbatches, also of Partial gradients, make one sum, reduced with the last."""
+    layout = LAYOUTS[name]
+
+    def backward(model: Any, step: int, data_rank: int) -> Tensor:
+        loss = torch.zeros(())
+        for micro in range(3):
+            if is_sharded(model):
+                model.set_requires_gradient_sync(micro == 2)
+            loss = loss + step_of(layout)(model, 3 * step + micro, data_rank, ROWS if step % 2 else REPLICATE)
+        return loss
+
+    model = race(layout, backward=backward).run(2)
+    with count_comms() as counts, quiet():
+        backward(model, 0, layout.data_rank)
+    assert counts["reduce_scatter"] == (3 if layout.shard else 0)
+    assert counts["all_reduce"] == (3 if layout.replicate else 0)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["shard,tp", "shard,shard", "replicate,shard", "replicate,replicate"])
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_loss_of_the_global_batch(rank: int, world_size: int, name: str, factor: float | None) -> None:
+    """Behaviour 129, 163: a mean that DTensor takes over all ranks has been divided once; a divide factor of 1 is
+    right."""
+    if factor is not None and API is not fsdp2:
+        pytest.skip("not in torch: no custom divide factor on gloo (Behaviour 128)")
+    layout = LAYOUTS[name]
+    plain, model = sharded(layout)
+    if factor is not None:
+        for unit in (model, *model.blocks):
+            unit.set_gradient_divide_factor(factor)
+    placements = [ROWS if axis in layout.data_axes else REPLICATE for axis in range(len(layout.sizes))]
+    with quiet():
+        y: Any = model(DTensor.from_local(batch(1, layout.data_rank), layout.mesh, placements, run_check=False))
+        y.square().mean().redistribute(placements=[REPLICATE] * len(layout.sizes)).to_local().backward()
+    means = mean_gradients(plain, layout.data_ranks, lambda m, r: step_of(layout)(m, 1, r))
+    expected = {fqn: None if mean is None else mean / (factor or layout.data_ranks) for fqn, mean in means.items()}
+    assert_tp_gradients(model, expected)
+
+
+# --- life outside of training -----------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@some_layouts
+def test_meta_init(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 31, 163: meta, distribute, fully_shard, to_empty, initialise, train."""
+    layout = LAYOUTS[name]
+    plain = build()
+    with torch.device("meta"):
+        model = build()
+    shard(API, model, layout)
+    assert all(isinstance(param, DTensor) and param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
+            local(param).copy_(shard_like(value, param))
+    check_step(model, plain, layout)
+
+
+@on_ranks(4)
+@some_layouts
+def test_state_dict(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 163, 167, 169: sharded DTensors under the plain names; loading restores the values."""
+    layout = LAYOUTS[name]
+    plain, model = sharded(layout, reshard_after_forward=False)
+    with quiet():
+        step_of(layout)(model, 0, layout.data_rank)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    assert state["blocks.0.up.weight"].placements == layout.up
+    _, other = sharded(layout)
+    with torch.no_grad():
+        for param in other.parameters():
+            local(param).add_(1)
+    other.load_state_dict(state)
+    for step in range(2):
+        check_step(other, plain, layout, step)
+
+
+@on_ranks(4)
+@some_layouts
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
+def test_clip_grad_norm(rank: int, world_size: int, name: str, norm_type: float) -> None:
+    """Behaviour 163, 171: torch's own function takes the gradients as they are."""
+    layout = LAYOUTS[name]
+    plain, model = Stack(8, 8, 2), None
+    plain.out = nn.Linear(8, 4)  # no rank without rows: torch's inf-norm cannot take empty shards
+    model = shard(API, copy.deepcopy(plain), layout)
+    with quiet():
+        step_of(layout)(model, 0, layout.data_rank)
+    means = mean_gradients(plain, layout.data_ranks, lambda m, r: step_of(layout)(m, 0, r))
+    for fqn, grad in means.items():
+        plain.get_parameter(fqn).grad = grad
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    assert_close(norm.full_tensor(), expected, rtol=1e-4, atol=1e-6)
+    assert_tp_gradients(model, {fqn: param.grad for fqn, param in plain.named_parameters()})
+
+
+@on_ranks(4)
+def test_shard_placement_fn(rank: int, world_size: int) -> None:
+    """Behaviour 162, 163: dim 1 of a weight whose rows TP has sharded: `Shard` over both axes."""
+    layout = LAYOUTS["shard,tp"]
+
+    def second_dim(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.ndim == 2 else None
+
+    contest = race(layout, {"shard_placement_fn": second_dim})
+    contest.build = lambda: Stack(dim=8, hidden=8, depth=2)  # torch wants even shards on dim 1
+    model: Any = contest.run(2)
+    assert model.blocks[0].up.weight.placements == (COLUMNS, ROWS)
+    assert model.blocks[0].down.weight.placements == (_StridedShard(1, split_factor=2), COLUMNS)
+    assert model.out.weight.placements == (COLUMNS, REPLICATE)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def linear(mesh: DeviceMesh | None, **placements: list[Placement]) -> nn.Module:
+    model = nn.Linear(4, 4)
+    return model if mesh is None else distribute(model, mesh, **placements)
+
+
+def refused(expected: type[Exception], model: nn.Module, mesh: DeviceMesh | None, *named: str, **roles: Any) -> None:
+    """The call raises, says the `named`, and leaves the module as it was."""
+    before, cls = dict(model.named_parameters()), type(model)
+    with pytest.raises(expected) as caught:
+        API.fully_shard(model, mesh=mesh, dp_mesh_dims=API.DataParallelMeshDims(**roles))
+    missing = [word for word in named if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    if API is fsdp2:
+        assert isinstance(caught.value, fsdp2.FSDPError)
+        assert type(model) is cls
+        assert all(param is before[name] for name, param in model.named_parameters())
+
+
+@on_ranks(4)
+def test_wrong_names(rank: int, world_size: int) -> None:
+    """Behaviour 165: neither role, a mesh without names (the default one too), an axis that does not exist."""
+    mesh = LAYOUTS["shard,tp"].mesh
+    nameless = init_device_mesh("cpu", (2, 2))
+    refused(ValueError, linear(mesh), mesh)
+    refused(ValueError, linear(nameless), nameless, shard="dp")
+    refused(ValueError, linear(mesh), None, shard="dp")
+    refused(ValueError, linear(mesh), mesh, "nowhere", "dp", "tp", shard="nowhere")
+    refused(ValueError, linear(mesh), mesh, "nowhere", "dp", "tp", shard="dp", replicate="nowhere")
+    refused(ValueError, linear(mesh), mesh, "nowhere", "dp", "tp", shard=("dp", "nowhere"))
+
+
+@on_ranks(4)
+def test_wrong_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 165: a plain tensor, a sharded data axis, another mesh."""
+    mesh = LAYOUTS["shard,tp"].mesh
+    replicated = [REPLICATE, REPLICATE]
+    refused(ValueError, linear(None), mesh, "weight", shard="dp")
+    refused(ValueError, linear(mesh, weight=[ROWS, REPLICATE]), mesh, "dp", shard="dp")
+    refused(ValueError, linear(mesh, weight=[ROWS, REPLICATE]), mesh, "dp", replicate="dp")
+    refused(ValueError, linear(mesh, weight=[REPLICATE, ROWS]), mesh, "tp", shard="dp", replicate="tp")
+    other = mesh_of((4, 1), ("dp", "tp"))
+    refused(ValueError, linear(other, weight=replicated), mesh, "mesh", shard="dp")
+    refused(ValueError, linear(mesh["tp"]), mesh, "mesh", shard="dp")
+
+
+@on_ranks(4)
+@ours_only("a RuntimeError about overlapping meshes from inside of DeviceMesh")
+def test_one_axis_in_both_roles(rank: int, world_size: int) -> None:
+    """Behaviour 165: an axis cannot be sharded and replicated over."""
+    mesh = LAYOUTS["shard,tp"].mesh
+    refused(ValueError, linear(mesh), mesh, "dp", shard="dp", replicate="dp")
+
+
+@on_ranks(4)
+def test_reshard_to_a_smaller_group(rank: int, world_size: int) -> None:
+    """Behaviour 75: an int for `reshard_after_forward` trains as one process does; torch refuses it."""
+    race(LAYOUTS["shard,shard"], {"reshard_after_forward": 2}, torch=False).run(2)

@@ -1,0 +1,49 @@
+"""`examples/parallel.py` as a user starts it: whatever the degrees, the losses are those of one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.system.test_examples import run
+
+
+def losses(*arguments: str, ranks: int | None) -> list[float]:
+    job = run("parallel.py", *arguments, ranks=ranks)
+    assert job.status == 0, job.errors
+    return [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", job.output)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return losses(ranks=1)
+
+
+def test_one_process_learns(alone: list[float]) -> None:
+    assert len(alone) == 4 and alone[-1] < 0.8 * alone[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param("replicate=2 tensor=2", marks=pytest.mark.exhaustive),
+        "pipeline=2 context=2 activation_checkpointing=full",
+        pytest.param("shard=2 context=2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_same_losses_on_four_ranks(keys: str, alone: list[float]) -> None:
+    assert losses(*keys.split(), ranks=4) == pytest.approx(alone, rel=1e-2)
+
+
+def test_a_file(tmp_path: Path, alone: list[float]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[parallel]\nreplicate = 2\nactivation_checkpointing = "full"\n', encoding="utf-8")
+    assert losses("--config", str(path), ranks=2) == pytest.approx(alone, rel=1e-2)
+
+
+def test_degrees_that_do_not_fit() -> None:
+    job = run("parallel.py", "shard=2", "tensor=3", ranks=2)
+    assert job.status != 0
+    assert "2 ranks, but 2 (shard) x 3 (tensor) = 6. Choose" in job.errors

@@ -1,0 +1,154 @@
+"""The meshes of a config, and who reads which data: every combination of degrees on up to four ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from fsdp2.errors import ArgumentError
+from fsdp2.parallel import ParallelConfig, build_meshes
+from fsdp2.parallel.config import AXES
+from tests.helpers.models import error_of
+from tests.helpers.ranks import close_pools, on_ranks, run_on_ranks
+
+
+def combinations(ranks: int) -> list[tuple[int, ...]]:
+    """All degrees whose product is the number of ranks, in the order of `AXES`."""
+    divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
+    return [degrees for degrees in itertools.product(divisors, repeat=5) if prod(degrees) == ranks]
+
+
+def configs(ranks: int) -> list[ParallelConfig]:
+    return [ParallelConfig(**dict(zip(AXES, degrees, strict=True))) for degrees in combinations(ranks)]
+
+
+def test_combinations_are_all() -> None:
+    assert [len(combinations(ranks)) for ranks in (1, 2, 4)] == [1, 5, 15]
+
+
+def ranks_of(mesh: Any) -> list[int] | None:
+    """The ranks of this rank's group of a 1-D mesh, as the process group itself says."""
+    return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
+
+
+@on_ranks(1, 2, 4)
+def test_groups_are_what_the_coordinates_say(rank: int, world_size: int) -> None:
+    """Ranks are in one group of an axis exactly if they differ in that coordinate alone."""
+    for config in configs(world_size):
+        meshes = build_meshes(config, "cpu")
+        here = config.coordinates(rank)
+
+        def expected(*axes: str, here: Any = here, config: Any = config) -> list[int]:
+            others = [name for name in AXES if name not in axes]
+            places = {other: config.coordinates(other) for other in range(world_size)}
+            return [other for other, place in places.items() if all(place[name] == here[name] for name in others)]
+
+        for name, mesh in (("tensor", meshes.tensor), ("context", meshes.context), ("pipeline", meshes.pipeline)):
+            assert ranks_of(mesh) == (expected(name) if config.degrees[name] > 1 else None), (config, name)
+        assert ranks_of(meshes.loss) == expected("replicate", "shard", "context"), config
+        shards, replicas = config.degrees["shard"] * config.degrees["context"], config.replicate
+        if shards > 1 and replicas > 1:
+            assert ranks_of(meshes.data[meshes.data.mesh_dim_names[0]]) == expected("replicate"), config
+            assert dist.get_process_group_ranks(meshes.data.get_group(1)) == expected("shard", "context"), config
+        else:
+            assert ranks_of(meshes.data) == expected("replicate", "shard", "context"), config
+        assert meshes.only_replicates == (replicas > 1 and shards == 1)
+        assert meshes.stage == here["pipeline"]
+
+
+@on_ranks(4)
+def test_axis_names(rank: int, world_size: int) -> None:
+    def names(**degrees: int) -> tuple[Any, Any]:
+        meshes = build_meshes(ParallelConfig(**{"shard": 1, **degrees}), "cpu")
+        return meshes.root.mesh_dim_names, meshes.data.mesh_dim_names
+
+    assert names(shard=4) == (("dp_shard",), ("dp_shard",))
+    assert names(replicate=4) == (("dp_replicate",), ("dp_replicate",))
+    assert names(replicate=2, shard=2) == (("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard"))
+    assert names(shard=2, context=2) == (("dp_shard", "cp"), ("dp_shard_cp",))
+    assert names(replicate=2, context=2) == (("dp_replicate", "cp"), ("dp_replicate", "cp"))
+    assert names(pipeline=2, tensor=2) == (("pp", "dp_shard", "tp"), ("dp_shard",))
+    assert names(context=2, tensor=2) == (("cp", "tp"), ("cp",))
+
+
+@on_ranks(4)
+def test_made_once(rank: int, world_size: int) -> None:
+    meshes = build_meshes(ParallelConfig(tensor=2), "cpu")
+    assert build_meshes(ParallelConfig(tensor=2, shard=2), "cpu") is meshes
+    other = build_meshes(ParallelConfig(tensor=2, activation_checkpointing="full"), "cpu")
+    assert other.root is meshes.root and other.config.activation_checkpointing == "full"
+
+
+@on_ranks(2)
+def test_degrees_that_do_not_fit(rank: int, world_size: int) -> None:
+    message = error_of(ArgumentError, lambda: build_meshes(ParallelConfig(shard=2, tensor=2), "cpu"))
+    assert message.startswith("2 ranks, but 2 (shard) x 2 (tensor) = 4. Choose")
+
+
+@pytest.mark.parametrize("other", [{"tensor": 2}, {"shard": 3}])
+def test_ranks_with_different_configs(other: dict[str, int]) -> None:
+    """Say, a file that was changed on one machine only: all ranks raise, instead of waiting for each other. In new
+    processes: what ranks have agreed on once they do not ask again."""
+    close_pools()
+    run_on_ranks(build_different_meshes, 2, other=other)
+
+
+def build_different_meshes(rank: int, world_size: int, other: dict[str, int]) -> None:
+    degrees = {"shard": 2} if rank == 0 else {"shard": 1, **other}
+    mesh_of = partial(build_meshes, ParallelConfig(**degrees), "cpu")
+    message = error_of(ArgumentError, mesh_of)
+    if rank == 0 or "tensor" in other:
+        assert message.startswith("build_meshes: ") and "rank 1: " in message and "same config" in message, message
+    else:
+        assert message.startswith("2 ranks, but 3 (shard).")
+
+
+def test_without_a_process_group() -> None:
+    assert "init_process_group" in error_of(ArgumentError, lambda: build_meshes(ParallelConfig()))
+
+
+@on_ranks(4)
+def test_stage_indices(rank: int, world_size: int) -> None:
+    meshes = build_meshes(ParallelConfig(pipeline=2), "cpu")
+    stage = rank // 2
+    assert meshes.stage_indices() == (stage,)
+    assert meshes.stage_indices(4) == (stage, stage + 2)
+    assert meshes.stage_indices(4, style="v") == (stage, 3 - stage)
+    assert error_of(ArgumentError, lambda: meshes.stage_indices(3)) == (
+        "num_stages: expected a multiple of the 2 pipeline ranks, got 3"
+    )
+    for num_stages, style in ((6, "v"), (4, "zigzag")):
+        message = error_of(ArgumentError, lambda n=num_stages, s=style: meshes.stage_indices(n, s))
+        assert message.startswith('stage_indices: expected style "loop", or "v" with two stages a rank; got')
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_sample_is_seen_once_by_the_right_ranks(rank: int, world_size: int, shuffle: bool) -> None:
+    """With `data_rank` and `data_ranks` in a sampler, an epoch's batches are a partition of the data over data ranks,
+    and the ranks of one tensor, context or pipeline group have the same ones."""
+    data = torch.arange(16)
+    for config in configs(world_size):
+        meshes = build_meshes(config, "cpu")
+        sampler: Any = DistributedSampler(data, meshes.data_ranks, meshes.data_rank, shuffle=shuffle, seed=1)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            seen = [batch.tolist() for batch in DataLoader(data, batch_size=2, sampler=sampler)]
+            everyone: list[Any] = [None] * world_size
+            dist.all_gather_object(everyone, (meshes.data_rank, seen))
+            by_data_rank: dict[int, Any] = {}
+            for other, (data_rank, batches) in enumerate(everyone):
+                place = config.coordinates(other)
+                assert data_rank == place["replicate"] * config.degrees["shard"] + place["shard"]
+                assert by_data_rank.setdefault(data_rank, batches) == batches, (config, other)
+            samples = Counter(sample for batches in by_data_rank.values() for batch in batches for sample in batch)
+            assert samples == Counter(data.tolist()), config
+            assert len(by_data_rank) == meshes.data_ranks == config.data_ranks

@@ -1,0 +1,72 @@
+"""`parallelize` trains as one process does with the same global batch, for every combination of degrees."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule
+from tests.helpers.parallel_models import COMBINATIONS, Lm, config_of, name_of, race
+from tests.helpers.ranks import on_ranks
+
+shallow = partial(Lm, depth=2)
+
+
+def combinations(ranks: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("degrees", COMBINATIONS[ranks], ids=name_of)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """From a clean slate, without what dynamo reports that it does not trace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compiler.reset()
+        counters.clear()
+        try:
+            yield
+        finally:
+            torch.compiler.reset()
+
+
+@on_ranks(2)
+@combinations(2)
+def test_two_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+    race(config_of(degrees))
+
+
+@on_ranks(4)
+@combinations(4)
+def test_four_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+    model = race(config_of(degrees))
+    assert all(isinstance(each, FSDPModule) for each in (model, *model.blocks))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@on_ranks(2)
+@combinations(2)
+def test_checkpointing_on_two_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+    race(config_of(degrees, activation_checkpointing="full"), shallow, steps=2)
+
+
+@on_ranks(4)
+@combinations(4)
+def test_checkpointing_on_four_ranks(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+    race(config_of(degrees, activation_checkpointing="full"), shallow, steps=2)
+
+
+@on_ranks(2)
+@combinations(2)
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_compile(rank: int, world_size: int, degrees: dict[str, int], how: Any) -> None:
+    with compiling():
+        race(config_of(degrees, activation_checkpointing=how, compile="aot_eager"), shallow, steps=2)
+        assert counters["stats"]["unique_graphs"] > 0

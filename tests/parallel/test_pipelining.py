@@ -1,0 +1,376 @@
+"""torch's own pipeline schedules on stages that fsdp2 shards (Behaviour 4, 105).
+
+Four ranks are a mesh of two pipeline ranks and two data-parallel ones. Each stage is two sharded blocks in a sharded
+`nn.Sequential`. Three trainings are compared at every step: fsdp2's stages, torch's FSDP2 on the same schedule, and one
+process that runs the whole model on every data-parallel rank's microbatches.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import events, fully_shard
+from tests.helpers.parity_models import TORCH_VERSION, Block, count, full, local, shard_like
+from tests.helpers.ranks import on_ranks
+
+NUM_MICROBATCHES = 4
+# One stage a rank, or two: schedule -> the stages of pipeline rank 0 and of rank 1.
+STAGES = {
+    "GPipe": ([0], [1]),
+    "1F1B": ([0], [1]),
+    "Interleaved1F1B": ([0, 2], [1, 3]),
+    "LoopedBFS": ([0, 2], [1, 3]),
+    "InterleavedZeroBubble": ([0, 2], [1, 3]),
+    "ZBVZeroBubble": ([0, 3], [1, 2]),
+    "DualPipeV": ([0, 3], [1, 2]),
+}
+# They compute the gradients of inputs and of weights apart, with the parameters that a stage holds just before: also
+# torch's FSDP2 loses gradients here when stages reshard after forward.
+SPLIT_BACKWARD = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+Gradients = dict[str, Tensor]
+
+
+@cache
+def pipeline_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "one"))
+
+
+class CheckpointedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def data(step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
+    """A whole batch: inputs and targets."""
+    generator = torch.Generator().manual_seed(1000 * step + dp_rank)
+    return torch.randn(12, 8, generator=generator), torch.randn(12, 8, generator=generator)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
+
+
+def make_stages(num_stages: int, block: type[Block] = Block) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(block(8, 11), block(8, 11)) for _ in range(num_stages)]
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-2)
+
+
+@dataclass
+class Training:
+    """This rank's part of a pipelined training. `modules`: its stages, by index."""
+
+    modules: dict[int, Any]
+    schedule: Any
+    optim: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+
+    def step(self, step: int) -> None:
+        """A whole step but for the optimizer's."""
+        dp_rank = pipeline_mesh().get_local_rank("dp")
+        inputs, target = data(step, dp_rank)
+        args = (inputs,) if 0 in self.modules else ()
+        self.losses = []
+        is_last = self.schedule._num_stages - 1 in self.modules
+        self.schedule.step(*args, **({"target": target, "losses": self.losses} if is_last else {}))
+
+    def params(self) -> dict[str, Any]:
+        return {f"{i}.{name}": p for i, module in self.modules.items() for name, p in module.named_parameters()}
+
+
+def train(api: ModuleType, name: str, block: type[Block] = Block, **options: Any) -> Training:
+    """The stages of this rank, sharded over the data-parallel axis, in a schedule."""
+    mesh = pipeline_mesh()
+    options.setdefault("mesh", mesh["dp"])
+    policy = options.pop("policy", None)
+    if policy is not None:
+        options["mp_policy"] = api.MixedPrecisionPolicy(**policy)
+    indices = STAGES[name][mesh.get_local_rank("pp")]
+    num_stages = 2 * len(indices)
+    whole = make_stages(num_stages, block)
+    modules = {index: whole[index] for index in indices}
+    for module in modules.values():
+        for child in module:
+            api.fully_shard(child, **options)
+        api.fully_shard(module, **options)
+    group = mesh.get_group("pp")
+    stages = [PipelineStage(m, i, num_stages, torch.device("cpu"), group=group) for i, m in modules.items()]
+    kind = getattr(schedules, f"Schedule{name}")
+    is_multi = issubclass(kind, schedules.PipelineScheduleMulti)
+    schedule = kind(stages if is_multi else stages[0], NUM_MICROBATCHES, loss_fn=loss_fn)
+    return Training(modules, schedule, adam([p for m in modules.values() for p in m.parameters()]))
+
+
+class OneProcess:
+    """The whole model on every data-parallel rank's microbatches."""
+
+    def __init__(self, num_stages: int):
+        self.model = nn.Sequential(*make_stages(num_stages))
+        self.optim = adam(self.model.parameters())
+
+    def step(self, step: int) -> dict[int, list[Tensor]]:
+        """Gradients as the schedule leaves them (means over microbatches and ranks); losses by data-parallel rank."""
+        losses: dict[int, list[Tensor]] = {0: [], 1: []}
+        for dp_rank, so_far in losses.items():
+            inputs, target = data(step, dp_rank)
+            for x, y in zip(inputs.chunk(NUM_MICROBATCHES), target.chunk(NUM_MICROBATCHES), strict=True):
+                loss = loss_fn(self.model(x), y)
+                (loss / (2 * NUM_MICROBATCHES)).backward()
+                so_far.append(loss.detach())
+        return losses
+
+
+def race(name: str, *, exact: bool = True, rtol: float = 1e-4, atol: float = 1e-6, **options: Any) -> None:
+    """Two steps of each training, compared. `exact`: bit by bit with torch's FSDP2."""
+    ours, theirs = train(fsdp2, name, **options), train(torch_fsdp, name, **options)
+    alone = OneProcess(2 * len(ours.modules))
+    for step in range(2):
+        ours.step(step)
+        theirs.step(step)
+        losses = alone.step(step)[pipeline_mesh().get_local_rank("dp")]
+        assert len(ours.losses) == len(theirs.losses) == (NUM_MICROBATCHES if ours.losses else 0)
+        for index, loss in enumerate(ours.losses):
+            assert_close(loss, theirs.losses[index], rtol=0 if exact else rtol, atol=0 if exact else atol)
+            assert_close(loss, losses[index], rtol=rtol, atol=atol)
+        for (key, param), (their_key, their_param) in zip(ours.params().items(), theirs.params().items(), strict=True):
+            assert key == their_key
+            plain = alone.model.get_parameter(key)
+            assert param.grad is not None, f"step {step}: {key} has no gradient"
+            wanted, theirs_local = shard_like(plain.grad, param), local(their_param.grad)
+            assert_close(local(param.grad), wanted, rtol=rtol, atol=atol, msg=lambda text: f"{key}: {text}")  # noqa: B023
+            assert not exact or torch.equal(local(param.grad), theirs_local), f"step {step}: {key}, against torch"
+        for training in (ours, theirs, alone):
+            training.optim.step()
+            training.optim.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("raf", [True, False])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+def test_schedules(rank: int, world_size: int, name: str, raf: bool) -> None:
+    """Behaviour 105: losses and gradients are torch's, bit by bit, and those of one process."""
+    race(name, reshard_after_forward=raf)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+def test_schedules_that_split_backward(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 105: zero-bubble schedules set gradients by hand, not through backward; all are reduced."""
+    if TORCH_VERSION < (2, 13) and name != "InterleavedZeroBubble":
+        pytest.skip("a rank of these schedules sends to itself, which gloo refuses, under torch's own FSDP2 too")
+    race(name, reshard_after_forward=False)
+
+
+@on_ranks(2)
+def test_split_backward_of_stages_that_reshard(rank: int, world_size: int) -> None:
+    """These schedules ask a stage for its parameters when it holds shards, so stages lost gradients, without a word, as
+    on torch's FSDP2. Here one rank has both stages of a pipeline, so that all ranks get the error."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    modules = make_stages(2)
+    for module in modules:
+        for child in module:
+            fully_shard(child, mesh=mesh["dp"], reshard_after_forward=True)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+    group = mesh.get_group("pp")
+    stages = [PipelineStage(m, i, 2, torch.device("cpu"), group=group) for i, m in enumerate(modules)]
+    schedule = schedules.ScheduleInterleavedZeroBubble(stages, NUM_MICROBATCHES, loss_fn=loss_fn)
+    inputs, target = data(0, rank)
+    with pytest.raises(fsdp2.OrderError, match="reshard_after_forward=False"):
+        schedule.step(inputs, target=target)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 100: microbatches' gradients wait in the reduce dtype."""
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    race(name, reshard_after_forward=False, policy=policy, rtol=0.1, atol=2e-2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("raf", [True, False])
+def test_checkpointed_blocks(rank: int, world_size: int, raf: bool) -> None:
+    """Behaviour 175: blocks that a microbatch's backward computes again, while other microbatches are under way."""
+    race("1F1B", block=CheckpointedBlock, reshard_after_forward=raf)
+
+
+@on_ranks(4)
+def test_hsdp(rank: int, world_size: int) -> None:
+    """Behaviour 106: stages replicated over the data-parallel axis, with a shard axis of one rank."""
+    race("1F1B", mesh=pipeline_mesh()["dp", "one"])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_communication(rank: int, world_size: int, name: str) -> None:
+    """Behaviour 97: one all-gather and one reduce-scatter a block and step, however many microbatches; nothing
+    stays unsharded."""
+    training = train(fsdp2, name, reshard_after_forward=False)
+    for step in range(2):
+        with events.record() as log:
+            training.step(step)
+        if step == 1:  # the first runs each stage once more, to learn the shapes
+            blocks = 2 * len(training.modules)
+            assert count(log, "all_gather", "reduce_scatter") == {"all_gather": blocks, "reduce_scatter": blocks}
+        for param in training.params().values():
+            assert isinstance(param, torch.distributed.tensor.DTensor)
+            assert isinstance(param.grad, torch.distributed.tensor.DTensor)
+        training.optim.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="eval wants to send gradients, under torch's own FSDP2 too")
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_eval(rank: int, world_size: int, name: str) -> None:
+    """A schedule's forward-only `eval`, before training and between its steps: the outputs, and no gradients."""
+    training = train(fsdp2, name)
+    alone = OneProcess(2 * len(training.modules))
+    for step in range(2):
+        inputs, target = data(step, pipeline_mesh().get_local_rank("dp"))
+        args = (inputs,) if 0 in training.modules else ()
+        is_last = training.schedule._num_stages - 1 in training.modules
+        kwargs = {"target": target} if is_last else {}
+        with torch.no_grad():
+            output = training.schedule.eval(*args, **kwargs)
+        assert (output is not None) == is_last
+        if is_last:
+            assert_close(output, alone.model(inputs), rtol=1e-5, atol=1e-6)
+        assert all(param.grad is None for param in training.params().values())
+        training.step(step)
+        alone.step(step)
+        for key, param in training.params().items():
+            assert_close(
+                local(param.grad), shard_like(alone.model.get_parameter(key).grad, param), rtol=1e-4, atol=1e-6
+            )
+        for each in (training, alone):
+            each.optim.step()
+            each.optim.zero_grad()
+
+
+@on_ranks(4)
+def test_gradients_add_up_over_steps(rank: int, world_size: int) -> None:
+    """Behaviour 96: without `zero_grad` a second step's gradients are added to the first's."""
+    training, alone = train(fsdp2, "1F1B"), OneProcess(2)
+    training.schedule.scale_grads = False
+    for step in range(2):
+        training.step(step)
+        alone.step(step)
+    for key, param in training.params().items():
+        grad = alone.model.get_parameter(key).grad
+        assert grad is not None
+        assert_close(local(param.grad), shard_like(NUM_MICROBATCHES * grad, param), rtol=1e-4, atol=1e-5, msg=key)
+
+
+@on_ranks(4)
+def test_a_stage_that_trains_in_part(rank: int, world_size: int) -> None:
+    """Behaviour 90: frozen parameters of a stage get no gradient, and hold up nothing."""
+    training, alone = train(fsdp2, "1F1B"), OneProcess(2)
+    for model in (training.modules[pipeline_mesh().get_local_rank("pp")], *alone.model):
+        model[0].up.requires_grad_(False)
+    for step in range(2):
+        training.step(step)
+        alone.step(step)
+        for key, param in training.params().items():
+            grad = shard_like(alone.model.get_parameter(key).grad, param)
+            assert (param.grad is None) == (grad is None) == (".0.up" in f".{key}".removeprefix(f".{key[0]}")), key
+            if grad is not None:
+                assert_close(local(param.grad), grad, rtol=1e-4, atol=1e-6, msg=key)
+        for each in (training, alone):
+            each.optim.zero_grad()
+
+
+def sharded_pair() -> Sequence[Any]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    return [model, model[0], model[1]]
+
+
+@on_ranks(2)
+def test_what_torch_asks_for(rank: int, world_size: int) -> None:
+    """Behaviour 4: torch's own `FSDPModule` and `fully_shard.state` know our modules, and no others."""
+    model, inner, plain = sharded_pair()
+    assert [isinstance(each, torch_fsdp.FSDPModule) for each in (model, inner, plain)] == [True, True, False]
+    states = [torch_fsdp.fully_shard.state(each) for each in (model, inner, plain)]
+    assert states[0] is not None
+    assert states[1] is not None
+    assert states[0] is not states[1]
+    assert states[2] is None
+    states[0]._root_post_backward_final_callback()  # never ran: nothing to end
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        torch_fsdp.fully_shard(inner)
+
+
+@on_ranks(2)
+def test_the_state_keeps_nothing_alive(rank: int, world_size: int) -> None:
+    """What torch finds on a module does not outlive it, nor does it keep the module."""
+    modules = sharded_pair()
+    modules[0](torch.randn(2, 4)).sum().backward()
+    states = [weakref.ref(torch_fsdp.fully_shard.state(module)) for module in modules[:2]]
+    gc.collect()
+    gc.disable()
+    try:
+        del modules
+        assert [state() for state in states] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on_ranks(2)
+def test_copied_stage(rank: int, world_size: int) -> None:
+    """A copy of a stage ends its own backward, not that of the original."""
+    modules = sharded_pair()
+    copied: Any = copy.deepcopy(modules[0])
+    copied.set_requires_gradient_sync(False)
+    copied(torch.randn(2, 4)).sum().backward()
+    copied.set_requires_gradient_sync(True)
+    for model in (modules[0], copied):
+        torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
+    assert [param.grad is None for param in modules[0].parameters()] == [True] * 4
+    assert [param.grad is None for param in copied.parameters()] == [False] * 4
+
+
+@on_ranks(4)
+def test_manual_microbatches(rank: int, world_size: int) -> None:
+    """Behaviour 97, 105: what a schedule does, by hand and with public methods only: one gather and one reduction a
+    unit."""
+    model: Any = make_stages(1)[0]
+    for child in model:
+        fully_shard(child, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    microbatches = data(0, rank)[0].chunk(NUM_MICROBATCHES)
+    with events.record() as log:
+        for index, x in enumerate(microbatches):
+            is_last = index == NUM_MICROBATCHES - 1
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last)
+            model.set_requires_gradient_sync(is_last)
+            model(x).square().mean().backward()
+    assert count(log, "all_gather", "reduce_scatter", "reshard") == {"all_gather": 2, "reduce_scatter": 2, "reshard": 2}
+    plain = make_stages(1)[0]
+    for peer in range(world_size):
+        for x in data(0, peer)[0].chunk(NUM_MICROBATCHES):
+            (plain(x).square().mean() / world_size).backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(full(param.grad), expected.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,1 @@
+"""What needs no process group and no module: pure functions."""

@@ -1,0 +1,1 @@
+"""What a user starts or reads, and the structure of the repository."""

@@ -1,0 +1,190 @@
+"""The benchmarks run: each at its smallest size, as a user starts it, so that they do not rot. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
+from benchmarks.memory.tracking import Kind, Tracker, timeline
+from fsdp2._torch import all_gather_flat
+from tests.helpers.scripts import run_script
+
+# In a process of pytest's, threads of other tests may be there; the forked one uses none of what they held.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+    pytest.mark.timeout(320),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_SECONDS = 300  # seconds on a quiet machine; others may be busy
+
+
+@dataclass(frozen=True)
+class Program:
+    """The file that a figure is drawn from, and on how many ranks it runs; None for a single process."""
+
+    file: str
+    ranks: int | None
+
+
+PROGRAMS = {
+    "step_time": Program("cpu_2ranks_float32.json", 2),
+    "host_overhead": Program("cpu_fake.json", None),
+    "memory": Program("cpu_2ranks_float32.json", 2),
+    "world_size": Program("cpu_fake.json", None),
+    "collectives": Program("cpu_2ranks.json", 2),
+}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(script: str | Path, *arguments: str | Path, ranks: int | None = None) -> str:
+    done = run_script(script, *arguments, ranks=ranks, cwd=ROOT, environment=ENVIRONMENT, timeout_s=TIMEOUT_SECONDS)
+    assert done.status == 0, f"{script} {arguments}\n{done.output}\n{done.errors}"
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each program, filled by the tests of `test_a_program_runs`."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "world_size" else []) for name in PROGRAMS],
+)
+def test_a_program_runs(results: Path, name: str) -> None:
+    program = PROGRAMS[name]
+    out = results / name / program.file
+    printed = run(ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", out, ranks=program.ranks)
+    assert "| --: |" in printed, "no table for the README"
+    result: dict[str, Any] = json.loads(out.read_text())
+    assert {"question", "command", "date", "hardware", "versions", "ranks"} <= set(result)
+    if name == "memory":
+        whole = result["unit_bytes"]["root"] + result["workload"]["blocks"] * result["unit_bytes"]["block"]
+        for name, peaks in result["peaks"].items():
+            assert peaks["shards"] == pytest.approx(whole / 2, rel=0.02), name  # padded
+            assert peaks["allocated"] >= peaks["unsharded"] > 0, name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name, program in PROGRAMS.items() if program.ranks])
+def test_a_program_starts_its_ranks(tmp_path: Path, name: str) -> None:
+    """Without torchrun: it becomes a launcher of itself."""
+    command = [sys.executable, ROOT / "benchmarks" / name / "main.py", "--dry-run", "--out", tmp_path / "out.json"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
+
+
+def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    there = {name for name in PROGRAMS if (results / name).exists()}  # fewer when only some tests are run
+    run("-m", "benchmarks.figures", "--source", results, "--folder", tmp_path)
+    drawn = {path.stem for path in tmp_path.glob("*.png")}
+    assert drawn == there
+    assert all(path.stat().st_size < 60_000 for path in tmp_path.iterdir()), "too large to be committed"
+
+
+def test_the_programs_of_a_full_run_exist() -> None:
+    pytest.importorskip("matplotlib")
+    for mode in ([], ["--short"]):
+        lines = [line for line in run("-m", "benchmarks.all", "--print", *mode).splitlines() if line.startswith("==")]
+        assert len(lines) >= len(PROGRAMS)
+        for line in lines:
+            assert Path(line.split()[3]).is_file(), line
+
+
+def test_a_tracker_follows_storages_that_are_resized_and_dropped() -> None:
+    numel = 1000
+    with Tracker() as tracker:
+        param = nn.Parameter(torch.zeros(numel))
+        tracker.mark(param, Kind.PARAMETER)
+        since = tracker.now
+        other = param.detach() * 2
+        with torch.no_grad():
+            param.untyped_storage().resize_(0)
+        other = other[:10].clone()
+        other.add_(1)
+    moments = timeline(tracker, since, tracker.now)
+    held = [(moment.nbytes[Kind.PARAMETER], moment.nbytes[Kind.OTHER]) for moment in moments]
+    assert held[0] == (4 * numel, 0)
+    assert (4 * numel, 4 * numel) in held
+    assert held[-1] == (0, 4 * 10)
+
+
+def test_a_tracker_tells_what_is_communicated_and_what_is_a_gradient() -> None:
+    kinds = in_fake_rank(FakeRank(0, 4), _kinds)
+    assert kinds == {"parameter": 4 * 64, "gradient": 4 * 64, "communication": 4 * 100}
+
+
+def _kinds() -> dict[str, int]:
+    linear = nn.Linear(8, 8, bias=False)
+    with Tracker() as tracker:
+        tracker.follow(linear)
+        buffer = torch.zeros(100)
+        dist.all_reduce(buffer)
+        linear(torch.ones(1, 8)).sum().backward()
+        buffer.add_(1)
+    last = timeline(tracker, 0, tracker.now)[-1].nbytes
+    return {kind.name.lower(): last[kind] for kind in (Kind.PARAMETER, Kind.GRADIENT, Kind.COMMUNICATION)}
+
+
+def test_the_collectives_of_a_step_can_be_run_alone() -> None:
+    calls, again, values = in_fake_rank(FakeRank(1, 4), _replayed)
+    assert calls == again == ["all_reduce 3", "all_gather 3 -> 12"]
+    assert values == [1.0] * 12, "the recorded step's own memory was written to"
+
+
+def _replayed() -> tuple[list[str], list[str], list[float]]:
+    group = dist.group.WORLD
+    assert group is not None
+    gathered, own = torch.zeros(12), torch.ones(3)
+
+    def step() -> None:
+        dist.all_reduce(own)
+        torch.zeros(5)  # computing is not recorded
+        all_gather_flat(gathered, own, group)
+
+    replay = collectives_of(step)
+    calls = _named(step)
+    own.zero_()
+    return calls, _named(replay), gathered.tolist()
+
+
+def _named(step: Any) -> list[str]:
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "allgather" in str(function):
+                names.append(f"all_gather {args[1].numel()} -> {args[0].numel()}")
+            elif "allreduce" in str(function):
+                names.append(f"all_reduce {args[0][0].numel()}")
+            return function(*args, **(kwargs or {}))
+
+    with Names():
+        step()
+    return names
+
+
+@pytest.mark.parametrize("backend", ["fake", "silent"])
+def test_a_rank_that_fails_says_so(backend: str) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank=3, ranks=8.*nothing to divide by"):
+        in_fake_rank(FakeRank(3, 8, backend), _fail)
+
+
+def _fail() -> None:
+    raise ZeroDivisionError("nothing to divide by")

@@ -1,0 +1,298 @@
+"""The examples as a user starts them: jobs of two ranks on tiny settings, judged by what they leave.
+
+Three runs carry most of the tests: `whole` trains to the end, `stopped` is the same command interrupted by SIGINT, and
+`resumed` goes on from there. Jobs that are interrupted or killed, and one of each other kind, are started by torchrun;
+the others by `scripts.run_script`, which spares the import of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.scripts import Finished, run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+TIMEOUT_SECONDS = 120
+
+STEPS, SAVE_EVERY = 120, 20
+TINY = (
+    f"--device cpu --dim 32 --layers 2 --heads 2 --kv-heads 1 --hidden 64 --seq-len 32 --batch-size 4 --lr 1e-2 "
+    f"--warmup 5 --steps {STEPS} --save-every {SAVE_EVERY} --eval-every 40 --eval-batches 2 --sample-bytes 8"
+).split()
+TEXT = ["--data", str(Path(json.__file__).parent)]  # the json package: some 40 kB in five files
+
+
+def command(script: str, *arguments: str | Path, ranks: int = 2) -> list[str]:
+    """The command line of a job."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    """Ours, with the package importable and one thread per rank; Rich's plain output at its usual width."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        arguments, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    """Wait for the job; one that hangs is killed with all its ranks, and fails the test."""
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun takes its workers with it
+        output, errors = process.communicate()
+        pytest.fail(f"hung for {TIMEOUT_SECONDS} s\n{output}\n{errors}")
+    return Finished(process.returncode, output, errors)
+
+
+def torchrun(script: str, *arguments: str | Path, ranks: int = 2) -> Finished:
+    return finish(start(command(script, *arguments, ranks=ranks)))
+
+
+def run(script: str, *arguments: str | Path, ranks: int | None = 2) -> Finished:
+    """The same without torchrun, in processes that have torch already; `ranks=None`: one that is no rank."""
+    return run_script(EXAMPLES / script, *arguments, ranks=ranks, environment=environment())
+
+
+def metrics(folder: Path, key: str) -> dict[int, float]:
+    """The values of `key` in a run's metrics, by step."""
+    records: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record[key] for record in records if key in record}
+
+
+def shards(folder: Path, step: int) -> dict[str, bytes]:
+    """The tensors of a checkpoint, those of each rank: weights and optimizer state. (Not the random numbers, which the
+    job does not seed.)"""
+    return {
+        f"{path.name}: {name}": tensor.numpy().tobytes()
+        for path in (folder / f"checkpoints/step-{step:08d}").glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if not path.name.startswith("extra")
+    }
+
+
+def ranks_of(tensors: dict[str, bytes]) -> set[str]:
+    """The ranks that have weights among the tensors of a checkpoint."""
+    return {name.split("-")[2] for name in tensors if name.startswith("model-rank-")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """A run to the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, torchrun("train_lm.py", *TINY, *TEXT, "--out", folder)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The same command, with SIGINT sent to torchrun (as Ctrl-C in a terminal does) after the first checkpoint."""
+    folder = tmp_path_factory.mktemp("stopped")
+    process = start(command("train_lm.py", *TINY, *TEXT, "--out", folder))
+    assert process.stdout is not None
+    watchdog = threading.Timer(TIMEOUT_SECONDS, process.terminate)
+    watchdog.start()
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if "saving" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    watchdog.cancel()
+    rest = finish(process)
+    return folder, Finished(rest.status, seen + rest.output, rest.errors)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """The same command, all of whose processes are killed while the second checkpoint is being written, gone on from
+    the newest one that is complete."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(command("train_lm.py", *TINY, *TEXT, "--out", folder))
+    assert process.stdout is not None
+    watchdog = threading.Timer(TIMEOUT_SECONDS, process.terminate)
+    watchdog.start()
+    for line in process.stdout:
+        if f"saving {folder}/checkpoints/step-{2 * SAVE_EVERY:08d}" in line.replace("\n", ""):
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+    watchdog.cancel()
+    process.communicate()
+    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
+
+
+@pytest.fixture(scope="module")
+def resumed(stopped: tuple[Path, Finished]) -> tuple[Path, Finished]:
+    """The stopped run, gone on from its newest checkpoint, with the remains of an interrupted save beside that."""
+    folder, _ = stopped
+    partial = folder / "checkpoints" / f".tmp-step-{STEPS:08d}-0123456789ab"
+    partial.mkdir()
+    (partial / "model-rank-00000-of-00002.safetensors").write_bytes(b"cut off")
+    (folder / "checkpoints" / "step-00000119").mkdir()  # nor is a folder complete because of its name
+    return folder, run("train_lm.py", *TINY, *TEXT, "--out", folder, "--resume")
+
+
+def test_training_succeeds_and_lowers_the_loss(whole: tuple[Path, Finished]) -> None:
+    folder, job = whole
+    assert job.status == 0, job.errors
+    losses = metrics(folder, "valid_loss")
+    assert losses[0] == pytest.approx(np.log(256), abs=0.1)  # it starts by guessing evenly among 256 bytes
+    assert losses[STEPS] < losses[40] < 4.0
+    assert losses[STEPS] < 3.2
+
+
+def test_settings_and_a_sample_are_printed(whole: tuple[Path, Finished]) -> None:
+    _, job = whole
+    for expected in (
+        "34,976 parameters, 17,488 of them on this rank",
+        "256 bytes = 2 ranks x 1 microbatches x 4 sequences x 32",
+    ):
+        assert expected in job.output
+    assert "sample:\ndef " in job.output
+
+
+def test_metrics_plot_and_checkpoints_are_written(whole: tuple[Path, Finished]) -> None:
+    folder, _ = whole
+    assert list(metrics(folder, "loss")) == list(range(10, STEPS + 1, 10))
+    for key in ("grad_norm", "lr", "tokens_per_second", "peak_memory_bytes"):
+        assert all(value > 0 for value in metrics(folder, key).values())
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == [f"step-{step:08d}" for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY)]
+    assert ranks_of(shards(folder, STEPS)) == {"00000", "00001"}
+
+
+def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
+    # Twice the batch in one process is the batch of two: the runs differ by rounding alone.
+    folder, _ = whole
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--batch-size", "8", "--sample-bytes", "0", ranks=None)
+    assert job.status == 0, job.errors
+    alone, shared = metrics(tmp_path, "loss"), metrics(folder, "loss")
+    assert [alone[step] for step in range(10, 51, 10)] == pytest.approx(
+        [shared[step] for step in range(10, 51, 10)], rel=1e-3
+    )
+
+
+def test_all_sharding_options_together(tmp_path: Path) -> None:
+    options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, *options.split(), "--save-every", "5", "--keep", "2")
+    assert job.status == 0, job.errors
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000015", "step-00000020"]
+    assert metrics(tmp_path, "valid_loss")[20] < 4.0
+
+
+def test_sigint_ends_all_ranks_with_a_checkpoint(stopped: tuple[Path, Finished]) -> None:
+    folder, job = stopped
+    assert "sample:" not in job.output
+    assert str(EXAMPLES) not in job.errors  # torchrun reports its own interruption; no rank shows a traceback
+    assert "exitcode" not in job.errors and "SIGKILL" not in job.errors
+    found = re.search(r"stopped after step (\d+)\nto go on, .* --resume (.+)\n", job.output)
+    assert found is not None, job.output
+    step, newest = int(found[1]), Path(found[2])
+    assert SAVE_EVERY <= step < STEPS
+    assert newest == folder / "checkpoints" / f"step-{step:08d}"
+    assert (newest / "checkpoint.json").is_file()
+
+
+def test_one_seed_gives_bit_identical_checkpoints(whole: tuple[Path, Finished], stopped: tuple[Path, Finished]) -> None:
+    assert shards(whole[0], SAVE_EVERY) == shards(stopped[0], SAVE_EVERY)
+
+
+def test_resuming_ends_in_the_parameters_of_an_uninterrupted_run(
+    whole: tuple[Path, Finished], resumed: tuple[Path, Finished]
+) -> None:
+    folder, job = resumed
+    assert job.status == 0, job.errors
+    assert "going on from" in job.output and "note:" not in job.output
+    assert ranks_of(shards(folder, STEPS)) == {"00000", "00001"}
+    assert shards(folder, STEPS) == shards(whole[0], STEPS)
+    assert not list((folder / "checkpoints").glob(".tmp-*"))  # a later save of that step swept the dead one
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    whole: tuple[Path, Finished], killed: tuple[Path, Finished]
+) -> None:
+    folder, job = killed
+    assert job.status == 0, job.errors
+    assert re.search(r"going on from .*step-000000(2|4)0", job.output.replace("\n", ""))
+    assert shards(folder, STEPS) == shards(whole[0], STEPS)  # to the last bit
+    assert metrics(folder, "loss") == metrics(whole[0], "loss")
+
+
+def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resumed: tuple[Path, Finished]) -> None:
+    lines = (resumed[0] / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines if "valid_loss" in line]
+    assert steps == sorted(set(steps))
+    assert metrics(resumed[0], "valid_loss") == metrics(whole[0], "valid_loss")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/no/such/text"], "cannot read --data /no/such/text: No such file or directory"),
+        (["--data", os.devnull], f"no text found in {os.devnull}"),
+        ([*TEXT, "--seq-len", "4000"], "too little data: the validation side has"),
+        ([*TEXT, "--hsdp", "3"], "--hsdp 3 replicas do not divide the 2 rank(s) of this job"),
+        ([*TEXT, "--reshard-after-forward", "3"], "--reshard-after-forward 3 does not divide the 2 rank(s)"),
+    ],
+    ids=["missing data", "empty data", "too little data", "hsdp", "reshard"],
+)
+def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
+    job = run("train_lm.py", *TINY, *arguments, "--out", tmp_path / "out")
+    assert_one_message(job, message)
+    assert job.status == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.exhaustive
+def test_bad_input_under_torchrun(tmp_path: Path) -> None:
+    """torchrun reports the exit status, and no traceback into the example."""
+    job = torchrun("train_lm.py", *TINY, "--data", "/no/such/text", "--out", tmp_path / "out")
+    assert_one_message(job, "cannot read --data /no/such/text: No such file or directory")
+    assert "exitcode  : 2" in job.errors
+
+
+def test_checkpoint_of_another_model_is_one_message(whole: tuple[Path, Finished], tmp_path: Path) -> None:
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--resume", whole[0], "--layers", "3", "--tied")
+    assert job.status == 2
+    assert_one_message(job, "is a checkpoint of another model: layers is 2 there and 3 here; tied is False there")
+
+
+def assert_one_message(job: Finished, message: str) -> None:
+    assert job.status != 0
+    assert job.output == ""
+    assert [line for line in job.errors.splitlines() if line.startswith("error: ") and message in line], job.errors
+    assert job.errors.count("error: ") == 1
+    assert str(EXAMPLES / "train_lm.py") + '"' not in job.errors  # no traceback into the example
+
+
+@pytest.mark.parametrize("ranks", [2, None])
+def test_minimal_learns(ranks: int | None) -> None:
+    job = run("minimal.py", ranks=ranks)
+    assert job.status == 0, job.errors
+    losses = [float(line.split()[-1]) for line in job.output.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_minimal_is_short() -> None:
+    assert len((EXAMPLES / "minimal.py").read_text().splitlines()) <= 60

@@ -1,0 +1,124 @@
+"""The fine-tuning example as a user starts it, judged by what transformers makes of the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.helpers.scripts import Finished
+from tests.system.test_examples import EXAMPLES, TEXT, run, torchrun
+
+transformers = pytest.importorskip("transformers")
+
+SHORT = [*TEXT, "--device", "cpu", "--steps", "20", "--seq-len", "32", "--batch-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """LoRA on the tiny model, on two ranks, merged; with the example's own check of the logits."""
+    out = tmp_path_factory.mktemp("merged") / "out"
+    job = torchrun("finetune.py", *SHORT, "--out", out, "--check")
+    assert job.status == 0, job.errors
+    return out, job
+
+
+def losses(job: Finished) -> tuple[float, float]:
+    found = [float(text) for text in re.findall(r"validation loss ([\d.]+)", job.output)]
+    assert len(found) == 2
+    return found[0], found[1]
+
+
+def validation_loss(model: Any, folder: Path, rows: int) -> float:
+    """What the example prints, in one process and by transformers alone."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    files = sorted((path.name, path.read_bytes()) for path in Path(TEXT[1]).rglob("*.py"))
+    text = b"".join(content[len(content) - len(content) // 20 :] for _, content in files)
+    tokens = np.array(tokenizer(text.decode("utf-8", "replace"), verbose=False)["input_ids"])
+    starts = np.linspace(0, len(tokens) - 33, num=rows, dtype=np.int64)
+    batch = torch.from_numpy(np.stack([tokens[start : start + 33] for start in starts]))
+    with torch.no_grad():
+        return float(F.cross_entropy(model(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten()))
+
+
+def test_transformers_loads_the_result(merged: tuple[Path, Finished]) -> None:
+    """Configuration, weights and tokenizer; the loss is the one that the sharded model had."""
+    out, job = merged
+    before, after = losses(job)
+    assert after < before - 0.2
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert validation_loss(model.eval(), out, rows=16) == pytest.approx(after, abs=2e-4)
+    assert re.search(r"logits of .* differ by \d\.\de-0[5-9]", job.output.replace("\n", ""))
+
+
+def test_only_the_adapted_layers_have_changed(merged: tuple[Path, Finished]) -> None:
+    out, job = merged
+    base, tuned = load_file(out.with_name("out-base") / "model.safetensors"), load_file(out / "model.safetensors")
+    assert base.keys() == tuned.keys()
+    changed = {name for name in base if not torch.equal(base[name], tuned[name])}
+    assert changed == {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (0, 1) for p in "qv"}
+    assert "training 3,584 of" in job.output  # 2 layers x rank 8 x (64 + 64 + 64 + 32)
+
+
+def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    """One rank instead of two, the matrices in peft's format: put together by hand they give the merged model."""
+    out, base = tmp_path / "out", merged[0].with_name("out-base")
+    options = [*SHORT, "--batch-size", "8", "--model", base, "--save", "adapter", "--out", out]
+    job = run("finetune.py", *options, ranks=None)
+    assert job.status == 0, job.errors
+    assert losses(job) == pytest.approx(losses(merged[1]), abs=2e-3)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["r"] == 8
+    adapter = load_file(out / "adapter_model.safetensors")
+    assert len(adapter) == 8
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    for name, weight in model.named_parameters():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapter:
+            delta = adapter[f"{prefix}.lora_B.weight"] @ adapter[f"{prefix}.lora_A.weight"]
+            weight.data += config["lora_alpha"] / config["r"] * delta
+    assert validation_loss(model.eval(), base, rows=16) == pytest.approx(losses(job)[1], abs=2e-4)
+
+
+def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    """`--train` with patterns, in bfloat16, on a model whose head is its embedding."""
+    base = tmp_path / "base"
+    shutil.copytree(merged[0].with_name("out-base"), base)
+    config = transformers.AutoConfig.from_pretrained(base)
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    options = ["--model", base, "--train", "model.layers.1.mlp.*", "model.norm.*", "--bf16", "--lr", "3e-2", "--check"]
+    job = run("finetune.py", *SHORT, *map(str, options), "--out", tmp_path / "out")
+    assert job.status == 0, job.errors
+    before, tuned = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == tuned.keys() and "lm_head.weight" not in tuned
+    changed = {name for name in before if not torch.equal(before[name], tuned[name])}
+    assert changed == {"model.norm.weight", *(f"model.layers.1.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))}
+    assert losses(job)[1] < losses(job)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lora-targets", "query"], "--lora-targets query names no linear layer of this model; it has ['down_proj'"),
+        (["--train", "head.*"], "--train head.* matches no parameter; they are called model.embed_tokens.weight"),
+        (["--train", "lm_head.*", "--save", "adapter"], "--save adapter needs LoRA matrices"),
+        (["--model", str(EXAMPLES)], "has no config.json"),
+    ],
+    ids=["targets", "patterns", "adapter of nothing", "no model"],
+)
+def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
+    job = run("finetune.py", *SHORT, "--out", tmp_path / "out", *arguments, ranks=None)
+    assert job.status == 2
+    assert [line for line in job.errors.splitlines() if line.startswith("error: ") and message in line], job.errors
+    assert "Traceback" not in job.errors

@@ -1,0 +1,171 @@
+"""The harness itself: failures, deaths and hangs are reported with their rank, and never reach the next test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
+from tests.helpers.threads import fake_world, run_threads
+
+pytest_plugins = ["pytester"]
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("offset", [0, 10])
+def test_ranks_communicate(rank: int, world_size: int, offset: int) -> None:
+    value = torch.tensor([rank + offset])
+    dist.all_reduce(value)
+    assert value.item() == sum(range(world_size)) + offset * world_size
+    assert dist.get_world_size() == world_size and dist.get_rank() == rank
+    assert torch.get_num_threads() == 1
+
+
+@on_ranks(2)
+def test_fixture_values_reach_the_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    (tmp_path / str(rank)).touch()
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@on_ranks(2)
+def test_seed_is_set_before_each_body(rank: int, world_size: int) -> None:
+    assert torch.initial_seed() == 0
+
+
+def pid_of(rank: int, world_size: int, factor: int = 1) -> tuple[int, int]:
+    return rank * factor, os.getpid()
+
+
+def fail_on_last(rank: int, world_size: int) -> None:
+    here, there = rank, world_size - 1
+    assert here != there, "the last one"
+    dist.barrier()
+
+
+def hang_on_first(rank: int, world_size: int) -> None:
+    while rank == 0:
+        time.sleep(0.01)
+
+
+def die_on_first(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_a_collective(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.broadcast(torch.zeros(3), src=0, async_op=True)
+        dist.all_reduce(torch.zeros(5))
+
+
+def skip_everywhere(rank: int, world_size: int) -> None:
+    pytest.skip("not today")
+
+
+def test_results_come_in_rank_order_and_pools_persist() -> None:
+    first = run_on_ranks(pid_of, 2, factor=7)
+    assert [value for value, _ in first] == [0, 7]
+    assert run_on_ranks(pid_of, 2, factor=7) == first
+
+
+def test_failing_rank_is_named_with_its_traceback() -> None:
+    before = run_on_ranks(pid_of, 3)
+    with pytest.raises(RanksFailed) as info:
+        run_on_ranks(fail_on_last, 3)
+    message = str(info.value)
+    assert "--- rank 2 of 3 failed:" in message and "AssertionError: the last one" in message
+    assert "assert 2 != 2" in message, "assertion rewriting"
+    assert "still runs on ranks 0, 1 of 3" in message and "in fail_on_last" in message
+    assert run_on_ranks(pid_of, 3) != before, "a new pool after a failure"
+
+
+def test_hang_is_reported_with_stacks_and_the_next_body_runs() -> None:
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)hang_on_first still runs on ranks 0 of 2 after 2 s.*in hang_on_first"):
+        run_on_ranks(hang_on_first, 2, timeout_s=2)
+    assert time.monotonic() - began < 20
+    assert len(run_on_ranks(pid_of, 2)) == 2
+
+
+def test_dead_process_is_reported() -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0 of 2 failed:\nthe process died: SIGKILL"):
+        run_on_ranks(die_on_first, 2)
+
+
+def test_unmatched_collective_is_reported() -> None:
+    with pytest.raises(RanksFailed, match="rank"):
+        run_on_ranks(leave_a_collective, 2, timeout_s=1)
+
+
+def test_skip_in_the_body_skips() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not today"):
+        run_on_ranks(skip_everywhere, 2)
+
+
+def test_body_signature_is_checked() -> None:
+    with pytest.raises(TypeError, match="must take"):
+        on_ranks(2)(lambda x: None)
+
+
+def test_in_a_pytest_session(pytester: pytest.Pytester) -> None:
+    """A hanging and a failing test are reported as such, and the tests after them pass."""
+    root = str(Path(__file__).parents[2])
+    pytester.makepyfile(
+        test_inner="""
+        import time, warnings
+        from tests.helpers.ranks import on_ranks
+
+        @on_ranks(2, timeout_s=4)
+        def test_hangs(rank, world_size):
+            while rank == 1:
+                time.sleep(0.01)
+
+        @on_ranks(2)
+        def test_warns(rank, world_size):
+            warnings.warn("careful")
+
+        @on_ranks(2, 3)
+        def test_passes(rank, world_size):
+            pass
+        """
+    )
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+        result = pytester.runpytest_subprocess("-p", "tests.conftest", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, failed=2)
+    result.stdout.fnmatch_lines(["*still runs on ranks 1 of 2 after 4 s*", "*UserWarning: careful*"])
+
+
+def test_run_threads_gives_each_thread_a_rank() -> None:
+    def body(rank: int, world_size: int) -> float:
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value)
+        return value.item()
+
+    assert run_threads(8, body) == [28.0] * 8
+    assert not dist.is_initialized()
+
+
+def test_run_threads_reports_the_failing_rank() -> None:
+    def body(rank: int, world_size: int) -> None:
+        if rank == 3:
+            raise KeyError("three")
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match="rank 3 of 4 threads failed: KeyError"):
+        run_threads(4, body)
+    assert run_threads(2, lambda rank, world_size: rank) == [0, 1]
+
+
+def test_fake_world() -> None:
+    with fake_world(5, 64):
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 64)
+    assert not dist.is_initialized()

@@ -1,0 +1,77 @@
+"""What type checkers and the interactive user see of a program that changed one import line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp2
+from fsdp2 import CheckpointError, FSDPModule, checkpoint
+from tests.helpers.source_tree import ROOT
+
+PROGRAM = ROOT / "tests" / "helpers" / "typed_program.py"
+
+
+def mypy(program: Path) -> str:
+    """What mypy says of it, as strict as it can be; with the cache that `make lint` leaves."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(program)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).stdout
+
+
+@pytest.mark.timeout(600)  # without a cache mypy reads all of torch
+@pytest.mark.exhaustive  # `make lint` checks the program too
+def test_a_migrated_program_passes_mypy() -> None:
+    """`fully_shard(model).set_requires_gradient_sync(False)` was an error here and none with torch."""
+    assert mypy(PROGRAM) == ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.exhaustive
+def test_the_program_is_one_of_torchs(tmp_path: Path) -> None:
+    """The same text with torch's import passes as well, so what it calls are names and types of torch's FSDP2."""
+    ours = ("import fsdp2\n", "fsdp2.checkpoint", "fsdp2.__version__", "print(version)")
+    lines = [line for line in PROGRAM.read_text().splitlines(keepends=True) if not any(word in line for word in ours)]
+    program = tmp_path / "torch_program.py"
+    program.write_text("".join(lines).replace("from fsdp2 import", "from torch.distributed.fsdp import"))
+    assert "fsdp2" not in "".join(program.read_text().splitlines()[2:])
+    assert mypy(program) == ""
+
+
+LAZY = """
+import sys, fsdp2
+assert not [name for name in sys.modules if name.startswith(("fsdp2.checkpoint", "fsdp2.compat", "fsdp2.parallel"))]
+assert "checkpoint" in dir(fsdp2) and "__version__" in dir(fsdp2)
+print(fsdp2.checkpoint.save.__name__, fsdp2.init.materialize.__name__, fsdp2.parallel.parallelize.__name__,
+      fsdp2.compat.install.__name__, fsdp2.events.record.__name__)
+"""
+
+
+def test_modules_are_loaded_when_they_are_used() -> None:
+    """After `import fsdp2` the documented `fsdp2.checkpoint.save` was an AttributeError."""
+    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["save", "materialize", "parallelize", "install", "record"], done.stderr
+
+
+def test_version() -> None:
+    assert fsdp2.__version__ == importlib.metadata.version("fsdp2")
+    with pytest.raises(AttributeError, match="module 'fsdp2' has no attribute 'fsdp'"):
+        fsdp2.fsdp  # noqa: B018
+
+
+def test_every_method_is_in_the_reference() -> None:
+    """The page had the 5 methods of `FSDPModule` itself and none of the setters."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    methods = [name for name in dir(FSDPModule) if not name.startswith("_")]
+    assert sum(name.startswith("set_") for name in methods) >= 22
+    assert [name for name in methods if f"| `{name}` |" not in page] == []
+
+
+def test_a_first_start_has_no_checkpoint(tmp_path: Path) -> None:
+    """`load(latest(run))` died of "expected str, bytes or os.PathLike object, not NoneType"."""
+    with pytest.raises(CheckpointError, match=r"no checkpoint: .*On a first start skip the load"):
+        checkpoint.load(checkpoint.latest(tmp_path))  # type: ignore[arg-type]
