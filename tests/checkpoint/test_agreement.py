@@ -25,8 +25,8 @@ from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import ArgumentError, CheckpointError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
+from tests.helpers.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 WIDTH = 8
 
 

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import committing, saving
 from fsdp2.errors import CheckpointError
-from tests.checkpoint.test_kills import RANKS, check, save, tensors
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
+from tests.helpers.mortal_saves import RANKS, check, save, tensors
 from tests.helpers.ranks import on_ranks
-
-ROOT = Path(__file__).parents[2]
+from tests.helpers.source_tree import ROOT
 
 
 def run(body: Callable[..., Any], *args: Any, **options: Any) -> list[Outcome]:

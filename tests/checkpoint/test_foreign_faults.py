@@ -26,7 +26,7 @@ from fsdp2.checkpoint.header import parse_header, parse_json
 from fsdp2.checkpoint.manifest import Manifest
 from fsdp2.checkpoint.storage import storage_of
 from fsdp2.errors import CorruptError
-from tests.checkpoint.test_interop_deepspeed import write_ranks, write_universal
+from tests.helpers.deepspeed_saves import write_ranks, write_universal
 from tests.helpers.hostile_checkpoints import edit_body, whole
 
 HUGE = 10**5000

@@ -20,59 +20,20 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import agreement
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
+from tests.helpers.mortal_saves import RANKS, TIMEOUT_S, check, save, tensors
 
 # Hundreds of processes: seconds on an idle machine, and a busy one may need minutes.
 pytestmark = pytest.mark.timeout(600)
 
-RANKS = 2
 LIMIT_S = 15.0
 LOTS = 2  # looked at at the same time
-TIMEOUT_S = 0.6  # of the ranks for each other; a case in which a rank died takes as long
 
 FILE_CALLS = ("ftruncate", "pwritev", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "link", "utime")
 STORE_CALLS = ("clone", "compare_set", "set", "add", "multi_get", "get", "wait", "delete_key")
-
-
-# --- what is saved ----------------------------------------------------------------------------------------------------
-
-
-def tensors(step: int, mesh: DeviceMesh) -> dict[str, Any]:
-    """Uneven shards, a replicated tensor, and a 0-dim one; all values say the step."""
-    rows = torch.arange(15.0).reshape(5, 3) + 1000 * step
-    chunks = rows.chunk(RANKS)
-    local = chunks[mesh.get_local_rank()].clone()
-    sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=rows.shape, stride=rows.stride())
-    return {"rows": sharded, "all": torch.full((7,), step), "step": torch.tensor(step)}
-
-
-def save(root: str, step: int, rank: int, mesh: DeviceMesh, **options: Any) -> None:
-    extra = {"data": {"position": step, "rank": rank, "seed": torch.tensor([step, rank])}, "name": f"run {step}"}
-    options.setdefault("timeout_s", TIMEOUT_S)
-    state = tensors(step, mesh)
-    checkpoint.save(root, model=state, optimizer={"moment": state["rows"]}, extra=extra, step=step, **options)
-
-
-def check(folder: str, values: int, rank: int, mesh: DeviceMesh) -> None:
-    """The checkpoint holds what `save` was given for the step `values`, bit by bit, on every rank."""
-    into = tensors(0, mesh)
-    moment = {"moment": tensors(0, mesh)["rows"]}
-    loaded = checkpoint.load(folder, model=into, optimizer=moment, timeout_s=30)
-    wanted = tensors(values, mesh)
-    for name in into:
-        assert torch.equal(plain(into[name]), plain(wanted[name])), name
-    assert torch.equal(plain(moment["moment"]), plain(wanted["rows"]))
-    data = loaded.extra["data"]
-    assert (data["position"], data["rank"], data["seed"].tolist()) == (values, rank, [values, rank])
-    assert loaded.extra["name"] == f"run {values}"
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # --- counting and killing, in a rank ----------------------------------------------------------------------------------

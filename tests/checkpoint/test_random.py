@@ -22,30 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fsdp2.checkpoint as fc
-from tests.helpers.checkpoint_cases import assert_bits, mesh_of, random_bits, spoil
+from tests.helpers.checkpoint_cases import DTYPES, assert_bits, mesh_of, random_bits, spoil
 from tests.helpers.parity_models import local, shard_like
 from tests.helpers.ranks import run_on_ranks
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-]
 MESHES = {
     1: [(1,), (1, 1)],
     2: [(2,), (2, 1), (1, 2)],

@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard
 import fsdp2.checkpoint as fc
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
-from tests.checkpoint.test_random import DTYPES
 from tests.helpers.checkpoint_cases import (
     BF16,
     DIM,
+    DTYPES,
     Awkward,
     Block,
     assert_bits,

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module
 
 from tests.helpers.scripts import run_script
+from tests.helpers.source_tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 170
 CHECKS: dict[str, Callable[[int], Any]] = {}
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -22,30 +20,9 @@ from fsdp2.compat import is_installed
 from fsdp2.compat.__main__ import main
 from fsdp2.compat.environment import BOOTSTRAP, is_wanted
 from fsdp2.compat.names import IMPLEMENTATION, PUBLIC
+from tests.helpers.interpreters import python, succeeds
 from tests.helpers.scripts import run_script
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def python(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, with fsdp2 importable."""
-    inherited = {name: value for name, value in os.environ.items() if name != "FSDP2_COMPAT"}
-    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env=inherited | env,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-
-
-def succeeds(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> str:
-    """What a process printed that must not fail."""
-    done = python(*arguments, cwd=cwd, **variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.helpers.source_tree import ROOT
 
 
 def runs(code: str, **variables: str) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.scripts import run_script
+from tests.helpers.source_tree import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BOOTSTRAP = ROOT / "fsdp2" / "compat" / "bootstrap"
 TIMEOUT_SECONDS = 170
 

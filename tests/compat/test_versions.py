@@ -14,7 +14,8 @@ import pytest
 
 from fsdp2 import FSDPError, UnsupportedError
 from fsdp2.compat.clients import CLIENTS, check_loaded, unwatch, watch
-from tests.compat.test_compat import ROOT, python, succeeds
+from tests.helpers.interpreters import python, succeeds
+from tests.helpers.source_tree import ROOT
 
 
 def put(folder: Path, package: str, version: str | None) -> None:

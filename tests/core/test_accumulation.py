@@ -14,13 +14,13 @@ from torch.testing import assert_close
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from tests.helpers.models import Dot, add, grads
 from tests.helpers.parity_models import (
     Layers,
     Stack,
     assert_gradients,
     batch,
     count,
-    local,
     mean_gradients,
     shard_blocks,
 )
@@ -126,36 +126,6 @@ def test_keeping_parameters_after_backward(rank: int, world_size: int) -> None:
         backward(m, 1, r)
 
     assert_gradients(model, mean_gradients(plain, world_size, both))
-
-
-class Dot(nn.Module):
-    """Its parameters' gradients are what is passed in: `grad of weights[i] == x[i]`, None where x[i] is None."""
-
-    def __init__(self, num: int = 1, size: int = 4) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(size) for _ in range(num))
-
-    def forward(self, *values: float | None) -> Tensor:
-        pairs = zip(self.weights, values, strict=True)
-        return sum((weight * value).sum() for weight, value in pairs if value is not None)
-
-
-def add(model: Any, *values: float | None, sync: bool = True, all_reduce: bool = True) -> None:
-    """Backward such that the parameters' gradients on every rank are `values`."""
-    model.set_requires_gradient_sync(sync)
-    if not all_reduce:
-        model.set_requires_all_reduce(False)
-    model(*values).float().backward()
-
-
-def grads(model: Any) -> list[float | None]:
-    """The sharded gradients, constant over elements and ranks."""
-    result = []
-    for weight in model.weights:
-        values = None if weight.grad is None else local(weight.grad)
-        result.append(None if values is None else values.flatten()[0].item())
-        assert values is None or (values == values.flatten()[0]).all()
-    return result
 
 
 BF16_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -17,11 +17,10 @@ import fsdp2
 from fsdp2 import events, fully_shard
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.runtime import context, storage
-from tests.core.test_streams import Watch, make_model, train
 from tests.helpers.models import check_step, is_sharded, units
 from tests.helpers.parity_models import Layers, batch, expect, full, lines, mesh_2d, run_logged, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.helpers.simulated_streams import SimulatedStreams
+from tests.helpers.simulated_streams import SimulatedStreams, Watch, make_model, train
 
 FORMS = ("unshard", "reshard")
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import FSDPError, MixedPrecisionPolicy, ZeroPolicy, fully_shard, share_comm_ctx
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.reduction import Reduction
-from tests.core.test_extensions import InPieces
+from tests.helpers.extensions import InPieces
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +36,7 @@ from tests.helpers.parity_models import (
     shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
+from tests.helpers.source_tree import ROOT
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def test_the_import_changes_no_compiled_step() -> None:
     """A program that imports fsdp2 and shards nothing: its optimizers' compiled steps have the same frames, graphs and
     graph breaks as without. (Hooks on all optimizers, installed by the import, made 57 frames of 14.)"""
     jobs = [
-        subprocess.Popen([sys.executable, "-c", COUNTS, which], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, "-c", COUNTS, which], cwd=ROOT, stdout=subprocess.PIPE)
         for which in ("with", "without")
     ]
     found, expected = (job.communicate()[0].decode() for job in jobs)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import OrderError, fully_shard
-from tests.core.test_accumulation import Dot, add, grads
+from tests.helpers.models import Dot, add, grads
 from tests.helpers.parity_models import Stack, assert_gradients, batch, local, mean_gradients, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 

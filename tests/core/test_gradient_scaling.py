@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.core.test_accumulation import Dot
+from tests.helpers.models import Dot
 from tests.helpers.parity_models import count, local, mesh_2d
 from tests.helpers.ranks import on_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.core.test_accumulation import Dot, add, grads
+from tests.helpers.models import Dot, add, grads
 from tests.helpers.parity_models import (
     Layers,
     assert_gradients,

@@ -15,7 +15,7 @@ import fsdp2.comm
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
-from tests.core.test_random_trees import race
+from tests.helpers.random_trees import race
 from tests.helpers.ranks import on_ranks
 
 

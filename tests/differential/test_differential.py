@@ -14,6 +14,7 @@ from tests.differential.mutants import MISSED, MISSED_BEFORE, Mutant, find
 from tests.differential.program import Action, Model, Node, Program
 from tests.differential.runner import run
 from tests.differential.script import script_of
+from tests.helpers.source_tree import ROOT
 
 FOUND = Path(__file__).parent / "found"
 SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
@@ -38,7 +39,7 @@ def test_programs_are_data() -> None:
 
 def test_known_differences_are_documented() -> None:
     """docs/design.md shows the fuzzer's table of wanted differences, word for word."""
-    assert table() in (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    assert table() in (ROOT / "docs" / "design.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,6 @@ def test_scripts_run_by_themselves(tmp_path: Path) -> None:
         path = tmp_path / f"seed{seed}.py"
         path.write_text(script_of(generate(seed, 2), "A program.", "Nothing."))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-        done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "---\ntorch" in done.stdout and "---\nfsdp2" in done.stdout

@@ -31,7 +31,6 @@ from fsdp2 import (
     full_params,
     fully_shard,
 )
-from tests.compat.test_no_walls import PackedLinear
 from tests.helpers.migration_cases import (
     BF16,
     DIM,
@@ -54,6 +53,7 @@ from tests.helpers.migration_cases import (
 from tests.helpers.migration_from_fsdp1 import FULL, no_sync, trained
 from tests.helpers.migration_from_torch import local_step, units_are_buckets
 from tests.helpers.parity_models import batch, mesh_2d
+from tests.helpers.refused_by_torch import PackedLinear
 
 # --- from DeepSpeed ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ def reads_deepspeed(rank: int, world_size: int) -> None:
     import tempfile
     from pathlib import Path
 
-    from tests.checkpoint.test_interop_deepspeed import loads, write_universal
+    from tests.helpers.deepspeed_saves import loads, write_universal
 
     box: list[Any] = [None]
     if rank == 0:

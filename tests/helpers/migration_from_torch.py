@@ -33,16 +33,6 @@ from fsdp2 import (
     fully_shard,
     transformer_blocks,
 )
-from tests.compat.test_no_walls import (
-    Convolutions,
-    Experts,
-    PackedLinear,
-    Scaled,
-    Tied,
-    packed_refused_by_torch,
-    shard_in_order,
-    tied_refused_by_torch,
-)
 from tests.helpers.migration_cases import (
     BF16,
     DIM,
@@ -70,6 +60,16 @@ from tests.helpers.migration_cases import (
     weights,
 )
 from tests.helpers.parity_models import batch, full, mesh_2d
+from tests.helpers.refused_by_torch import (
+    Convolutions,
+    Experts,
+    PackedLinear,
+    Scaled,
+    Tied,
+    packed_refused_by_torch,
+    shard_in_order,
+    tied_refused_by_torch,
+)
 
 # --- from FSDP2 -------------------------------------------------------------------------------------------------------
 

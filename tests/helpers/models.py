@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.parity_models import assert_gradients, batch, mean_gradients
+from tests.helpers.parity_models import assert_gradients, batch, local, mean_gradients
 
 # Input and output features of the two layers of `mlp`: even and uneven, larger and smaller than the usual worlds.
 MLP_SHAPES = [(16, 15, 8), (7, 15, 3), (16, 17, 8)]
@@ -152,3 +152,33 @@ def error_of(kind: type[BaseException], call: Callable[[], object]) -> str:
 def wrapped(text: str) -> str:
     """`text` in lines that fit into a test, to be pinned there."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+class Dot(nn.Module):
+    """Its parameters' gradients are what is passed in: `grad of weights[i] == x[i]`, None where x[i] is None."""
+
+    def __init__(self, num: int = 1, size: int = 4) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(size) for _ in range(num))
+
+    def forward(self, *values: float | None) -> Tensor:
+        pairs = zip(self.weights, values, strict=True)
+        return sum((weight * value).sum() for weight, value in pairs if value is not None)
+
+
+def add(model: Any, *values: float | None, sync: bool = True, all_reduce: bool = True) -> None:
+    """Backward such that the parameters' gradients on every rank are `values`."""
+    model.set_requires_gradient_sync(sync)
+    if not all_reduce:
+        model.set_requires_all_reduce(False)
+    model(*values).float().backward()
+
+
+def grads(model: Any) -> list[float | None]:
+    """The sharded gradients, constant over elements and ranks."""
+    result = []
+    for weight in model.weights:
+        values = None if weight.grad is None else local(weight.grad)
+        result.append(None if values is None else values.flatten()[0].item())
+        assert values is None or (values == values.flatten()[0]).all()
+    return result

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.functional import cross_entropy
@@ -185,3 +186,16 @@ def check(what: str, actual: Any, expected: Any, rtol: float, atol: float) -> No
     """Close, or an error that says what is not."""
     assert actual is not None and expected is not None, f"{what}: got {actual}, expected {expected}"
     assert_close(actual.detach(), expected.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """From a clean slate, without what dynamo reports that it does not trace."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compiler.reset()
+        counters.clear()
+        try:
+            yield
+        finally:
+            torch.compiler.reset()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.parity_models import mesh_2d
+from tests.helpers.parity_models import Race, mesh_2d
 
 DIM = 6
 
@@ -287,3 +287,34 @@ def random_settings(rng: random.Random, model: nn.Module, world_size: int) -> Se
         hsdp=hsdp,
         partial=[hsdp and rng.random() < 0.3 for _ in range(num_micro - 1)] + [False],
     )
+
+
+def race(rank: int, world_size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    tree = random_tree(rng, depth=4)
+    settings = random_settings(rng, Root(tree), world_size)
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return settings.prepare(Root(tree))
+
+    coarse = bool(settings.policy)
+    # Several gradients of one parameter, in one backward or in unsynced ones: fsdp2 adds them up in the reduce dtype,
+    # torch 2.13 in part in the compute dtype.
+    same_sums = not coarse or not (tree.has("repeat", "tied") or any(settings.unsynced))
+    try:
+        Race(
+            rank,
+            world_size,
+            build,
+            settings.shard,
+            settings.backward,
+            lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5),
+            exact=same_sums and (world_size == 2 or settings.hsdp),
+            plain=not coarse,
+            by_norm=coarse,
+            rtol=5e-2 if coarse else 1e-4,
+            atol=1e-3 if coarse else 1e-5,
+        ).run(3)
+    except Exception as error:
+        raise AssertionError(f"seed {seed} on {world_size} ranks: {error}\n{tree}\n{settings}") from error

@@ -19,9 +19,9 @@ from fsdp2.optim import clip_grad_norm_, get_total_norm, local_optimizer
 from fsdp2.optim import local as optim_local
 from fsdp2.optim.run import runs_to_step
 from fsdp2.runtime.unit import unit_of
+from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.optim.test_local_optimizer import assert_same
 
 EVEN, UNEVEN = 12, 11
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,31 +20,12 @@ import fsdp2
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.optim import LocalOptimizer, local_optimizer
+from tests.helpers.optimizers import CASES, Optim, assert_same, assert_same_tensors, params_in
 from tests.helpers.parity_models import Stack, batch, full, local, shard_blocks
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 
-Optim = torch.optim.Optimizer
 Make = Callable[[Any], Optim]
-
-CASES: dict[str, tuple[type[Optim], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
-    "adamw_foreach": (torch.optim.AdamW, {"foreach": True}),
-    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
-    "adam_lr_tensor": (torch.optim.Adam, {"lr": torch.tensor(1e-2), "fused": True}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "sgd_foreach": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
-    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1, "lr_decay": 0.1}),
-    "adagrad_foreach": (torch.optim.Adagrad, {"foreach": True}),
-    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    "rmsprop_foreach": (torch.optim.RMSprop, {"foreach": True}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "asgd": (torch.optim.ASGD, {}),
-}
 
 
 def params_of(seed: int = 0) -> list[nn.Parameter]:
@@ -67,41 +48,10 @@ def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": params[:5]}, {"params": params[5:], "weight_decay": 0.2}]
 
 
-def params_in(optimizer: Optim) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def train(optimizer: Optim, steps: range) -> None:
     for step in steps:
         set_grads(params_in(optimizer), step)
         optimizer.step()
-
-
-def assert_same_tensors(ours: Any, theirs: Any) -> None:
-    """Bit by bit, and the same kind of tensor with the same layout."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, DTensor):
-        assert (ours.device_mesh, ours.placements, ours.shape, ours.stride(), ours.dtype) == (
-            (theirs.device_mesh, theirs.placements, theirs.shape, theirs.stride(), theirs.dtype)
-        )
-        ours, theirs = local(ours.detach()), local(theirs.detach())
-    if isinstance(ours, Tensor):
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-    else:
-        assert ours == theirs
-
-
-def assert_same(ours: Optim, theirs: Optim) -> None:
-    """Parameters and state dicts of two optimizers."""
-    a, b = ours.state_dict(), theirs.state_dict()
-    assert a["param_groups"] == b["param_groups"]
-    assert a["state"].keys() == b["state"].keys()
-    for index in a["state"]:
-        assert a["state"][index].keys() == b["state"][index].keys()
-        for key, value in a["state"][index].items():
-            assert_same_tensors(value, b["state"][index][key])
-    for param, other in zip(params_in(ours), params_in(theirs), strict=True):
-        assert_same_tensors(param, other)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.adjacent import runs_of
 from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
+from tests.helpers.optimizers import CASES, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.optim.test_local_optimizer import CASES, assert_same
 
 Optim = torch.optim.Optimizer
 EVEN, UNEVEN = 12, 11

@@ -24,6 +24,7 @@ from tests.helpers.parallel_models import (
     VOCAB,
     DecoderBlock,
     Lm,
+    compiling,
     config_of,
     global_batch,
     loss_of,
@@ -34,7 +35,6 @@ from tests.helpers.parallel_models import (
 )
 from tests.helpers.parity_models import count, full
 from tests.helpers.ranks import on_ranks
-from tests.parallel.test_parity import compiling
 
 
 def step(model: nn.Module, config: ParallelConfig) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.test_examples import run
+from tests.helpers.examples import run
 
 
 def losses(*arguments: str, ranks: int | None) -> list[float]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from tests.helpers.parallel_models import COMBINATIONS, Lm, config_of, name_of, race
+from tests.helpers.parallel_models import COMBINATIONS, Lm, compiling, config_of, name_of, race
 from tests.helpers.ranks import on_ranks
 
 shallow = partial(Lm, depth=2)
@@ -22,19 +18,6 @@ shallow = partial(Lm, depth=2)
 
 def combinations(ranks: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("degrees", COMBINATIONS[ranks], ids=name_of)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """From a clean slate, without what dynamo reports that it does not trace."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.compiler.reset()
-        counters.clear()
-        try:
-            yield
-        finally:
-            torch.compiler.reset()
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
 from fsdp2._torch import all_gather_flat
 from tests.helpers.scripts import run_script
+from tests.helpers.source_tree import ROOT
 
 # In a process of pytest's, threads of other tests may be there; the forked one uses none of what they held.
 pytestmark = [
@@ -27,7 +28,6 @@ pytestmark = [
     pytest.mark.timeout(320),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 300  # seconds on a quiet machine; others may be busy
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import EXAMPLES, TEXT, environment, metrics, run
 from tests.helpers.scripts import run_script
-from tests.system.test_examples import EXAMPLES, TEXT, environment, metrics, run
 
 CONFIGS = EXAMPLES / "configs"
 RANKS = {"fsdp": 2, "hsdp": 4, "fsdp_tp": 4, "fsdp_cp": 4}

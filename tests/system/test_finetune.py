@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from tests.helpers.examples import EXAMPLES, TEXT, run, torchrun
 from tests.helpers.scripts import Finished
-from tests.system.test_examples import EXAMPLES, TEXT, run, torchrun
 
 transformers = pytest.importorskip("transformers")
 

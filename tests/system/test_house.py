@@ -348,3 +348,15 @@ def test_public_names_are_documented(imported: dict[str, list[str]]) -> None:
 @every_module
 def test_module_has_a_docstring(module: Module) -> None:
     assert ast.get_docstring(module.tree), f"{module.at(module.tree)}: say purpose, invariant and layer"
+
+
+def test_no_module_imports_from_a_test_module() -> None:
+    """What tests share is in tests/helpers, so that a test may be moved, split or deleted by itself."""
+    problems = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        module = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+        for node, source, imported_name in imports(module):
+            if any(part.startswith("test_") for part in f"{source}.{imported_name}".split(".")):
+                problems.append(f"{module.at(node)}: imports {source}.{imported_name}".rstrip("."))
+    report(problems)

@@ -24,9 +24,10 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tests.helpers.examples import EXAMPLES, TEXT, metrics, shards
+from tests.helpers.examples import environment as environment_of_examples
 from tests.helpers.scripts import run_script
-from tests.system.test_examples import EXAMPLES, ROOT, TEXT, metrics, shards
-from tests.system.test_examples import environment as environment_of_examples
+from tests.helpers.source_tree import ROOT
 
 LAUNCH = EXAMPLES / "launch"
 TIMEOUT_S = 150

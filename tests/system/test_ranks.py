@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
+from tests.helpers.source_tree import ROOT
 from tests.helpers.threads import fake_world, run_threads
 
 pytest_plugins = ["pytester"]
@@ -116,7 +117,7 @@ def test_body_signature_is_checked() -> None:
 
 def test_in_a_pytest_session(pytester: pytest.Pytester) -> None:
     """A hanging and a failing test are reported as such, and the tests after them pass."""
-    root = str(Path(__file__).parents[2])
+    root = str(ROOT)
     pytester.makepyfile(
         test_inner="""
         import time, warnings

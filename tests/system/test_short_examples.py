@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.examples import run
 from tests.helpers.scripts import Finished
-from tests.system.test_examples import run
 
 STEPS = 20
 SMALL = {"vision.py": 32, "diffusion.py": 16, "moe.py": 64}  # examples a step
