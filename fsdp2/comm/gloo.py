@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.comm.wire import is_narrow, sum_rows
 
 __all__ = ["GlooComm"]
@@ -52,18 +53,42 @@ class ScratchPool:
         del self.free[: -self.max_kept]
 
 
-class SumInRankOrder(Works):
+class Messages(Works):
+    """Messages in flight."""
+
+    def __init__(
+        self,
+        works: list[dist.Work],
+        group: dist.ProcessGroup,
+        outputs: Sequence[torch.Tensor] = (),
+        divisor: int = 1,
+    ):
+        super().__init__(works, outputs, divisor)
+        self.group = group
+        self.is_waited_for = not works
+
+    def wait(self) -> None:
+        self.is_waited_for = True
+        super().wait()
+
+    def __del__(self) -> None:
+        if not self.is_waited_for:
+            keep_unwaited(self.works, self.group)
+
+
+class SumInRankOrder(Messages):
     """A reduce-scatter in flight, whose rows are summed when all are there."""
 
     def __init__(
         self,
         works: list[dist.Work],
+        group: dist.ProcessGroup,
         received: list[list[torch.Tensor]],
         outputs: list[torch.Tensor],
         divisor: int,
         scratch: tuple[ScratchPool, torch.Tensor],
     ):
-        super().__init__(works, outputs, divisor)
+        super().__init__(works, group, outputs, divisor)
         self.received = received
         self.scratch = scratch
 
@@ -89,6 +114,7 @@ class GlooComm(Comm):
 
     def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
         rank, size = group.rank(), group.size()
+        finish_unwaited(group)
         works = []
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
@@ -98,7 +124,7 @@ class GlooComm(Comm):
                     works.append(group.recv([rows[source]], source, _GATHER_TAG))
                 if rows[rank].numel():
                     works.append(group.send([rows[rank]], to, _GATHER_TAG))
-        return Works(works)
+        return Messages(works, group)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
         """The first row is received in the output itself if it has the output's dtype, so
@@ -108,6 +134,7 @@ class GlooComm(Comm):
         if size == 1:
             foreach_copy([each.output for each in scatters], [each.source.row(0) for each in scatters])
             return Works([])
+        finish_unwaited(group)
         in_place = not is_narrow(scatters)
         spare = size - 1 - in_place
         sizes = [s.output.numel() * s.source.full.itemsize for s in scatters]  # rows are sent in the source's dtype
@@ -132,6 +159,7 @@ class GlooComm(Comm):
         mine = [(rows, s.output) for rows, s in zip(received, scatters, strict=True) if s.output.numel()]
         return SumInRankOrder(
             works,
+            group,
             [rows for rows, _ in mine],
             [output for _, output in mine],
             size if average else 1,

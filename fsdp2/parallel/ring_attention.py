@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention as one_rank_attention
 
 from fsdp2._torch import group_named
+from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.context_agreement import agree, tell_refusal
 from fsdp2.parallel.context_layout import Block, rank_blocks
@@ -182,7 +183,9 @@ class _Message:
         self.sent = sent  # kept until the message is through
         self.received = torch.empty_like(sent)
         self.group = group
+        self.works: list[dist.Work] = []
         rank, size = group.rank(), group.size()
+        finish_unwaited(group)
         send = dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=(rank + 1) % size)
         receive = dist.P2POp(dist.irecv, self.received, group=group, tag=tag, group_peer=(rank - 1) % size)
         try:
@@ -193,11 +196,16 @@ class _Message:
     def wait(self) -> torch.Tensor:
         """What came. On NCCL the stream waits, not the CPU."""
         try:
-            for work in self.works:
+            works, self.works = self.works, []
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise self.failed(error) from error
         return self.received
+
+    def __del__(self) -> None:
+        if self.works:
+            keep_unwaited(self.works, self.group)
 
     def failed(self, error: RuntimeError) -> CollectiveError:
         """The error that names this rank and its neighbours."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -358,6 +360,28 @@ def test_ranks_that_differ_all_raise(rank: int, world_size: int, difference: str
         assert wanted.get(difference, "scale=0.5") in message.split(f"rank {world_size - 1}: ")[1]
     right = [random(seed, 1, heads, 18, 4) for seed in range(3)]
     ring_attention(*right, mesh=mesh, is_causal=True, scale=0.7)
+
+
+@on_ranks(2, 4)
+def test_an_error_while_messages_are_under_way(rank: int, world_size: int) -> None:
+    """Out of memory in the computation of a block: the next keys were on their way, and a message that nobody waits for
+    stopped all that came after it."""
+    mesh = context_mesh(world_size)
+    whole = inputs(48)
+    mine = [shard_sequence(tensor, mesh, 2) for tensor in whole]
+
+    def out_of_memory(*_: Any) -> str:
+        raise torch.OutOfMemoryError("of the test")
+
+    chosen, ring_attention_blocks._kernel = ring_attention_blocks._kernel, out_of_memory
+    time.sleep(0.2 * rank)  # so that some have given up before others begin to send
+    try:
+        error_of(torch.OutOfMemoryError, lambda: ring_forward(*mine[:3], True, 0.25, mesh.get_group()))
+    finally:
+        ring_attention_blocks._kernel = chosen
+    gc.collect()
+    dist.barrier()
+    check_parity(whole, mesh, 1e-10, 1e-10, is_causal=True)
 
 
 @on_ranks(2)

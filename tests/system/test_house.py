@@ -91,7 +91,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("comm.flat", "comm.gloo", "comm.nccl"),
     ("comm.memory",),
     ("comm.custom", "comm.groups", "comm.quantise", "comm.wire"),
-    ("comm.base", "comm.scaling"),
+    ("comm.base", "comm.scaling", "comm.unwaited"),
     ("specs",),
     ("mesh",),
     ("adjacent",),
