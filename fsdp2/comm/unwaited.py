@@ -22,5 +22,6 @@ def keep_unwaited(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
 
 def finish_unwaited(group: dist.ProcessGroup) -> None:
     """Wait for what was kept, and free it. Messages of a kind arrive in order, so the next ones come after these."""
-    for work in _unwaited.pop(group, ()):
-        work.wait()
+    if _unwaited:
+        for work in _unwaited.pop(group, ()):
+            work.wait()
