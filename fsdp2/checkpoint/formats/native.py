@@ -7,7 +7,6 @@ lie.
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,7 +20,7 @@ from fsdp2.checkpoint.header import MAX_HEADER_BYTES, Header, parse_header, pars
 from fsdp2.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.memory import uncollected
 from fsdp2.checkpoint.storage import PinnedStorage, Reader, Storage
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import CorruptError
 
 TEXT_BLOCK = 1 << 20
 
@@ -283,10 +282,3 @@ def _checked_sums(sums: object, nbytes: int, path: str, name: str) -> str:
     if not isinstance(sums, str) or len(sums) != WIDTH * num_blocks(nbytes):
         raise CorruptError(f"{path}: the checksums of '{name}' are not there, or not as many as it has blocks")
     return sums
-
-
-def is_native(storage: Storage, path: str) -> bool:
-    """Whether `save` wrote that folder."""
-    with suppress(CheckpointError):
-        return storage.size(storage.join(path, MANIFEST)) is not None
-    return False
