@@ -1,6 +1,6 @@
 """Sharded checkpoints of a training run, by `fsdp2.checkpoint`.
 
-Imported by `train_lm.py`. In a run's folder:
+Imported by `train_lm.py` and `finetune.py`. In a run's folder:
 
     checkpoints/step-00000200/model-rank-00000-of-00002.safetensors ...   one file a rank: its shards of the weights
     checkpoints/step-00000200/optimizer-rank-...                          and of the optimizer's state
@@ -15,12 +15,13 @@ inside.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from model import LMConfig
+from reporting import Report
 from runtime import UsageError
 from torch import nn
 
@@ -56,10 +57,31 @@ def save(run_folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, a
     )
 
 
-def forget_old(run_folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; 0 keeps all. Rank 0 calls this when no save is under way."""
-    if keep:
-        prune(run_folder / FOLDER, keep)
+class Saver:
+    """The checkpoints of a run, written in the background one after the other. Every rank calls all methods."""
+
+    def __init__(self, run_folder: Path, saved: Saved | None, report: Report, keep: int, leads: bool) -> None:
+        self._folder, self._report, self._keep, self._leads = run_folder, report, keep, leads
+        self._step = saved.step if saved is not None else 0
+        self._pending: SaveHandle | None = None
+        self.newest = str(saved.path) if saved is not None else None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, about: dict[str, Any]) -> None:
+        """Begin a checkpoint of `about["step"]` steps, unless there is one."""
+        if about["step"] == self._step:
+            return
+        self.finish()
+        self._pending = save(self._folder, model, optimizer, about)
+        self._step = about["step"]
+        self._report.note(f"step {self._step:>5}  saving {self._pending.folder}")
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; only then may those before the newest `keep` go."""
+        if self._pending is not None:
+            self.newest = self._pending.wait()
+            self._pending = None
+            if self._leads and self._keep:
+                prune(self._folder / FOLDER, self._keep)
 
 
 def exists(run_folder: Path) -> bool:
@@ -80,9 +102,8 @@ def find(path: Path) -> Saved:
         raise UsageError(f"{folder} is not a checkpoint of this program ({error!r})") from error
 
 
-def check_same_model(saved: Saved, config: LMConfig) -> None:
-    """Raise UsageError, naming the settings that differ, unless the checkpoint was made of a model like `config`."""
-    now = asdict(config)
+def check_same_model(saved: Saved, now: Mapping[str, Any]) -> None:
+    """Raise UsageError, naming the settings that differ, unless those of the checkpoint's model are the ones of now."""
     differing = [
         f"{name} is {saved.model.get(name, 'unknown')} there and {now.get(name, 'unknown')} here"
         for name in sorted(saved.model.keys() | now.keys())

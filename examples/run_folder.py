@@ -1,21 +1,31 @@
 """The folder of a run, before training starts: which checkpoint to go on from, and room for the new files.
 
-Imported by `train_lm.py`.
+Imported by `train_lm.py` and `finetune.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import checkpoint
-from options import Options
 from reporting import CURVE, METRICS
 from runtime import UsageError
 
 
-def find_checkpoint(options: Options) -> checkpoint.Saved | None:
-    """The checkpoint that `--resume` or `--auto-resume` asks for, checked against this run before any tensor is loaded.
-    Every rank calls."""
+class Resumable(Protocol):
+    """The options that are read here."""
+
+    out: Path
+    resume: Path | None
+    auto_resume: bool
+    steps: int
+
+
+def find_checkpoint(options: Resumable, model: Mapping[str, Any]) -> checkpoint.Saved | None:
+    """The checkpoint that `--resume` or `--auto-resume` asks for, checked against this run, and the settings of its
+    model, before any tensor is loaded. Every rank calls."""
     if options.resume is not None:
         path = options.resume
     elif options.auto_resume and checkpoint.exists(options.out):
@@ -23,7 +33,7 @@ def find_checkpoint(options: Options) -> checkpoint.Saved | None:
     else:
         return None
     saved = checkpoint.find(path)
-    checkpoint.check_same_model(saved, options.model())
+    checkpoint.check_same_model(saved, model)
     # A launcher may start a job again that was through: then there is nothing left to do, and nothing wrong.
     complete = options.auto_resume and saved.step == options.steps
     if saved.step >= options.steps and not complete:
@@ -34,13 +44,13 @@ def find_checkpoint(options: Options) -> checkpoint.Saved | None:
     return saved
 
 
-def prepare_folder(out: Path, saved: checkpoint.Saved | None) -> None:
-    """Create `out`; files of another run in it move to a subfolder, since two runs' checkpoints must never mix. On rank
-    0 alone."""
+def prepare_folder(out: Path, saved: checkpoint.Saved | None, results: Sequence[str] = ()) -> None:
+    """Create `out`; files of another run in it, and `results`, move to a subfolder: two runs' checkpoints must never
+    mix. On rank 0 alone."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         goes_on_here = saved is not None and saved.path.parent.resolve() == (out / checkpoint.FOLDER).resolve()
-        present = [out / name for name in (checkpoint.FOLDER, METRICS, CURVE) if (out / name).exists()]
+        present = [out / name for name in (checkpoint.FOLDER, METRICS, CURVE, *results) if (out / name).exists()]
         if goes_on_here or not present:
             return
         previous = out / f"previous-{1 + sum(1 for _ in out.glob('previous-*'))}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import transformers  # its names are taken where they are used: each of them takes seconds to import
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def make_tiny_model(folder: Path) -> None:
@@ -18,8 +18,8 @@ def make_tiny_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = LlamaConfig(
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
@@ -32,4 +32,4 @@ def make_tiny_model(folder: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)

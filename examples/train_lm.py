@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from building import build_model, build_optimizer, learning_rate, local_part
 from data import Batch, BatchPlan, Corpus, load_corpus
 from options import Options, parse_options
-from reporting import Report, plot_losses
+from reporting import Report, measure
 from run_folder import find_checkpoint, prepare_folder
 from runtime import (
     StopRequest,
@@ -46,16 +46,13 @@ from runtime import (
     mean_over_ranks,
     on_every_rank,
     on_rank_zero,
-    peak_memory_bytes,
     start_world,
 )
 from sampling import generate
 from summary import describe, differences, fingerprint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from fsdp2.checkpoint import SaveHandle
 from fsdp2.optim import clip_grad_norm_
 from fsdp2.parallel import build_meshes
 
@@ -69,7 +66,7 @@ def main() -> NoReturn:
         options = on_every_rank(lambda: parse_options(sys.argv[1:], world.size))
         device = on_every_rank(lambda: choose_device(options.device, world))
         corpus = on_every_rank(lambda: load_corpus(options.data, options.seq_len))
-        saved = on_every_rank(lambda: find_checkpoint(options))
+        saved = on_every_rank(lambda: find_checkpoint(options, asdict(options.model())))
         on_rank_zero(lambda: prepare_folder(options.out, saved))
     except UsageError as error:
         leave(world, error)
@@ -94,9 +91,7 @@ class Job:
         self.optimizer = build_optimizer(options, self.model)
         if saved is not None:
             checkpoint.load(saved, self.model, self.optimizer)
-        self.first_step = self.saved_step = saved.step if saved is not None else 0
-        self.newest = str(saved.path) if saved is not None else None
-        self.pending: SaveHandle | None = None
+        self.first_step = saved.step if saved is not None else 0
         self.plan = BatchPlan(
             options.seq_len,
             options.batch_size,
@@ -106,6 +101,7 @@ class Job:
             options.seed,
         )
         self.report = Report(options.out, self.first_step, options.steps, active=world.leads)
+        self.saver = checkpoint.Saver(options.out, saved, self.report, options.keep, world.leads)
         self.report.settings(describe(options, corpus, self.plan, self.model, self.meshes.root))
         self.fingerprint = fingerprint(options, corpus, self.plan)
         if saved is not None:
@@ -127,17 +123,11 @@ class Job:
             if step == options.steps > self.first_step:
                 self.validate(step)
             self.save(step)
-            self.finish_save()
-        if self.world.leads:
-            report.note(f"loss curve: {plot_losses(options.out)}")
-        if step < options.steps:
-            report.note(f"stopped after step {step}")
-            if self.newest is not None:
-                report.note(f"to go on, run the same command with --resume {self.newest}")
-        elif options.sample_bytes and self.meshes.context is None:  # a text that grows has no equal parts
-            report.sample(
-                generate(self.model, PROMPT, options.sample_bytes, options.seq_len, self.device, options.seed)
-            )
+            self.saver.finish()
+        report.end(step, options.steps, self.saver.newest)
+        wanted = options.sample_bytes if step == options.steps else 0
+        if wanted and self.meshes.context is None:  # a text that grows has no equal parts
+            report.sample(generate(self.model, PROMPT, wanted, options.seq_len, self.device, options.seed))
         return step
 
     def train(self, stop: StopRequest) -> int:
@@ -154,7 +144,7 @@ class Job:
             self.report.advance(step)
             last = step == options.steps
             if step % options.log_every == 0 or last:
-                self.log(step, lr, losses, norm, since)
+                self.report.train(step, measure(losses, norm, lr, self.plan.tokens_per_step, since, self.device))
                 losses, since = [], time.perf_counter()
             paused = time.perf_counter()
             if options.eval_every and step % options.eval_every == 0 and not last:
@@ -189,20 +179,6 @@ class Job:
         inputs, targets, positions = local_part(batch, self.meshes)
         return F.cross_entropy(self.model(inputs, positions).flatten(0, 1).float(), targets.flatten())
 
-    def log(self, step: int, lr: float, losses: list[Tensor], norm: Tensor, since: float) -> None:
-        """Report one interval. Only here is a GPU waited for; the mean and the norm are collectives."""
-        loss = mean_over_ranks(torch.stack(losses).mean())
-        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        tokens = len(losses) * self.plan.tokens_per_step
-        metrics = {
-            "loss": loss,
-            "grad_norm": whole_norm.item(),
-            "lr": lr,
-            "tokens_per_second": tokens / (time.perf_counter() - since),
-            "peak_memory_bytes": peak_memory_bytes(self.device),
-        }
-        self.report.train(step, metrics)
-
     @torch.no_grad()
     def validate(self, step: int) -> None:
         self.model.eval()
@@ -211,21 +187,8 @@ class Job:
         self.report.valid(step, mean_over_ranks(losses.mean()))
 
     def save(self, step: int) -> None:
-        if step == self.saved_step:
-            return
-        self.finish_save()
         about = {"step": step, "model": asdict(self.options.model()), "run": self.fingerprint}
-        self.pending = checkpoint.save(self.options.out, self.model, self.optimizer, about)
-        self.saved_step = step
-        self.report.note(f"step {step:>5}  saving {self.pending.folder}")
-
-    def finish_save(self) -> None:
-        """Wait for the checkpoint that is being written; only then may older ones go."""
-        if self.pending is not None:
-            self.newest = self.pending.wait()
-            self.pending = None
-            if self.world.leads:
-                checkpoint.forget_old(self.options.out, self.options.keep)
+        self.saver.save(self.model, self.optimizer, about)
 
 
 if __name__ == "__main__":

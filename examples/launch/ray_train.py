@@ -35,6 +35,8 @@ class NeverStop:
 def train(config: dict[str, list[str]]) -> None:
     """One rank, in a process of Ray's. Collective."""
     sys.path.insert(0, str(EXAMPLES))
+    from dataclasses import asdict
+
     import torch
     from data import load_corpus
     from options import parse_options
@@ -46,7 +48,7 @@ def train(config: dict[str, list[str]]) -> None:
     world = World(context.get_world_rank(), context.get_local_rank(), context.get_world_size())
     options = on_every_rank(lambda: parse_options(config["arguments"], world.size))
     corpus = on_every_rank(lambda: load_corpus(options.data, options.seq_len))
-    saved = on_every_rank(lambda: find_checkpoint(options))
+    saved = on_every_rank(lambda: find_checkpoint(options, asdict(options.model())))
     on_rank_zero(lambda: prepare_folder(options.out, saved))
     device = ray.train.torch.get_device()
     if device.type == "cpu" and world.size > 1:

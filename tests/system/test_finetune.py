@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.helpers.examples import EXAMPLES, TEXT, run, torchrun
+from tests.helpers.examples import EXAMPLES, TEXT, metrics, run, torchrun
 from tests.helpers.scripts import Finished
 
 transformers = pytest.importorskip("transformers")
@@ -24,17 +24,18 @@ SHORT = [*TEXT, "--device", "cpu", "--steps", "20", "--seq-len", "32", "--batch-
 
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """LoRA on the tiny model, on two ranks, merged; with the example's own check of the logits."""
+    """LoRA on the tiny model, on two ranks, merged; with the example's own check of the logits. The run's folder."""
     out = tmp_path_factory.mktemp("merged") / "out"
     job = torchrun("finetune.py", *SHORT, "--out", out, "--check")
     assert job.status == 0, job.errors
     return out, job
 
 
-def losses(job: Finished) -> tuple[float, float]:
-    found = [float(text) for text in re.findall(r"validation loss ([\d.]+)", job.output)]
-    assert len(found) == 2
-    return found[0], found[1]
+def losses(out: Path) -> tuple[float, float]:
+    """Of the validation, before and after."""
+    found = metrics(out, "valid_loss")
+    assert list(found) == [0, 20]
+    return found[0], found[20]
 
 
 def validation_loss(model: Any, folder: Path, rows: int) -> float:
@@ -52,17 +53,17 @@ def validation_loss(model: Any, folder: Path, rows: int) -> float:
 def test_transformers_loads_the_result(merged: tuple[Path, Finished]) -> None:
     """Configuration, weights and tokenizer; the loss is the one that the sharded model had."""
     out, job = merged
-    before, after = losses(job)
+    before, after = losses(out)
     assert after < before - 0.2
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(out / "model", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert validation_loss(model.eval(), out, rows=16) == pytest.approx(after, abs=2e-4)
+    assert validation_loss(model.eval(), out / "model", rows=16) == pytest.approx(after, abs=2e-4)
     assert re.search(r"logits of .* differ by \d\.\de-0[5-9]", job.output.replace("\n", ""))
 
 
 def test_only_the_adapted_layers_have_changed(merged: tuple[Path, Finished]) -> None:
     out, job = merged
-    base, tuned = load_file(out.with_name("out-base") / "model.safetensors"), load_file(out / "model.safetensors")
+    base, tuned = (load_file(out / folder / "model.safetensors") for folder in ("base", "model"))
     assert base.keys() == tuned.keys()
     changed = {name for name in base if not torch.equal(base[name], tuned[name])}
     assert changed == {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (0, 1) for p in "qv"}
@@ -71,14 +72,14 @@ def test_only_the_adapted_layers_have_changed(merged: tuple[Path, Finished]) -> 
 
 def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """One rank instead of two, the matrices in peft's format: put together by hand they give the merged model."""
-    out, base = tmp_path / "out", merged[0].with_name("out-base")
+    out, base = tmp_path / "out", merged[0] / "base"
     options = [*SHORT, "--batch-size", "8", "--model", base, "--save", "adapter", "--out", out]
     job = run("finetune.py", *options, ranks=None)
     assert job.status == 0, job.errors
-    assert losses(job) == pytest.approx(losses(merged[1]), abs=2e-3)
-    config = json.loads((out / "adapter_config.json").read_text())
+    assert losses(out) == pytest.approx(losses(merged[0]), abs=2e-3)
+    config = json.loads((out / "model" / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["r"] == 8
-    adapter = load_file(out / "adapter_model.safetensors")
+    adapter = load_file(out / "model" / "adapter_model.safetensors")
     assert len(adapter) == 8
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     for name, weight in model.named_parameters():
@@ -86,25 +87,59 @@ def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> Non
         if f"{prefix}.lora_A.weight" in adapter:
             delta = adapter[f"{prefix}.lora_B.weight"] @ adapter[f"{prefix}.lora_A.weight"]
             weight.data += config["lora_alpha"] / config["r"] * delta
-    assert validation_loss(model.eval(), base, rows=16) == pytest.approx(losses(job)[1], abs=2e-4)
+    assert validation_loss(model.eval(), base, rows=16) == pytest.approx(losses(out)[1], abs=2e-4)
 
 
 def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """`--train` with patterns, in bfloat16, on a model whose head is its embedding."""
     base = tmp_path / "base"
-    shutil.copytree(merged[0].with_name("out-base"), base)
+    shutil.copytree(merged[0] / "base", base)
     config = transformers.AutoConfig.from_pretrained(base)
     config.tie_word_embeddings = True
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
     options = ["--model", base, "--train", "model.layers.1.mlp.*", "model.norm.*", "--bf16", "--lr", "3e-2", "--check"]
-    job = run("finetune.py", *SHORT, *map(str, options), "--out", tmp_path / "out")
+    out = tmp_path / "out"
+    job = run("finetune.py", *SHORT, *map(str, options), "--out", out)
     assert job.status == 0, job.errors
-    before, tuned = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before, tuned = load_file(base / "model.safetensors"), load_file(out / "model" / "model.safetensors")
     assert before.keys() == tuned.keys() and "lm_head.weight" not in tuned
     changed = {name for name in before if not torch.equal(before[name], tuned[name])}
     assert changed == {"model.norm.weight", *(f"model.layers.1.mlp.{n}_proj.weight" for n in ("gate", "up", "down"))}
-    assert losses(job)[1] < losses(job)[0]
+    assert losses(out)[1] < losses(out)[0]
+
+
+def test_the_run_is_recorded(merged: tuple[Path, Finished]) -> None:
+    """As a run of train_lm.py is: progress, metrics, the loss curve, a checkpoint of what is trained alone."""
+    out, job = merged
+    assert list(metrics(out, "loss")) == [10, 20]
+    for key in ("grad_norm", "lr", "tokens_per_second", "peak_memory_bytes"):
+        assert all(value > 0 for value in metrics(out, key).values())
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"^step +20  loss .* tokens/s", job.output, re.M)
+    assert job.output.index("building the model") < job.output.index("validation loss")  # what takes long says so
+    saved = [load_file(path) for path in (out / "checkpoints" / "step-00000020").glob("model-rank-*.safetensors")]
+    assert sum(tensor.numel() for shards in saved for tensor in shards.values()) == 3584
+
+
+def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("finetune.py", *SHORT, "--out", out, "--steps", "10").status == 0
+    (out / "model" / "model.safetensors").unlink()  # the result of 10 steps is replaced
+    job = run("finetune.py", *SHORT, "--out", out, "--resume")
+    assert job.status == 0, job.errors
+    assert "going on from" in job.output and "note:" not in job.output
+    whole, resumed = (load_file(folder / "model" / "model.safetensors") for folder in (merged[0], out))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole.keys() | resumed.keys())
+    assert metrics(out, "loss") == metrics(merged[0], "loss")
+
+
+def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    job = run(
+        "finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lora", "4", "--steps", "30", ranks=None
+    )
+    assert job.status == 2
+    assert "is a checkpoint of another model: lora is 8 there and 4 here" in job.errors
 
 
 @pytest.mark.parametrize(
