@@ -16,6 +16,7 @@ Blocks run in an empty folder, on the CPU. A failure shows the document's own li
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -278,3 +279,14 @@ def test_versions_of_clients() -> None:
     assert len(named) > 2 * len(clients)
     wrong = [(name, version) for name, version in named if name in pins and pins[name] != version]
     assert not wrong, f"docs/clients.md names {wrong}; constraints-clients.txt has {[pins[name] for name, _ in wrong]}"
+
+
+def test_what_the_picture_of_the_design_names_exists() -> None:
+    """docs/figures/architecture.svg: boxes that say "runtime/unit.py: Unit.pre_forward"."""
+    picture = (ROOT / "docs" / "figures" / "architecture.svg").read_text()
+    named = re.findall(r'class="code">([\w/]+)\.py: ([\w.]+)<', picture)
+    assert len(named) > 10
+    for file, name in named:
+        found = importlib.import_module(f"fsdp2.{file.replace('/', '.')}")
+        for part in name.split("."):
+            found = getattr(found, part)
