@@ -23,23 +23,23 @@ __all__ = ["Agreement", "world_of"]
 
 DONE = "done"
 
-# What was decided: the work counts; a rank failed; a rank waited for others in vain.
+# The possible outcomes: the work is committed; a rank failed; a rank timed out waiting for others.
 GO, FAILED, WAITED = "go", "failed", "waited"
 
-# How often this process has begun an agreement of a name: the same on all ranks, which begin them in the same order.
-# For each process group: when groups are made again, perhaps with a new process for one that died, all begin again.
+# How many agreements of each name this process has begun. Ranks begin them in the same order, so the counts are equal.
+# Counted per process group: after the groups are recreated, perhaps because a rank was replaced, all start at zero.
 _begun: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 
 # The store drops the connection of a client that sends a value of more than 8 MiB.
 PART_BYTES = 4 << 20
-IN_PARTS = b"\0in parts: "  # no value begins like that: they are words and JSON
+IN_PARTS = b"\0in parts: "  # values are words and JSON, so none begins with this
 
 
 def world_of(group: dist.ProcessGroup | None) -> World:
     """The ranks of a group (None: all; without process groups, this process alone).
 
     Raises:
-        CheckpointError: this rank is not of the group.
+        CheckpointError: this rank is not in the group.
     """
     if not dist.is_initialized():
         return World(0, (0,))
@@ -50,15 +50,15 @@ def world_of(group: dist.ProcessGroup | None) -> World:
 
 
 class Agreement:
-    """One common piece of work. Every rank of the world makes one, for the same purposes in the same order.
+    """One piece of work that all ranks share. Every rank must create it, in the same order as its other agreements.
 
     Args:
-        purpose: what it is about, for keys and messages ("save step-00000100").
+        purpose: what the ranks do, for keys and messages ("save step-00000100").
         timeout_s: how long a rank waits for the others.
     """
 
     def __init__(self, purpose: str, world: World, group: dist.ProcessGroup | None, timeout_s: float):
-        self._alive = store_of(group)  # rank 0's also is the server, which must not go while another thread needs it
+        self._alive = store_of(group)  # on rank 0 this is also the server: keep it while another thread may need it
         self._purpose = purpose
         self._world = world
         self._timeout = timedelta(seconds=timeout_s)
@@ -69,13 +69,13 @@ class Agreement:
         self._before, self._prefix = self._begin(group, name)
 
     def _own_client(self) -> Any:
-        """A separate client of the store, which no other thread waits with."""
+        """A separate client of the store, so that waiting does not block other threads."""
         store = self._alive
         if store is None or self._world.size == 1:
             return dist.HashStore()  # type: ignore[attr-defined]  # public; the stubs lack it
         before = store.timeout
         with self._explained():
-            store.set_timeout(min(before, self._timeout))  # a clone of a store that has just gone would try for minutes
+            store.set_timeout(min(before, self._timeout))  # cloning a store whose server is gone retries for minutes
             try:
                 client = store.clone()
             finally:
@@ -84,10 +84,12 @@ class Agreement:
         return client
 
     def _begin(self, group: dist.ProcessGroup | None, name: str) -> tuple[str | None, str]:
-        """The prefixes of the attempt before, if there is one, and of this one: the next attempt in which nobody has
-        waited in vain. So a rank that missed one meets the others in the next (see `meet`); a rank that is only late
-        learns from `check` why the attempt failed. An attempt that counts is passed over too: all ranks have been
-        there, so it was this one in an earlier life."""
+        """The prefixes of the previous attempt (None if there is none) and of this one.
+
+        This one is the next attempt that was not abandoned by a rank that timed out, so a rank that missed such an
+        attempt meets the others in the next one (see `meet`). A rank that is only late to a failed attempt joins it and
+        learns the reason from `check`. Committed attempts are skipped: an earlier incarnation of this rank took part in
+        them."""
         if self._world.size == 1:
             return None, f"fsdp2/checkpoint/{name}/1"
         key = group if group is not None else dist.group.WORLD
@@ -100,15 +102,15 @@ class Agreement:
                 return before if begun[name] > 1 else None, prefix
 
     def meet(self) -> None:
-        """After an attempt that failed: wait for the other ranks, before anything of this rank is copied.
+        """After a failed attempt: wait for the other ranks before any value of this rank is copied.
 
-        Ranks can leave such an attempt at different steps of the training: one gave up and trained on, another comes to
-        it only now. Nobody knows then whose next save belongs to whose, and with copies of the values, which stay when
-        training goes on, they would put two steps into one checkpoint. Ranks that are here at the same time, with
-        nothing under way on their devices, are at the same step: one cannot be ahead without the others' collectives.
+        Ranks can leave a failed attempt at different training steps: one timed out and trained on while another only
+        now reaches the attempt. Their next saves could then be paired wrongly, and since a background save writes
+        copies, which do not change as training continues, one checkpoint could mix two steps. Ranks that meet here with
+        idle devices are at the same step, because no rank can get ahead without the others' collectives.
 
         Raises:
-            CheckpointError: the others have not come in time, or one has failed.
+            CheckpointError: the others did not arrive in time, or one failed.
         """
         if self._before is None or self._decision(self._before) == GO:
             return
@@ -126,11 +128,11 @@ class Agreement:
             self.abandon(late, waited=True)
             raise late from error
         self.forget(f"here/{self._world.rank}")
-        if self.get("met") != DONE:  # one that has failed since they met must not hide this rank's own error
+        if self.get("met") != DONE:  # a rank that failed after they met must not hide this rank's own error
             self.check()
 
     def _decision(self, prefix: str) -> str | None:
-        """What has been decided about an attempt; None if nothing has."""
+        """The decision about an attempt; None if there is none yet."""
         with self._explained():
             key = f"{prefix}/decision"
             return self._store.get(key).decode() if self._store.check([key]) else None
@@ -145,7 +147,7 @@ class Agreement:
             return self._values.claim(f"{self._prefix}/{key}", value)
 
     def share(self, key: str, value: str) -> None:
-        """Publish a value that many ranks share; most of them then need not send it."""
+        """Publish a value that many ranks have in common, so that most of them need not send it."""
         with self._explained():
             there = self._store.check([f"{self._prefix}/{key}"])
         if not there:
@@ -163,20 +165,20 @@ class Agreement:
                 self._values.delete(f"{self._prefix}/{key}")
 
     def report(self, record: str) -> bool:
-        """This rank has done its part. Whether it is the last one, which then makes it count: `decide`, the work,
-        `finish`."""
+        """Report that this rank has done its part. Returns whether it was the last one; the last rank must commit:
+        `decide`, do the work, `finish`."""
         with self._explained():
             self._values.set(f"{self._prefix}/rank/{self._world.rank}", record)
             return bool(self._store.add(f"{self._prefix}/count", 1) == self._world.size)
 
     def records(self) -> list[str]:
-        """What each rank reported, in the order of ranks; for the last one."""
+        """What each rank reported, by rank; to be called by the last rank."""
         with self._explained():
             return self._values.get_all([f"{self._prefix}/rank/{rank}" for rank in range(self._world.size)])
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of the store, in words: its DistStoreError and DistNetworkError are RuntimeErrors."""
+        """Turn errors of the store (DistStoreError and DistNetworkError are RuntimeErrors) into `CheckpointError`."""
         try:
             yield
         except CheckpointError:
@@ -188,33 +190,33 @@ class Agreement:
             ) from error
 
     def check(self) -> None:
-        """Check that no rank has abandoned the work by now; see `decide`."""
+        """Raise if a rank has abandoned the work; see `decide`."""
         if self._decision(self._prefix) is not None:
             self.decide()
 
     def decide(self) -> None:
-        """For the last rank, before it commits: from here on no rank can abandon the work.
+        """Called by the last rank before it commits: from now on no rank can abandon the work.
 
         Raises:
-            CheckpointError: a rank has abandoned it meanwhile (it had waited for too long).
+            CheckpointError: a rank has already abandoned it, because it timed out.
         """
         if self.claim("decision", GO) != GO:
-            self.wait()  # raises: that is why
+            self.wait()  # raises the reason
             raise CheckpointError(f"{self._purpose}: was abandoned")
 
     def finish(self) -> None:
-        """The work is done, and counts."""
+        """Publish that the work is done and committed."""
         self.claim("outcome", DONE)
 
     def abandon(self, error: BaseException, waited: bool = False) -> bool:
-        """This rank has failed, or gives up; the first such error is everybody's outcome. Never raises: the store may
-        be gone together with the rank that failed.
+        """Publish that this rank has failed or gives up. The first such error becomes the outcome on all ranks. Never
+        raises, because the store may have gone together with the rank that failed.
 
         Args:
-            waited: it gives up because others have not come.
+            waited: this rank gives up because others did not arrive.
 
         Returns:
-            whether it is certain that the work will not be made to count any more.
+            whether it is certain that the work will not be committed.
         """
         if self._failed:
             return True
@@ -225,14 +227,14 @@ class Agreement:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Make an error the outcome, if there is none yet. Never raises."""
+        """Make an error the outcome, unless there is one already. Never raises."""
         self._failed = True
         with suppress(CheckpointError):
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
-            self.claim("met", FAILED)  # who waits there for this rank goes on, and finds the outcome
+            self.claim("met", FAILED)  # release ranks that wait in `meet`, so that they see the outcome
 
     def failed_by(self, kind: type[Exception]) -> bool:
-        """After a failure: whether an error of that kind is everybody's outcome. False where nobody can tell."""
+        """After a failure: whether the outcome is an error of that type. False if the store cannot be asked."""
         with suppress(CheckpointError, RuntimeError):
             return self._store.check([f"{self._prefix}/outcome"]) and _kind_in(self.get("outcome")) == kind.__name__
         return False
@@ -241,7 +243,7 @@ class Agreement:
         """Wait for the outcome.
 
         Raises:
-            CheckpointError: a rank has failed (its error is in the message), or has not reported in time.
+            CheckpointError: a rank failed (its error is in the message), or did not report in time.
         """
         key = f"{self._prefix}/outcome"
         try:
@@ -255,14 +257,14 @@ class Agreement:
         self._failed = outcome != DONE
         self.forget(f"rank/{self._world.rank}")
         if outcome != DONE:
-            # Of the same kind on all ranks, whichever found it first.
+            # Raise the same type on all ranks, whichever rank found the error.
             name = _kind_in(outcome)
             kinds = (CorruptError, MismatchError, ReplacedError)
             kind = next((each for each in kinds if each.__name__ == name), CheckpointError)
             raise kind(f"{self._purpose} failed: {outcome}")
 
     def _wait_for_the_last(self, key: str) -> None:
-        """Somebody is making it count just now, or died while doing so."""
+        """Wait while another rank commits; it may have died while doing so."""
         try:
             self._store.wait([key], self._timeout)
         except RuntimeError as error:
@@ -277,11 +279,11 @@ class Agreement:
                 ) from error
 
     def _absent(self, where: str, what: str) -> str:
-        """Who has not reported, in words.
+        """The ranks that have not reported, as text.
 
         Args:
-            where: ranks that have leave a key there.
-            what: they have done then.
+            where: each rank that has reported has left a key there.
+            what: the verb for what they have done.
         """
         seconds = f"within {self._timeout.total_seconds():g} s"
         with self._explained():
@@ -294,22 +296,23 @@ class Agreement:
 
 
 class _Values:
-    """Texts of any length in a store that takes no long ones: a long one is in parts, whose number is at its key.
+    """Texts of any length in a store that limits the length of values. A long text is split into parts, and its key
+    holds their number.
 
     Args:
-        owner: whose parts they are, in the keys: several ranks may set one key at a time.
+        owner: part of the keys of the parts, because several ranks may set the same key at once.
     """
 
     def __init__(self, store: Any, owner: int):
         self._store = store
         self._owner = owner
-        self._parts: dict[str, list[str]] = {}  # of the long ones that this client has seen: to delete them
+        self._parts: dict[str, list[str]] = {}  # parts that this client has seen, to delete them later
 
     def set(self, key: str, value: str) -> None:
         self._store.set(key, self._put_parts(key, value))
 
     def claim(self, key: str, value: str) -> str:
-        """The value that the first one set."""
+        """The value that was set first."""
         brief = self._put_parts(key, value)
         first = bytes(self._store.compare_set(key, "", brief))
         if first != brief:
@@ -327,7 +330,7 @@ class _Values:
         self._store.delete_key(key)
 
     def _put_parts(self, key: str, value: str) -> bytes:
-        """What goes to the key; parts are there before it."""
+        """The value for the key itself; the parts are stored before it."""
         content = value.encode(errors="backslashreplace")
         if len(content) <= PART_BYTES:
             return content
@@ -354,7 +357,7 @@ def _part_keys(key: str, owner: int, count: int) -> list[str]:
 
 
 def _kind_in(outcome: str) -> str:
-    """The name of the type of an error that became the outcome."""
+    """The name of the type of the error in an outcome."""
     return outcome.split(": ", 2)[1] if outcome != DONE else ""
 
 

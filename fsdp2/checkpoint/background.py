@@ -97,7 +97,7 @@ class InFlight:
             # Not a daemon thread: the process waits for it at exit, so the last checkpoint of a run is not lost.
             threading.Thread(target=run, name="fsdp2-save").start()
         except BaseException as error:
-            # A limit on threads, or Ctrl-C; after the latter the save may be under way.
+            # No thread available, or Ctrl-C; after Ctrl-C the save may already be running.
             if claim.acquire(blocking=False):
                 self._handle = None
                 abandon(error)

@@ -1,5 +1,4 @@
-"""The last rank's work: check that everything is there, write the manifest, give the folder its name. Layer:
-checkpoint."""
+"""The last rank's work: check that everything is there, write the manifest, rename the folder. Layer: checkpoint."""
 
 import json
 import zlib
@@ -25,14 +24,14 @@ __all__ = ["commit", "huggingface_index", "id_of", "may_count", "write_manifest"
 
 
 def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
-    """Make the folder `work` the checkpoint `path`. All ranks have reported; one calls this.
+    """Turn the folder `work` into the checkpoint `path`. The last rank calls this, after all ranks have reported.
 
     Args:
-        homes: for consolidated files, which tensors are in which.
+        homes: for consolidated files, which file holds each tensor.
 
     Raises:
-        CheckpointError: ranks do not fit together, or a file is not where this rank sees it (folders that are not
-            shared between machines).
+        CheckpointError: the records of the ranks contradict each other, or this rank does not see a file (the folder is
+            not shared between machines).
     """
     agreement.check()
     records = [json.loads(record) for record in agreement.records()]
@@ -78,7 +77,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     except BaseException as error:
         agreement.fail(error)
         raise
-    gone = sweep(storage, path, files, save_id)  # before others go on, and begin to write to this name
+    gone = sweep(storage, path, files, save_id)  # before other ranks continue and may write to this name
     end_lease(storage, path, save_id)
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
@@ -87,28 +86,28 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
 
 
 def write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
-    """Write it. Without renames it makes the folder a checkpoint, and of two saves there only one may do that."""
+    """Write the manifest. Without renames it makes the folder a checkpoint, so only one of two saves may succeed."""
     try:
         storage.write_all(file, content, new=not storage.renames)
     except FileExistsError as error:
-        # The request may have been sent twice, when the answer to the first was lost.
+        # The request may have been sent twice because the answer to the first was lost.
         if id_of(storage, storage.split(file)[0]) != save_id:
             raise CheckpointError(f"{file}: another save has completed a checkpoint there in the meantime") from error
 
 
 def may_count(storage: Storage, agreement: Agreement) -> bool:
-    """Whether the manifest of a failed save may still exist or appear later. Without renames it is
-    written to its place at once, and of a request whose answer was lost nobody knows: then all files must stay."""
+    """Whether the manifest of a failed save may still exist or appear later; then all files must stay. Without renames
+    it is written to its final place at once, and if the answer is lost, the outcome of the request is unknown."""
     if storage.renames:
         return False
-    with suppress(CheckpointError):  # the store does not answer: who knows
+    with suppress(CheckpointError):  # the store does not answer: unknown
         return agreement.claim("decision", FAILED) == GO
     return True
 
 
 @uncollected()
 def _encoded(body: Mapping[str, Any], file: str) -> bytes:
-    """The manifest. One that could not be read again is refused now, while the values are still in memory."""
+    """The encoded manifest. It is parsed now, while the values are still in memory, and refused if that fails."""
     try:
         content = Manifest.encode(body)
         if len(content) > MAX_MANIFEST_BYTES:
@@ -123,7 +122,7 @@ def _encoded(body: Mapping[str, Any], file: str) -> bytes:
 
 
 def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What all ranks were asked for, which must be the same."""
+    """The options of the save; all ranks must have passed the same."""
     first: Mapping[str, Any] = records[0]["options"]
     for rank, record in enumerate(records):
         for key, value in record["options"].items():
@@ -140,7 +139,7 @@ def _common_options(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _files(storage: Storage, work: str, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """All files, with size and checksum, each of which is there."""
+    """All files, with size and checksum. Raises if one does not exist."""
     files: dict[str, list[Any]] = {}
     writers: dict[str, int] = {}
     for rank, record in enumerate(records):
@@ -159,7 +158,7 @@ def _files(storage: Storage, work: str, records: Sequence[Mapping[str, Any]]) ->
 
 
 def id_of(storage: Storage, path: str) -> str | None:
-    """The id of the checkpoint at `path`; None if there is none."""
+    """The id of the checkpoint at `path`; None if there is no checkpoint."""
     with suppress(FSDPError, OSError):
         reader = storage.open_file(storage.join(path, MANIFEST))
         try:
@@ -172,7 +171,7 @@ def id_of(storage: Storage, path: str) -> str | None:
 
 
 def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Key -> what ranks gave: once for all that gave the same."""
+    """Key -> the shares of the ranks; equal shares are listed once."""
     contents: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
         for key, (digest, form) in record["shares"].items():
@@ -189,13 +188,14 @@ def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any
 
 @uncollected()
 def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) -> None:
-    """All ranks of a tensor's mesh describe it in the same way: else rows of it would be missing, or there twice.
+    """Check that all ranks of a tensor's mesh describe it in the same way. Otherwise rows would be missing, or stored
+    twice.
 
-    Several meshes may have a tensor, if they have the same: the data-parallel meshes beside an axis (of context
-    parallelism, say) that no tensor of the model tells of.
+    A tensor may be on several meshes if its values are the same on all of them. An example are the data-parallel meshes
+    along an axis, such as context parallelism, that no tensor of the model is distributed over.
 
     Args:
-        contents: for each rank a digest of all that it wrote.
+        contents: for each rank a digest of everything that it wrote.
     """
     described: dict[tuple[str, str], tuple[_Row, set[int]]] = {}
     for table in tables:
@@ -219,8 +219,8 @@ def _check_tables(tables: Sequence[Mapping[str, Any]], contents: Sequence[str]) 
 
 
 def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
-    """Tensors on a part of a larger mesh are taken to be the same on its other parts, and stored once: so they must
-    be."""
+    """Check that tensors on a part of a larger mesh are equal on its other parts. They are assumed to be copies and
+    stored only once."""
     known: dict[str, tuple[str, int]] = {}
     for rank, record in enumerate(records):
         which, values = record["copies"]
@@ -234,7 +234,7 @@ def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
-    """Values that are no tensors are those of the model, so they are the same on all ranks that have it."""
+    """Check that values other than tensors, which belong to the model, are equal on all ranks that have the model."""
     known: dict[tuple[str, str], tuple[Any, Sequence[int]]] = {}
     for table in tables:
         for section, values in table["values"].items():
@@ -248,7 +248,8 @@ def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section; of an optimizer by parameter, since ranks of other pipeline stages have other lists."""
+    """The values of a section. Those of an optimizer are listed by parameter, since pipeline stages hold different
+    parameters."""
     if "forms" not in values:
         return {f"'{name}'": value for name, value in values.items()}
     states = {f"state of '{fqn}'": values["forms"][index] for fqn, index in values["states"].items()}
@@ -258,7 +259,7 @@ def _by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What ranks say of one tensor."""
+    """How ranks describe one tensor."""
 
     dtype: str
     shape: list[int]
@@ -266,7 +267,7 @@ class _Row:
     cuts: list[list[int]]
 
     def is_copy(self, other: "_Row", contents: Sequence[str]) -> bool:
-        """Whether the other is the same tensor on another mesh, whose ranks wrote the same as those of this one."""
+        """Whether the other row is the same tensor on another mesh, whose ranks wrote the same content."""
         pairs = list(zip(self.mesh["ranks"], other.mesh["ranks"], strict=False))
         alike = (self.dtype, self.shape, self.cuts) == (other.dtype, other.shape, other.cuts)
         same_form = self.mesh["shape"] == other.mesh["shape"] and not {one for one, _ in pairs} & {

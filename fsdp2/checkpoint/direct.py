@@ -1,8 +1,8 @@
 """Write past the page cache, with O_DIRECT. Layer: checkpoint.
 
-A checkpoint is written once and, mostly, never read. In the page cache it takes the place of what the trainer reads,
-and to find pages for it is most of a save's processor time. Past it the disk takes whole pages only, out of memory that
-begins at one; so values are copied here, too, but into the same few pages.
+A checkpoint is written once and mostly never read. In the page cache it evicts what the trainer reads, and finding
+pages for it takes most of a save's CPU time. With O_DIRECT the disk only accepts whole pages, from page-aligned memory.
+Values are copied here too, but into the same few pages.
 """
 
 import errno
@@ -13,18 +13,19 @@ from collections.abc import Sequence
 
 __all__ = ["PAGE", "PIECE", "DirectFile", "open_direct"]
 
-PAGE = mmap.PAGESIZE  # a whole one: the page cache keeps the others, of which this must not overwrite a part
-PIECE = 2 << 20  # bytes that a thread gives to the disk at a time, and the memory that this takes for each thread
+PAGE = mmap.PAGESIZE  # direct writes cover whole pages: partial ones go through the page cache
+PIECE = 2 << 20  # bytes per write of a thread, and the size of each thread's buffer
 
-# A file system that knows the flag may still refuse it, or a write with it.
+# A file system may accept the flag but refuse to open a file, or to write, with it.
 REFUSALS = (errno.EINVAL, errno.ENOTSUP)
 
 
 def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
-    """The file that is open as `opened` once more, for writing without the page cache; None where that is no gain.
+    """Open the file at `path`, already open as `opened`, again for writing past the page cache. None if that is not
+    possible or of no use.
 
-    Only on a disk of this machine: other file systems (NFS, overlays, memory) have no device, by its number, and over a
-    network each direct write would wait for the server's disk.
+    Only for local disks: other file systems (NFS, overlays, memory) have no major device number, and over a network
+    each direct write would wait for the server's disk.
     """
     here = os.fstat(opened)
     if sys.platform != "linux" or not os.major(here.st_dev):
@@ -42,25 +43,26 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
 
 
 class DirectFile:
-    """Whole pages of a file. Several threads may write at the same time."""
+    """A file of which whole pages are written. Several threads may write at the same time."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._refused = False
-        self._buffers: list[memoryview] = []  # of which no thread is using any; at most one for each thread
+        self._buffers: list[memoryview] = []  # not in use by any thread; at most one per thread
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> bool:
-        """Write these bytes, which are whole pages, one after the other from `offset`, which is a page's.
+        """Write the bytes of `parts` one after the other from `offset`, which is page-aligned. Their total is a
+        multiple of the page size.
 
         Returns:
-            False if the file system refuses: then they are to be written otherwise.
+            False if the file system refuses; the caller must then write them in another way.
         """
         if self._refused:
             return False
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = memoryview(mmap.mmap(-1, PIECE))  # begins at a page, and is the kernel's again once nobody has it
+            buffer = memoryview(mmap.mmap(-1, PIECE))  # page-aligned, and unmapped when unreferenced
         filled = 0
         try:
             for part in parts:
@@ -92,7 +94,7 @@ class DirectFile:
             values = values[written:]
 
     def close(self) -> None:
-        """Release it. What was written is durable after an `fsync`, of this file by any descriptor."""
+        """Close it. What was written is durable after an `fsync` of the file through any descriptor."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

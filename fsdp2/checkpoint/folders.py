@@ -1,20 +1,20 @@
-"""Folders of checkpoints: their names, which are complete, and how one replaces another. Layer: checkpoint.
+"""Checkpoint folders: their names, which of them are complete, and how one replaces another. Layer: checkpoint.
 
 In the folder of a run::
 
     step-00001000/            a checkpoint, if it has a manifest
-    .lease-step-00002000      somebody saves to this name (see `lease.py`)
-    .tmp-step-00002000-<id>/  a save that is under way, or dead, or what is being deleted; never read
-    .old-step-00001000-<id>/  was replaced, and is about to go; found again if that was cut off half-way
+    .lease-step-00002000      a process is saving to this name (see `lease.py`)
+    .tmp-step-00002000-<id>/  a save in progress, a dead save, or a folder being deleted; never read
+    .old-step-00001000-<id>/  a replaced checkpoint, to be deleted; `find` still finds it if the replacement was cut off
 
 Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
 safe:
 
 * A folder of the last two kinds belongs to the process that chose its name, which no other process ever uses.
-* Nothing is deleted, or taken apart, under a name that others use. It is first renamed to a private name, which is
+* Nothing is deleted or taken apart under a name that others use. It is first renamed to a private name. The rename is
   atomic and succeeds for only one process.
-* A replaced checkpoint is deleted only after its successor was seen under the common name with all its files, later
-  than the replacement itself was seen: then it is older than the successor.
+* A replaced checkpoint is deleted only after it was seen first and then its successor was seen under the common name
+  with all its files: this order proves that it is older than the successor.
 """
 
 import re
@@ -50,19 +50,19 @@ __all__ = [
     "work_folder",
 ]
 
-STALE_S = 3600.0  # a temporary folder of another run in which nothing has changed for so long is dead
+STALE_S = 3600.0  # a temporary folder of another run that has not changed for this long is dead
 STEP = re.compile(r"step-(\d+)")
-# Files of a save; a user may put others beside them.
+# Files of a save; users may put others beside them.
 OURS = re.compile(
     r"((model|optimizer|extra)-rank-\d+-of-\d+(-[0-9a-f]{12})?\.safetensors|sums-rank-\d+-of-\d+\.json)(\.part)?"
 )
-# Likewise, but a user may have made one of the same name.
+# Likewise, but a user may have created a file of the same name.
 SHARED = re.compile(
     rf"(model|optimizer)(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?|{re.escape(MANIFEST)}\.part"
 )
 LEFT_OVER = re.compile(r"\.(tmp|old)-(.+)-[0-9a-f]{12}", re.DOTALL)
-LOOKS = 20  # at a name under which something is moving
-ATTEMPTS = 100  # to take a name that others take too
+LOOKS = 20  # attempts to look at a name that is being renamed
+ATTEMPTS = 100  # attempts to take a name that other saves also take
 
 
 def step_name(step: int) -> str:
@@ -77,30 +77,30 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name says; None if it says none."""
+    """The step in a folder's name; None if there is none."""
     match = STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def work_folder(storage: Storage, path: str, nonce: str) -> str:
-    """Where a save to `path` writes before it counts."""
+    """Where a save to `path` writes before it is committed."""
     folder, name = storage.split(path)
     return storage.join(folder, f".tmp-{name}-{nonce}") if storage.renames else path
 
 
 def old_of(name: str) -> str | None:
-    """The checkpoint that was in a folder of this name before it was replaced; None for all other names."""
+    """The checkpoint name that a replaced folder of this name had; None for all other names."""
     match = LEFT_OVER.fullmatch(name)
     return match[2] if match and match[1] == "old" else None
 
 
 def is_complete(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint. What that has of damage, reading it will tell."""
+    """Whether a folder is a checkpoint. Does not check for damage."""
     return storage.size(storage.join(path, MANIFEST)) is not None
 
 
 def is_whole(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint whose manifest is in order and whose files are there, with their sizes."""
+    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes."""
     with suppress(CheckpointError, OSError):
         files = read_manifest(storage, path).files
         sizes = storage.sizes(path)
@@ -109,10 +109,10 @@ def is_whole(storage: Storage, path: str) -> bool:
 
 
 def find(storage: Storage, path: str) -> str:
-    """Where the checkpoint `path` is: there, or beside, while it is replaced or if that was cut off.
+    """Where the checkpoint `path` is: at `path`, or beside it while it is being replaced or if that was cut off.
 
     Raises:
-        CheckpointError: nowhere; the message says what is there instead.
+        CheckpointError: it is in neither place; the message says what is at `path` instead.
     """
     for _ in range(LOOKS):
         found = _place(storage, path)
@@ -130,27 +130,27 @@ def find(storage: Storage, path: str) -> str:
 
 
 def _place(storage: Storage, path: str) -> str | None:
-    """Where the checkpoint `path` is, see `find`; None if it was in neither place when that was looked at."""
+    """Where the checkpoint `path` is, see `find`; None if neither place had it when it was looked at."""
     if is_complete(storage, path):
         return path
     return min(replaced(storage, path), key=lambda old: age_of(storage, old), default=None)
 
 
 def _is_moving(storage: Storage, path: str) -> bool:
-    """Whether anything of this name is there: it may have been moved from one place to the other between two looks."""
+    """Whether any folder belongs to this name: it may have moved from one place to the other between two looks."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
     return any(other in (name, lease_name(name)) or _owner(other) == name for other in names)
 
 
 def _owner(name: str) -> str | None:
-    """The checkpoint that a folder beside it belongs to."""
+    """The checkpoint that a folder next to it belongs to."""
     match = LEFT_OVER.fullmatch(name)
     return match[2] if match else None
 
 
 def replaced(storage: Storage, path: str) -> list[str]:
-    """What was at `path`, was replaced, and is there still. Several, if saves were cut off again and again."""
+    """Replaced checkpoints of `path` that still exist; several, if saves were cut off repeatedly."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
     found = (storage.join(folder, other) for other in names if old_of(other) == name)
@@ -158,40 +158,40 @@ def replaced(storage: Storage, path: str) -> list[str]:
 
 
 def age_of(storage: Storage, path: str) -> float:
-    """Seconds since a checkpoint was completed: what a user puts beside its files later does not make it newer."""
-    with suppress(OSError):  # somebody else may be cleaning up
+    """Seconds since a checkpoint was completed. Files that a user adds later do not make it newer."""
+    with suppress(OSError):  # another process may be deleting it
         return storage.age(storage.join(path, MANIFEST))
     return inf
 
 
 def _beside(storage: Storage, path: str, kind: str) -> str:
-    """A unique name."""
+    """A unique name next to `path`."""
     folder, name = storage.split(path)
     return storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
 
 
 def put_aside(storage: Storage, path: str) -> str | None:
-    """Take a name away from what is there, which is deleted then. If that is cut off, it is swept some day.
+    """Rename what is at `path` to a temporary name, for deletion. If the deletion is cut off, a later save sweeps it.
 
     Returns:
-        what to delete; None if nothing was there. Of a link, only the link.
+        what to delete; None if nothing was there. Of a symbolic link, only the link.
     """
     aside = _beside(storage, path, "tmp")
     return aside if _moved(storage, path, aside) else None
 
 
 def set_aside(storage: Storage, path: str) -> str | None:
-    """Take the name `path` away from the checkpoint that has it, which `find` still finds.
+    """Rename the checkpoint at `path` to a name under which `find` still finds it.
 
     Returns:
-        where it is; None if nothing was there.
+        the new path; None if nothing was there.
     """
     old = _beside(storage, path, "old")
     return old if _moved(storage, path, old, durably=True) else None
 
 
 def _moved(storage: Storage, path: str, to: str, durably: bool = False) -> bool:
-    """Rename what is there, if anything is."""
+    """Rename `path`, if it exists."""
     try:
         storage.rename_folder(path, to, durably)
     except FileNotFoundError:
@@ -200,8 +200,8 @@ def _moved(storage: Storage, path: str, to: str, durably: bool = False) -> bool:
 
 
 def discard(storage: Storage, path: str) -> None:
-    """Delete a checkpoint, or what is left of one. Where it cannot be put aside its manifest goes first: what is half
-    deleted is none."""
+    """Delete a checkpoint, or the rest of one. Where it cannot be renamed first, its manifest is deleted first, so that
+    a partly deleted folder is not a checkpoint."""
     if not storage.renames:
         storage.remove(storage.join(path, MANIFEST))
         storage.remove(path)
@@ -210,10 +210,10 @@ def discard(storage: Storage, path: str) -> None:
 
 
 def free_name(storage: Storage, path: str, overwrite: bool) -> None:
-    """See that a checkpoint may be written to `path`.
+    """Check that a checkpoint may be written to `path`.
 
     Raises:
-        CheckpointError: something is there already.
+        CheckpointError: something exists there.
     """
     kind = storage.kind(path)
     if kind not in (None, "folder"):
@@ -231,7 +231,7 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
 
 
 def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
-    """See that nothing of the user's is in a folder that is no checkpoint."""
+    """Check that a folder without a checkpoint contains no files of the user."""
     names = storage.names(path)
     if not names or MANIFEST in names or (overwrite and _are_remains(names)):
         return
@@ -241,7 +241,7 @@ def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
 
 
 def remains(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
-    """Those of the checkpoints of a run that were deleted in part, and not just now."""
+    """Folders of a run that hold partly deleted checkpoints and have not changed recently."""
     names = storage.names(folder) if storage.renames else ()
     paths = [storage.join(folder, name) for name in names if step_of(name) is not None]
     folders = [path for path in paths if not is_complete(storage, path) and storage.kind(path) == "folder"]
@@ -249,8 +249,8 @@ def remains(storage: Storage, folder: str, older_than_s: float = STALE_S) -> lis
 
 
 def _are_remains(names: Collection[str]) -> bool:
-    """Whether a folder without manifest has files of a save and nothing else. (Saves that can rename never leave that;
-    a deletion by an earlier version, which was cut off, did.)"""
+    """Whether a folder without manifest contains files of a save and nothing else. (Saves that can rename never leave
+    this; an interrupted deletion by an earlier version did.)"""
     own = [name for name in names if OURS.fullmatch(name)]
     return bool(own) and all(name in own or SHARED.fullmatch(name) for name in names)
 
@@ -258,14 +258,14 @@ def _are_remains(names: Collection[str]) -> bool:
 def replace_folder(
     storage: Storage, work: str, path: str, overwrite: bool, check: Callable[[], object] = lambda: None
 ) -> None:
-    """Give the complete folder `work` the name `path`.
+    """Rename the complete folder `work` to `path`.
 
     Args:
-        check: raises if this save may not do so any more. It is asked before each of the renames: a process may stand
-            still at any moment, while another takes over.
+        check: raises if this save may no longer do so. It is called before each rename, because a process can be
+            suspended at any moment while another one takes over.
 
     Raises:
-        CheckpointError: something is there that may not be replaced.
+        CheckpointError: something exists there that must not be replaced.
     """
     for _ in range(ATTEMPTS):
         check()
@@ -276,27 +276,28 @@ def replace_folder(
             storage.rename_folder(work, path)
         except BaseException as error:
             if aside is not None:
-                with suppress(OSError):  # another save has put its own there
+                with suppress(OSError):  # another save has taken the name
                     storage.rename_folder(aside, path)
             if not isinstance(error, OSError):
                 raise
             if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
-                check()  # what took over has swept `work`
+                check()  # if another save took over, it has swept `work`
                 raise
-            free_name(storage, path, overwrite)  # raises, unless another save has just put its own there
+            free_name(storage, path, overwrite)  # raises, unless another save has just taken the name
         else:
             return
     raise CheckpointError(f"{path}: others take this name faster than this save; it is complete in {work}")
 
 
 def _make_way(storage: Storage, path: str) -> str | None:
-    """Set aside the checkpoint that is at `path`, where `find` finds it until its successor has its name.
+    """Set aside the checkpoint at `path`; `find` finds it until its successor has the name.
 
-    Older ones that were set aside and never deleted would be found as well: they go first, while this one counts. What
-    another save is just setting aside is not among them: it was seen before `path` was.
+    `find` would also find older ones that were set aside and never deleted, so these are removed first, while this one
+    is complete. A checkpoint that another save is just setting aside is not among them, because they were listed before
+    `path` was checked.
 
     Returns:
-        where it is; None if there was none.
+        where it is now; None if there was none.
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
@@ -310,10 +311,10 @@ def _make_way(storage: Storage, path: str) -> str | None:
 
 
 def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
-    """What dead processes left in the folder of a run, and has not changed for a while: saves, deletions, leases. What
-    was being replaced, and is nowhere else, is none of them.
+    """What dead processes left in the folder of a run and has not changed for a while: saves, deletions, leases. Does
+    not include replaced checkpoints that exist nowhere else.
 
-    Only names that saves make are looked at.
+    Only names that saves create are considered.
     """
     names = storage.names(folder) if storage.renames else ()
     found = [storage.join(folder, name) for name in names if _is_stale(storage, folder, name, older_than_s)]
@@ -321,11 +322,11 @@ def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> 
 
 
 def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
-    """Whether something that lies there for a short time only has done so for long."""
+    """Whether a short-lived file or folder is older than `older_than_s`."""
     match = LEFT_OVER.fullmatch(name)
     if match is None and not LEASE_NAME.fullmatch(name):
         return False
-    with suppress(OSError):  # somebody else may be cleaning up too
+    with suppress(OSError):  # another process may be cleaning up too
         if storage.age(storage.join(folder, name)) <= older_than_s:
             return False
         own = storage.join(folder, match[2]) if match else ""
@@ -334,13 +335,14 @@ def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> 
 
 
 def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> list[str]:
-    """Put aside what dead saves left: of the name `path` all, if the save that has just committed still has its lease;
-    of others what is old. Never raises: what stays is nobody's checkpoint.
+    """Put aside what dead saves left. For the name `path`, that is everything, if the save that has just committed
+    still holds its lease; for other names, only what is old. Never raises: what stays does no harm.
 
-    This belongs to the save. What is returned, to `delete` it, does not: the lease can go and other ranks can go on.
+    Call this before the save is finished. The returned paths can be given to `delete` later, after the lease was
+    released and other ranks have continued.
 
     Args:
-        files: names of the files of the checkpoint, or what its manifest says of them; none if it could not be made.
+        files: the names of the checkpoint's files, or their entries in its manifest; empty if the save failed.
     """
     folder, name = storage.split(path)
     gone: list[str] = []
@@ -349,8 +351,8 @@ def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> 
             return _strays(storage, path, files)
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
-        superseded = old if old and _has_all(storage, path, files) else []  # seen there after these were seen here
-        # Likewise. Where the lease has been taken over, one of these may be the save that has it now.
+        superseded = old if old and _has_all(storage, path, files) else []  # in this order: see above, third rule
+        # In this order too: if the lease was taken over, one of these may belong to the save that now holds it.
         is_ours = has_lease(storage, path, save_id)
         for other in names:
             with suppress(OSError):
@@ -361,7 +363,7 @@ def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> 
 
 
 def _has_all(storage: Storage, path: str, files: Collection[str]) -> bool:
-    """Whether a folder is a checkpoint with all of its files. Where their sizes are known, the manifest is not read."""
+    """Whether a folder is a checkpoint with all of its files. If their sizes are known, the manifest is not read."""
     if not isinstance(files, Mapping):
         return is_whole(storage, path)
     sizes = storage.sizes(path)
@@ -369,15 +371,15 @@ def _has_all(storage: Storage, path: str, files: Collection[str]) -> bool:
 
 
 def _strays(storage: Storage, path: str, files: Collection[str]) -> list[str]:
-    """Files of dead saves in a folder to which saves write at once."""
+    """Files of dead saves in a folder to which saves write directly."""
     if not files and is_complete(storage, path):
-        return []  # its manifest was written, and only the answer to that was lost: then its files must stay
+        return []  # the manifest was written and only the answer was lost: the files must stay
     names = [name for name in storage.names(path) if OURS.fullmatch(name) and name not in files]
     return [storage.join(path, name) for name in names]
 
 
 def delete(storage: Storage, gone: Collection[str]) -> None:
-    """Delete what was put aside. Never raises: what stays is swept some day."""
+    """Delete what was put aside. Never raises: a later save sweeps what stays."""
     for path in gone:
         with suppress(OSError):
             storage.remove(path)

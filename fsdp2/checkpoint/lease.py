@@ -42,7 +42,7 @@ __all__ = [
     "take_lease",
 ]
 
-LEASE_S = 60.0  # since it was renewed; then it may be taken over from another host
+LEASE_S = 60.0  # after the last renewal; then another host may take the lease over
 RENEW_S = 10.0
 LOOK_S = 0.5
 MAX_BYTES = 4096
@@ -59,13 +59,13 @@ def lease_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a lease.
+    """The holder of a lease.
 
     Attributes:
-        id: of the save.
-        place: host, its boot and namespace of processes: within one, numbers of processes mean something.
-        started: when the process began, in ticks since its host did: its number may be another's by now.
-        job: of the scheduler.
+        id: the id of the save.
+        place: host, boot and process namespace: process ids are only comparable within one.
+        started: when the process began, in ticks since boot: its id may have been reused since.
+        job: the job id of the scheduler.
         since: seconds since 1970.
     """
 
@@ -85,7 +85,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class _Found:
-    """A lease as it lies there; one that is being written, or is no lease, has no holder that is known."""
+    """A lease file. If it is being written, or its content is no lease, the holder is unknown."""
 
     holder: Holder
     inode: int
@@ -93,13 +93,13 @@ class _Found:
 
     @property
     def is_dead(self) -> bool | None:
-        """Whether its process is gone; None if that cannot be known from here."""
+        """Whether its process is gone; None if this host cannot tell."""
         started = _started(self.holder.pid) if self.holder.place == _place() else None
         return None if started is None else started != self.holder.started
 
 
 class Lease:
-    """A lease that this process has, and renews until `release`."""
+    """A lease of this process, which is renewed until `release`."""
 
     def __init__(self, file: str = "", fd: int = -1):
         self._file = file
@@ -108,7 +108,7 @@ class Lease:
             _renewer.add(fd)
 
     def release(self) -> None:
-        """Give it back; never raises. What another has taken over stays."""
+        """Release it; never raises. A lease that another process has taken over stays."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
@@ -119,7 +119,7 @@ class Lease:
 
 
 class _Renewer:
-    """Renews all leases of this process, in a thread of its own that ends when there are none."""
+    """Renews all leases of this process, in one thread, which ends when there are none."""
 
     def __init__(self) -> None:
         self._fds: set[int] = set()
@@ -133,7 +133,7 @@ class _Renewer:
                 self._thread = threading.Thread(target=self._run, name="fsdp2-lease", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # a limit on threads: better a save without renewal than none
+                except RuntimeError:  # no thread available: a save without renewal is better than none
                     self._thread = None
 
     def close(self, fd: int) -> None:
@@ -147,7 +147,7 @@ class _Renewer:
                 self._change.wait(RENEW_S)
                 for fd in self._fds:
                     with suppress(OSError):
-                        os.utime(fd)  # of this very file, whatever has its name by now
+                        os.utime(fd)  # the file itself, even if another file has its name by now
             self._thread = None
 
 
@@ -155,7 +155,7 @@ _renewer = _Renewer()
 
 
 def _after_fork() -> None:
-    """In the child the thread is gone, and its lock may be taken for ever."""
+    """In the child the thread does not exist, and its lock may be held forever."""
     global _renewer
     _renewer = _Renewer()
 
@@ -164,11 +164,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> Lease:
-    """Become the one who saves to `path`; one process of a save does that.
+    """Take the lease of `path`, on one process of a save.
 
     Raises:
-        CheckpointError: another save is under way there. Or that may be: its host is another one, it was renewed a
-            short time ago, and `timeout_s` is too short to see whether it is again.
+        CheckpointError: another save holds it, or may hold it: its host is another one, it was renewed recently, and
+            `timeout_s` is too short to observe whether it is renewed again.
     """
     if not storage.renames:
         return Lease()
@@ -178,7 +178,7 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
     deadline = time.monotonic() + timeout_s
     first: _Found | None = None
     while True:
-        # With a name that is swept together with those of dead saves, if this process dies now.
+        # Such names are swept with those of dead saves, in case this process dies now.
         fd, now = _made(storage.join(folder, f".tmp-{name}-{uuid.uuid4().hex[:12]}"), file, save_id)
         if fd is not None:
             return Lease(file, fd)
@@ -201,10 +201,10 @@ def take_lease(storage: Storage, path: str, save_id: str, timeout_s: float) -> L
 
 
 def check_lease(storage: Storage, path: str, save_id: str) -> None:
-    """See that a save still has its lease, from any of its processes.
+    """Check that a save still holds its lease. Any of its processes may call this.
 
     Raises:
-        CheckpointError: another one has taken it over.
+        CheckpointError: another save has taken it over.
     """
     if not storage.renames:
         return
@@ -212,7 +212,7 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
     found = _look(storage.join(folder, lease_name(name)))
     if found is not None and found.holder.id in (save_id, ""):
         return
-    # A file that another host made may not be seen yet by its name; the folder's list is fresh.
+    # A file that another host made may not be visible by its name yet; the listing of the folder is fresh.
     if found is None and lease_name(name) in storage.names(folder):
         return
     who = f"by {found.holder}" if found is not None else "by one that has ended"
@@ -223,15 +223,15 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
 
 
 def has_lease(storage: Storage, path: str, save_id: str) -> bool:
-    """Whether a save certainly still has its lease, from any of its processes."""
+    """Whether a save certainly still holds its lease. Any of its processes may call this."""
     folder, name = storage.split(path)
     found = _look(storage.join(folder, lease_name(name)))
     return found is not None and found.holder.id == save_id
 
 
 def end_lease(storage: Storage, path: str, save_id: str) -> None:
-    """Delete the lease of a save that counts, from any of its processes: before another one of them goes on, which may
-    begin to save there. Never raises."""
+    """Delete the lease of a committed save, from any of its processes. This happens before the other ranks continue,
+    because one of them may begin the next save there. Never raises."""
     if storage.renames:
         folder, name = storage.split(path)
         file = storage.join(folder, lease_name(name))
@@ -254,10 +254,11 @@ def is_leased(storage: Storage, path: str) -> bool:
 
 
 def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
-    """Try to make a lease: what it is open as, None if there is one; and the time by the clock of its file server.
+    """Try to create a lease: its file descriptor (None if there is a lease already), and the time by the clock of the
+    file server.
 
     Args:
-        part: a name for the file until it is the lease.
+        part: the name of the file until it becomes the lease.
     """
     content = _encoded(save_id)
     fd: int | None = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | FLAGS, 0o666)
@@ -268,7 +269,7 @@ def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
         now = os.fstat(fd).st_mtime
         try:
             os.link(part, file)
-        except (FileExistsError, FileNotFoundError):  # there is one; or somebody has swept the part
+        except (FileExistsError, FileNotFoundError):  # there is a lease; or another process has swept the part
             pass
         except OSError as error:
             if error.errno not in NO_LINKS:
@@ -287,7 +288,7 @@ def _made(part: str, file: str, save_id: str) -> tuple[int | None, float]:
 
 
 def _clear(file: str, found: _Found) -> None:
-    """Take a dead lease away: that one and no other, which may have come in its place by now."""
+    """Remove a dead lease, but not another one that may have replaced it."""
     aside = f"{file}-{uuid.uuid4().hex[:12]}"
     with suppress(FileNotFoundError):
         os.rename(file, aside)
@@ -299,7 +300,7 @@ def _clear(file: str, found: _Found) -> None:
 
 
 def _look(file: str) -> _Found | None:
-    """The lease that lies there; None if none does."""
+    """The lease that exists; None if there is none."""
     try:
         fd = os.open(file, os.O_RDONLY | FLAGS)
     except OSError as error:
@@ -326,7 +327,7 @@ def _encoded(save_id: str) -> bytes:
 
 @cache
 def _place() -> str:
-    """What this process shares with those whose numbers it can look up."""
+    """An identifier shared by the processes whose ids this process can look up."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -335,7 +336,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in words that are the same whenever asked; "" if there is none, None if that is hidden."""
+    """When a process began, as text that is always the same for it; "" if there is none, None if that is hidden."""
     with suppress(OSError):
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]

@@ -33,13 +33,13 @@ from fsdp2.init.allocation import allocate, tensors_of
 
 __all__ = ["Matching", "Need"]
 
-# The last part of the key under which a state dict has what `get_extra_state` returned.
+# The last part of the state-dict key of a module's `get_extra_state`.
 EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True)
 class Need:
-    """A tensor of this rank to be filled, which matches what is stored.
+    """A tensor to be filled on this rank; it matches what is stored.
 
     Attributes:
         source: the values of the whole tensor.
@@ -62,8 +62,8 @@ class Matching:
 
     Attributes:
         needs: what is to be filled.
-        twins: weights that are tied here but stored twice: both must have the same values.
-        without_memory: keys of parameters and buffers of the model that are on the meta device.
+        twins: weights that are tied here but stored twice; both copies must have the same values.
+        without_memory: keys of the model's parameters and buffers that are on the meta device.
         missing, unexpected, mismatches: as text; see `Loaded`.
     """
 
@@ -266,7 +266,7 @@ class Matching:
         taken = set(names.values())
         target = OptimizerTarget(
             optimizer,
-            # If a weight's names were in another order, its state is stored under another one of them.
+            # If a weight's names had another order when it was saved, its state is stored under another of its names.
             {param: fqn if (one := other_names.get(fqn, fqn)) in taken else one for param, fqn in names.items()},
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
@@ -286,7 +286,7 @@ class Matching:
             self.needs.append(Need(section, source, entry))
 
     def _fits(self, section: str, source: Source, entry: Entry) -> bool:
-        """Whether a source has the shape and the dtype of a tensor; if not, it is noted."""
+        """Whether a source has the shape and dtype of a tensor; a mismatch is noted."""
         shape, dtype = entry.tiling.shape, name_of(entry.local.dtype)
         try:
             info = source.info(self.catalog.tensors[section])
@@ -334,7 +334,7 @@ def _warn_of_meta(model: nn.Module) -> None:
 
 
 def _filled(model: nn.Module) -> None:
-    """To be called after a module's tensors were filled without autograd's knowledge."""
+    """Must be called after a module's tensors were filled without autograd's knowledge."""
     torch.autograd.graph.increment_version([param for param in model.parameters() if not param.is_meta])
 
 

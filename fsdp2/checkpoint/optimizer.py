@@ -1,8 +1,8 @@
-"""The state of an optimizer by FQN: what is saved, and how it comes back. Layer: checkpoint.
+"""The state of an optimizer by FQN: how it is saved and restored. Layer: checkpoint.
 
-State is never keyed by a parameter's number: another world, pipeline split or order of the param groups would give it
-to the wrong parameter. A tensor of the state is stored as ``<path>.<fqn>`` (``exp_avg.layers.0.weight``); everything
-else of it is JSON::
+State is never keyed by a parameter's index: with another world size, pipeline split or order of the param groups, it
+would go to the wrong parameter. A tensor of the state is stored as ``<path>.<fqn>`` (``exp_avg.layers.0.weight``); the
+rest is JSON::
 
     {"kind": "AdamW",
      "forms": [{"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}],
@@ -35,7 +35,7 @@ __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
 
 NO_OPTIONS = frozenset({"params", "param_names"})
 
-# What is stored, by name.
+# The stored tensors, by name.
 Stored = Mapping[str, StoredTensorInfo]
 
 
@@ -43,7 +43,7 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
     """The FQN of each parameter that the optimizer holds, in its order.
 
     Raises:
-        ArgumentError: there is no module to name them, or one is not a parameter of it.
+        ArgumentError: there is no module to name them, or a parameter does not belong to it.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(
@@ -67,11 +67,11 @@ def named_params(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> d
 
 
 def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, world: World) -> State:
-    """All that an optimizer knows.
+    """The whole state of an optimizer.
 
     Raises:
-        ArgumentError: see `named_params`; or state that cannot be stored, such as a plain tensor with other values on
-            each rank whose place in the whole is unknown.
+        ArgumentError: see `named_params`; or the state cannot be stored, such as a plain tensor that differs between
+            ranks and whose place in the whole is unknown.
     """
     names = named_params(model, optimizer)
     assert model is not None
@@ -112,10 +112,10 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
 
 
 def check_table(table: Mapping[str, Any]) -> None:
-    """See that something is of the form that `optimizer_state` makes; its content is looked at when it is decoded.
+    """Check the structure of a table from `optimizer_state`. Its content is checked when it is decoded.
 
     Raises:
-        CorruptError: it is not.
+        CorruptError: the structure is wrong.
     """
     forms, states, groups = table.get("forms"), table.get("states"), table.get("groups")
     in_order = (
@@ -138,7 +138,7 @@ def check_table(table: Mapping[str, Any]) -> None:
 def _noting(
     param: torch.Tensor, fqn: str, state: State, world: World, ranks: tuple[int, ...]
 ) -> Callable[[str, torch.Tensor], dict[str, Any]]:
-    """A function that notes a tensor of a parameter's state among the entries, and how to create it."""
+    """A function that adds a tensor of a parameter's state to the entries, and returns how to create it again."""
     like = entry_of(fqn, param, world, ranks)
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -152,9 +152,11 @@ def _noting(
 
 
 def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tuple[int, ...]) -> tuple[Entry, Any]:
-    """(entry, form) of a tensor of the state of the parameter whose entry is `like`. The form is "param" for what is
-    made like the parameter, "local" for this rank's part of that as a plain tensor, "plain" for a plain tensor that all
-    ranks have, else the placements of a DTensor on the parameter's mesh."""
+    """(entry, form) of a tensor in the state of the parameter whose entry is `like`.
+
+    The form is "param" for a tensor distributed like the parameter, "local" for this rank's part of such a tensor, kept
+    as a plain tensor, "plain" for a plain tensor that all ranks have, otherwise the placements of a DTensor on the
+    parameter's mesh."""
     param = like.outside
     if isinstance(tensor, DTensor):
         entry = entry_of(name, tensor, world, ranks)
@@ -165,7 +167,7 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
         of_param = tensor.shape == param.shape and (tensor.ndim > 0 or name.partition(".")[0] not in COUNTERS)
         return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
     if tensor.ndim and tensor.shape == local_tensor(param).shape:
-        # An optimizer that works on local tensors and keeps them so.
+        # This optimizer works on local tensors and stores them in its state.
         return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
     if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
@@ -202,14 +204,14 @@ def _group(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[
 
 @dataclass
 class OptimizerTarget:
-    """An optimizer that is to be filled: first `prepare` says which tensors are needed, then they are filled, then
-    `finish` gives them to the optimizer. Until then it is as it was.
+    """An optimizer to be filled. `prepare` determines which tensors are needed, the caller fills them, and `finish`
+    gives them to the optimizer, which is unchanged until then.
 
     Attributes:
-        ranks: those that have the model.
-        missing: what is here and not stored, in words.
-        unexpected: what is stored and not here, in words.
-        stranger: another kind of optimizer saved it, in words; "" if not.
+        ranks: the ranks that have the model.
+        missing: descriptions of what is here but not stored.
+        unexpected: descriptions of what is stored but not here.
+        stranger: why the state does not fit this kind of optimizer; "" if it does.
     """
 
     optimizer: torch.optim.Optimizer
@@ -225,14 +227,14 @@ class OptimizerTarget:
     _fresh: list[torch.Tensor] = field(default_factory=list)
 
     def prepare(self, tables: Sequence[Mapping[str, Any]], stored: Stored) -> None:
-        """Decide on all that will be filled.
+        """Determine everything that will be filled.
 
         Args:
-            tables: what `optimizer_state` gave as values, from each kind of rank (pipeline stages differ).
+            tables: the values from `optimizer_state`, of each kind of rank (pipeline stages differ).
 
         Raises:
             MismatchError: parameters of one group had different options.
-            CorruptError: a table is not what `optimizer_state` makes.
+            CorruptError: a table does not have the structure that `optimizer_state` creates.
         """
         for table in tables:
             check_table(table)
@@ -262,7 +264,7 @@ class OptimizerTarget:
             (self.names[param], options[self.names[param]]) for param in group["params"] if self.names[param] in options
         ]
         for fqn, other in found[1:]:
-            if other is found[0][1]:  # they were in one group when they were saved
+            if other is found[0][1]:  # same group when saved
                 continue
             if canonical(dict(sorted(other.items()))) != canonical(dict(sorted(found[0][1].items()))):
                 raise MismatchError(
@@ -272,11 +274,11 @@ class OptimizerTarget:
         return dict(found[0][1]) if found else {}
 
     def _ask_empty_groups(self, saved: Sequence[Sequence[tuple[list[str], dict[str, Any]]]], known: set[str]) -> None:
-        """The options of groups without parameters (all frozen, or all on other pipeline stages), which have no names
-        to be found by: they are, in their order, the saved groups of which no parameter is here.
+        """Find the options of groups without parameters (all frozen, or all on other pipeline stages). They cannot be
+        found by name: in order, they are the saved groups that have no parameter here.
 
         Args:
-            saved: of each table, (parameters, options) of its groups.
+            saved: for each table, (parameters, options) of its groups.
             known: the parameters that are here.
         """
         empty = [index for index, group in enumerate(self.optimizer.param_groups) if not group["params"]]
@@ -294,17 +296,17 @@ class OptimizerTarget:
     def _making(
         self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
     ) -> Callable[[dict[str, Any]], Any]:
-        """What makes the tensor of a note: the one that is there, or a new one.
+        """A function that returns the tensor for a note: the existing one, or a new one.
 
         Args:
-            options: those that were stored with the parameter, and will be the optimizer's.
+            options: the stored options of the parameter, which the optimizer will get.
         """
         like = entry_of(fqn, param, self.world, self.ranks)
 
         def make(note: dict[str, Any]) -> Any:
             path = note["$tensor"]
             name = f"{path}.{fqn}"
-            if "value" in note:  # a number of another library, where torch has a 0-dim tensor
+            if "value" in note:  # another library stored a number where torch has a 0-dim tensor
                 return _scalar(note)
             info = stored.get(name)
             if info is None:
@@ -321,7 +323,7 @@ class OptimizerTarget:
         return make
 
     def _new(self, name: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
-        """A tensor to be filled, of the form that it had where it was saved."""
+        """A new tensor to be filled, of the form that it had when it was saved."""
         dtype, shape = DTYPES[info.dtype], info.shape
         if form == "local":
             return torch.empty_like(local_tensor(param) if isinstance(param, DTensor) else param, dtype=dtype)
@@ -345,8 +347,8 @@ class OptimizerTarget:
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
 
     def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether the optimizer will keep counters beside the parameters, as torch's do if asked to never wait for the
-        GPU: by the options that come back, else by those that it has."""
+        """Whether the optimizer will keep step counters on the parameter's device, as torch's do with `capturable` or
+        `fused`. Stored options take precedence over the current ones."""
         group = self._groups.get(param, {})
         return any(bool(options.get(key, group.get(key))) for key in ("capturable", "fused"))
 
@@ -356,7 +358,7 @@ class OptimizerTarget:
         return {param: group for group in self.optimizer.param_groups for param in group["params"]}
 
     def finish(self) -> None:
-        """Give the optimizer its state and options. A parameter that had no state when it was saved has none again."""
+        """Give the optimizer its state and options. A parameter that had no state when saved has none afterwards."""
         for param in self._fresh:
             self.optimizer.state.pop(param, None)
         for param, state in self._states.items():

@@ -1,8 +1,8 @@
-"""Whether the state of one optimizer is any good for another. Pure: names in, words out.
+"""Whether the state of one optimizer fits another. Pure: names in, text out.
 
-SGD's momentum in AdamW, or AdamW's moments in SGD, is no training that goes on: it is another one, or a `KeyError` at
-the first step. Adam's and AdamW's states have the same parts; which of the two rules applies is an option, and options
-come back too: AdamW's would make AdamW of an Adam.
+With SGD's momentum in AdamW, or AdamW's moments in SGD, training does not continue: it becomes another training, or
+fails with a `KeyError` at the first step. The states of Adam and AdamW have the same parts. An option selects which of
+the two rules applies, and options are restored too, so AdamW's options would turn an Adam into AdamW.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from fsdp2.optim.local import LocalOptimizer
 
 __all__ = ["kinds_of", "stranger", "unsure"]
 
-# What each of torch's optimizers keeps for every parameter, and what it keeps if its options say so.
+# What each of torch's optimizers keeps for every parameter, and what else it keeps with some options.
 PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     kind: (frozenset(always.split()), frozenset(sometimes.split()))
     for kind, always, sometimes in (
@@ -34,14 +34,14 @@ PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ("SparseAdam", "step exp_avg exp_avg_sq", ""),
     )
 }
-# Options that say by which rule the state is used.
+# Options that select the rule by which the state is used.
 RULES = ("decoupled_weight_decay",)
-# Options that schedulers add to the groups.
+# Options that schedulers add to the param groups.
 SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimizer is, as users call it, and what that derives from."""
+    """The name of the optimizer's class, then those of its base classes."""
     return [cls.__name__ for cls in _classes(optimizer)]
 
 
@@ -55,13 +55,13 @@ def stranger(
     states: Iterable[tuple[Collection[str], Collection[str]]],
     options: Sequence[Mapping[str, Any]],
 ) -> str:
-    """What is wrong with a state that is to be the optimizer's; "" for nothing.
+    """Why a saved state does not fit the optimizer; "" if it does.
 
     Args:
-        saved: the kinds of the optimizers that saved it; none if that is unknown.
-        states: for each parameter, the parts of the state that it has here (none before the first step), and of the
-            saved one.
-        options: of the saved param groups.
+        saved: the kinds of the optimizers that saved it; empty if unknown.
+        states: for each parameter, the parts of its current state (empty before the first step), and those of the saved
+            one.
+        options: the options of the saved param groups.
     """
     own, *bases = kinds_of(optimizer)
     others = sorted({*saved} - {own})
@@ -91,8 +91,8 @@ def stranger(
 def unsure(
     optimizer: torch.optim.Optimizer, saved: Iterable[str], states: Iterable[tuple[Collection[str], Collection[str]]]
 ) -> str:
-    """A warning for what cannot be known: an optimizer of another library, which has made no step yet, with the options
-    of the one that saved; "" for none."""
+    """A warning where it cannot be decided whether the state fits: for an optimizer of another library that has not
+    stepped yet and has the same options as the one that saved; "" otherwise."""
     own, *bases = kinds_of(optimizer)
     others = sorted({*saved} - {own, *bases})
     pairs = [*states]

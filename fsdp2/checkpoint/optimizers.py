@@ -1,7 +1,7 @@
 """Several optimizers of one run: one table in the file, in which each has its name. Layer: checkpoint.
 
-The table of one optimizer (see `optimizer.py`) is as it always was. Of several, each group says whose it is, and
-``kinds`` what those are::
+The table of a single optimizer is described in `optimizer.py`. With several, each group names its optimizer, and
+``kinds`` gives the kind of each::
 
     {"kind": "Muon, AdamW", "kinds": {"0": "Muon", "1": "AdamW"}, "forms": ..., "states": ...,
      "groups": [{"optimizer": "0", "params": [...], "options": {...}}, ...]}
@@ -22,11 +22,11 @@ __all__ = ["Optimizers", "named_optimizers", "optimizers_state", "tables_of"]
 # An optimizer, several of them, by name or not; or a plain dict of tensors.
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
 
-ALONE = ""  # the name of an optimizer that was given by itself
+ALONE = ""  # the name of a single optimizer
 
 
 def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers by name: those of a list by their places; none where a plain dict of tensors was given.
+    """The optimizers by name. Those of a list are named by their index. Empty for a plain dict of tensors.
 
     Raises:
         ArgumentError: it is neither.
@@ -52,10 +52,10 @@ def named_optimizers(given: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.optim.Optimizer], world: World) -> State:
-    """All that they know; see `optimizer_state`.
+    """The state of all of them; see `optimizer_state`.
 
     Raises:
-        ArgumentError: two of them have a parameter.
+        ArgumentError: two of them hold the same parameter.
     """
     if [*optimizers] == [ALONE]:
         return optimizer_state(model, optimizers[ALONE], world)
@@ -82,11 +82,11 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
 
 
 def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) -> list[Mapping[str, Any]]:
-    """The part of the stored tables that is one optimizer's.
+    """The parts of the stored tables that belong to one optimizer.
 
     Args:
-        name: of the optimizer; "" for one that is alone, whose everything is.
-        params: FQNs of its parameters, by which it finds what an optimizer saved that was alone.
+        name: of the optimizer; "" for a single one, to which everything belongs.
+        params: FQNs of its parameters, which select its part of a table that a single optimizer saved.
     """
     if name == ALONE:
         return [*tables]
@@ -100,7 +100,7 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
             for group in table["groups"]
             if (group["optimizer"] == name if "optimizer" in group else params.intersection(group["params"]))
         ]
-        if not isinstance(kinds, dict):  # a group of which two optimizers have parts
+        if not isinstance(kinds, dict):  # several optimizers may have parts of one saved group
             groups = [{**group, "params": [fqn for fqn in group["params"] if fqn in params]} for group in groups]
         own = {fqn for group in groups for fqn in group["params"]}
         states = {fqn: index for fqn, index in table["states"].items() if fqn in own}

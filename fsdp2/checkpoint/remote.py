@@ -1,12 +1,12 @@
-"""Checkpoints in object stores and on other machines, through fsspec: an extra. Layer: checkpoint.
+"""Checkpoints in object stores and on other machines, through fsspec (an optional dependency). Layer: checkpoint.
 
-What is different there from a local file system: files are written from the first byte to the last, and there is no
-rename of a folder. So files go to their final folder at once; they are no checkpoint before the manifest, which comes
-last. Two kinds of places are told apart:
+Unlike on a local file system, files are written from the first byte to the last, and folders cannot be renamed. So
+files go to their final folder at once, and the manifest, written last, makes it a checkpoint. There are two kinds of
+storages:
 
-* object stores (`OBJECT_STORES`): a file appears when it is complete, by one request. Folders are but parts of names.
-* others (``file``, ``sftp``, ``hdfs``, ``smb``, ...): folders must be made; a file is there, and short, while it is
-  written. Small files that must be whole are written under another name and moved.
+* object stores (`OBJECT_STORES`): one request creates a complete file. Folders are only parts of names.
+* others (``file``, ``sftp``, ``hdfs``, ``smb``, ...): folders must be created, and a file is visible while it is still
+  being written. Small files that must be whole are written under another name and moved.
 """
 
 import posixpath
@@ -22,13 +22,13 @@ from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, FSDPError
 
 __all__ = ["RemoteReader", "RemoteStorage", "RemoteWriter"]
 
-# Protocols whose files appear whole or not at all, and which know no folders. To "make a folder" there may well make a
-# bucket, which no save should do because of a misspelt name.
+# Protocols whose files appear complete or not at all, and that have no folders. "Making a folder" there could create a
+# bucket, which a save must not do because of a misspelt name.
 OBJECT_STORES = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"})
 
-REQUEST_BYTES = 16 << 20  # of one read: large enough for throughput, small enough to be held beside its destination
+REQUEST_BYTES = 16 << 20  # per read: large enough for throughput, small enough to be held beside its destination
 
-# Under these names file systems say when a file was last changed; some know only when it was made.
+# The keys under which file systems report the time of the last change; some only know the creation time.
 TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
@@ -42,10 +42,10 @@ class RemoteStorage:
         url: of any folder in it.
 
     Attributes:
-        root: `url`, without slashes at its end.
+        root: `url` without trailing slashes.
 
     Raises:
-        ArgumentError: that is no URL which can be used here.
+        ArgumentError: the URL cannot be used here.
         UnsupportedError: fsspec, or its package for this protocol, is not installed.
 
     Example::
@@ -62,7 +62,7 @@ class RemoteStorage:
             self._fsspec: Any = import_module("fsspec")
         except ImportError as error:
             raise UnsupportedError(f"{url}: URLs need the package fsspec: pip install 'fsdp2[remote]'") from error
-        # fsspec takes "a::b" for a chain of file systems, and what it deletes for a pattern.
+        # fsspec treats "a::b" as a chain of file systems, and deletes by pattern.
         if "::" in url or any(mark in url for mark in "*?["):
             raise ArgumentError(f"{url}: expected a plain URL, without '::', '*', '?' and '['")
         scheme, rest = self._parts(url)
@@ -104,7 +104,7 @@ class RemoteStorage:
         return int(entry["size"]) if entry is not None and _kind_of(entry) == "file" else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage`. One request for all of them."""
+        """See `Storage`. One request for all files."""
         files = [entry for entry in self._list(folder) if _kind_of(entry) == "file"]
         return {posixpath.basename(_name_of(entry)): int(entry["size"]) for entry in files}
 
@@ -114,7 +114,7 @@ class RemoteStorage:
         return _kind_of(entry) if entry is not None else None
 
     def age(self, path: str) -> float:
-        """See `Storage`. Zero where the file system does not tell: what is there may be in use."""
+        """See `Storage`. Zero if the file system does not tell, because the file may be in use."""
         entries = self._list(path)
         own = self._look(path)
         if own is None:
@@ -129,7 +129,7 @@ class RemoteStorage:
         return RemoteWriter(path, size, handle)
 
     def join_file(self, path: str, size: int) -> "RemoteWriter":
-        """See `Storage`; not here."""
+        """See `Storage`; not supported here."""
         raise UnsupportedError(f"{path}: several ranks cannot write to one file here")
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
@@ -154,8 +154,8 @@ class RemoteStorage:
             self._fs.mv(self._bare(part), self._bare(path))
 
     def _created(self, path: str, content: bytes) -> bool:
-        """Write a file by one request, on condition that there is none: whether that can be done here. Old packages do
-        not know the word for it, and old stores not the condition."""
+        """Create a file in one request that fails if the file exists. Returns whether this is supported: old fsspec
+        packages lack the argument, and old stores the condition."""
         with _errors(path):
             try:
                 self._fs.pipe_file(self._bare(path), content, mode="create")
@@ -180,14 +180,14 @@ class RemoteStorage:
         return RemoteReader(self._fs, path, self._bare(path), int(entry["size"]))
 
     def pinned(self, folder: str) -> "RemoteStorage":
-        """See `Storage`. Nothing is replaced here, and the files of a save have names of their own."""
+        """See `Storage`. Nothing is replaced here, and each save has its own file names."""
         return self
 
     def close(self) -> None:
         """See `PinnedStorage`; nothing is held."""
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
-        """See `Storage`; not here."""
+        """See `Storage`; not supported here."""
         raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
 
     def remove(self, path: str) -> None:
@@ -200,13 +200,13 @@ class RemoteStorage:
         """What is in a folder now, as fsspec describes it."""
         bare = self._bare(folder)
         with _errors(folder):
-            # Other processes write here too: a listing that was kept from before is of no use.
+            # Other processes write here too, so a cached listing may be out of date.
             self._fs.invalidate_cache()
             try:
                 entries = self._fs.ls(bare, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # A file lists itself; and some object stores have an empty object that stands for the folder.
+        # The listing of a file contains the file itself, and some object stores have an empty object for the folder.
         return [entry for entry in entries if _name_of(entry) != bare.rstrip("/")]
 
     def _look(self, path: str) -> Mapping[str, Any] | None:
@@ -220,12 +220,12 @@ class RemoteStorage:
         return entry
 
     def _bare(self, path: str) -> str:
-        """A path as the file system itself knows it."""
+        """A path without the protocol, as the file system itself knows it."""
         return str(self._fsspec.core.strip_protocol(path))
 
     @staticmethod
     def _parts(url: str) -> tuple[str, str]:
-        """("s3", "bucket/run") of "s3://bucket/run/"."""
+        """("s3", "bucket/run") for "s3://bucket/run/"."""
         scheme, separator, rest = url.partition("://")
         if not separator or not scheme:
             raise ArgumentError(f"{url}: expected a URL such as s3://bucket/run")
@@ -248,13 +248,13 @@ class RemoteWriter:
             for part in parts:
                 rest = part
                 while rest.nbytes:
-                    # A raw file may take less than it was given; some others return nothing.
+                    # A raw file may write less than it was given; some others return None.
                     count = self._handle.write(rest)
                     rest = rest[rest.nbytes if count is None else count :]
                 self._written += part.nbytes
 
     def finish(self) -> None:
-        """See `Writer`. In an object store the file is there from now on."""
+        """See `Writer`. In an object store the file appears now."""
         assert self._written == self._size, "written in part"
         with _errors(self._path):
             self._handle.close()
@@ -264,7 +264,7 @@ class RemoteWriter:
         buffered = import_module("fsspec.spec").AbstractBufferedFile
         with suppress(Exception):
             if isinstance(self._handle, buffered):
-                # To close it would upload what is there as if that was the file.
+                # Closing it would upload the part written so far as if it were the file.
                 self._handle.closed = True
                 self._handle.discard()
             else:
@@ -272,8 +272,8 @@ class RemoteWriter:
 
 
 class RemoteReader:
-    """See `Reader`. Every read is a request of its own, for exactly its bytes: threads share nothing, and nothing is
-    kept or read ahead."""
+    """See `Reader`. Every read is a separate request for exactly its bytes. Threads share nothing; nothing is cached or
+    read ahead."""
 
     chunk = 4 << 20
 
@@ -305,7 +305,7 @@ class RemoteReader:
 
 @contextmanager
 def _errors(path: str) -> Iterator[None]:
-    """Make whatever a file system raises an `OSError` that names the path: callers know no others."""
+    """Turn every exception of a file system into an `OSError` that names the path; callers handle no others."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Readers beside a writer that replaces, or deletes, what they read. Layer: checkpoint.
+"""Reading a checkpoint while a save replaces or deletes it. Layer: checkpoint.
 
-A reader pins the folder that it found (see `Storage.pinned`), so it never sees files of two saves. What can happen is
-that files are gone when it comes to them. Then the checkpoint of that name is another one by now: that is no damage,
-and the reader begins again.
+A reader pins the folder that it found (see `Storage.pinned`), so it never mixes files of two saves. Files may still
+disappear before they are read. If the name now belongs to another checkpoint, this is not damage, and the reader starts
+again.
 """
 
 from collections.abc import Iterator
@@ -15,18 +15,18 @@ from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["READS", "id_at", "not_replaced", "open_found"]
 
-READS = 3  # how often a load begins, at most: as long as each time another save has taken the place of what it read
-OPENINGS = 20  # likewise, to read a manifest alone
+READS = 3  # attempts of a load, if each time another save replaced the checkpoint that was being read
+OPENINGS = 20  # likewise, for reading only the manifest
 
 
 def open_found(storage: Storage, path: str, files_are_there: bool = True) -> NativeCatalog:
-    """The catalog of the checkpoint `path`, which may be replaced at this moment.
+    """The catalog of the checkpoint `path`, which may be replaced concurrently.
 
     Args:
-        files_are_there: False reads the manifest alone, for `describe`.
+        files_are_there: False reads only the manifest, for `describe`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
         CorruptError: it is damaged.
     """
     for _ in range(OPENINGS):
@@ -46,7 +46,7 @@ def open_found(storage: Storage, path: str, files_are_there: bool = True) -> Nat
 
 
 def id_at(storage: Storage, path: str) -> str | None:
-    """The id of the checkpoint `path` as it is now; None if there is none, or it cannot be read."""
+    """The current id of the checkpoint `path`; None if there is none, or it cannot be read."""
     with suppress(CheckpointError, OSError):
         return read_manifest(storage, find(storage, path)).id
     return None
@@ -54,10 +54,10 @@ def id_at(storage: Storage, path: str) -> str | None:
 
 @contextmanager
 def not_replaced(storage: Storage, path: str, catalog: object) -> Iterator[None]:
-    """Within, errors of reading a native checkpoint are told apart: it may have been replaced.
+    """Within this context, an error of reading a native checkpoint is checked: the checkpoint may have been replaced.
 
     Raises:
-        ReplacedError: by another save, or it was deleted.
+        ReplacedError: another save replaced it, or it was deleted.
     """
     try:
         yield

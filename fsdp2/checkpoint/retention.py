@@ -15,7 +15,7 @@ from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
 
-JITTER = 0.01  # of a span of time: saves that are meant to be an hour apart are off by a few seconds
+JITTER = 0.01  # relative: saves that should be an hour apart may be off by a few seconds
 
 
 def checkpoints(root: Folder) -> list[str]:

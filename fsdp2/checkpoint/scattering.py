@@ -32,7 +32,7 @@ from fsdp2.errors import ArgumentError, CheckpointError, MismatchError, Replaced
 
 __all__ = ["load_from_rank"]
 
-CHUNK_BYTES = 16 << 20  # of one message: what the reader holds besides its own shards
+CHUNK_BYTES = 16 << 20  # per message: what the reader holds besides its own shards
 FAILED = -1  # instead of a mark
 
 
@@ -86,7 +86,7 @@ def load_from_rank(
 
 @dataclass(frozen=True)
 class _Matches:
-    """What fits; see `load`."""
+    """What matches; see `load`."""
 
     sources: Sources | None
     strict: bool
@@ -101,7 +101,7 @@ def _load(
     try:
         with channel.failing():
             files = _Files(folder) if channel.reads else None
-            listing = _listing(files.catalog) if files is not None else b""  # which may read: formats are lazy
+            listing = _listing(files.catalog) if files is not None else b""  # may read from disk: formats are lazy
         listed = _listed(channel.tell(listing))
         matching = Matching(listed, channel.world, matches.cast, matches.sources)
         _match(matching, model, matches.strict, channel)
@@ -132,7 +132,7 @@ def _match(matching: Matching, model: nn.Module | Mapping[str, Any], strict: boo
 
 
 def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
-    """Transfer one tensor, in parts. Parts that several ranks need are read once."""
+    """Transfer one tensor in parts. A part that several ranks need is read only once."""
     holders: dict[Box, list[int]] = {}
     for rank in range(channel.world.size):
         box = need.entry.tiling.box_of(rank)
@@ -151,7 +151,7 @@ def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """The box in parts, each of the size of a message."""
+    """The box in parts that each fit into a message."""
     return box.split_until(lambda part: part.numel * itemsize <= CHUNK_BYTES)
 
 
@@ -220,7 +220,7 @@ class _Channel:
             raise
 
     def tell(self, content: bytes) -> bytes:
-        """From the reader to all."""
+        """Send bytes from the reader to all ranks."""
         if not self.reads:
             return self._get(self._hear())
         for receiver in self._others:
@@ -229,7 +229,7 @@ class _Channel:
         return content
 
     def agree(self, mark: int) -> None:
-        """Every rank calls this. `CheckpointError` if one has `FAILED`, or another mark than the reader."""
+        """Every rank calls this. `CheckpointError` if a rank passed `FAILED`, or another mark than the reader."""
         if not self.reads:
             dist.send(torch.tensor([mark], device=self._device), group=self._group, group_dst=self._reader)
             self._hear()
@@ -280,7 +280,7 @@ class _Channel:
                 self._put(text, receiver)
 
     def _say(self, number: int, receiver: int) -> None:
-        """Send a number. A number n below 0 announces a text of -1 - n bytes with the reason of a failure."""
+        """Send a number. A negative number n announces a text of -1 - n bytes with the reason of a failure."""
         dist.send(torch.tensor([number], device=self._device), group=self._group, group_dst=receiver)
 
     def _hear(self) -> int:
@@ -309,7 +309,7 @@ class _Channel:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: backends do not know all dtypes."""
+    """The memory of a contiguous tensor as bytes, since backends do not support all dtypes."""
     return values.reshape(-1).view(torch.uint8)
 
 

@@ -19,7 +19,7 @@ from fsdp2.errors import ArgumentError, MismatchError
 
 __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"]
 
-MOST_SHOWN = 8  # of several sources in an error: a model may have hundreds of experts
+MOST_SHOWN = 8  # sources listed in an error: a model may have hundreds of experts
 
 
 @dataclass(slots=True)

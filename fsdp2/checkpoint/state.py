@@ -1,7 +1,6 @@
-"""What is to be saved or filled, by name: a model's tensors and a plain dict's. Layer: checkpoint.
+"""What is saved or filled, by name: the tensors of a model or a plain dict. Layer: checkpoint.
 
-Saving and loading look at a model the same way: an `Entry` is the part of a tensor that this rank has, and where in the
-whole it belongs.
+Saving and loading see a model in the same way. An `Entry` is this rank's part of a tensor and its place in the whole.
 """
 
 import zlib
@@ -38,8 +37,8 @@ __all__ = [
     "within",
 ]
 
-RESERVED = "__metadata__"  # what a header calls what is no tensor
-# Segments of names that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1.
+RESERVED = "__metadata__"  # the key of the metadata in a safetensors header
+# Name segments that wrappers add: `torch.compile`, checkpoint_wrapper, FSDP1.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
@@ -57,20 +56,20 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def grid(self, grid: Grid, name: str) -> Grid:
-        """A mesh in ranks of this group."""
+        """A mesh with its ranks counted within this group."""
         if grid not in self._grids:
             self._grids[grid] = self._numbered(grid, name)
         return self._grids[grid]
 
     def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
-        """Where this rank's part of a DTensor belongs, of a model that `ranks` have. Computed once for all tensors of
-        a kind: models have many."""
+        """Where this rank's part of a DTensor belongs, in a model that `ranks` have. Cached, because models have many
+        tensors of the same kind."""
         mesh = tensor.device_mesh
-        # Not the mesh and the ranks: to hash thousands of ranks for each tensor would take as long as all the rest.
+        # Ids, not the mesh and the ranks: hashing thousands of ranks per tensor would take as long as everything else.
         key = (id(mesh), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
         if key not in self._places:
             self._places[key] = self._place(tensor, name, ranks), (mesh, ranks)
@@ -93,7 +92,7 @@ class World:
 
     @cached_property
     def _places(self) -> dict[Any, tuple["Place", object]]:
-        """With what the keys have the addresses of, which must stay where it is."""
+        """The values hold references to what the ids in the keys belong to, so that the ids stay valid."""
         return {}
 
     def _numbered(self, grid: Grid, name: str) -> Grid:
@@ -129,10 +128,10 @@ class Entry:
 
     Attributes:
         local: a plain tensor.
-        tiling: how the whole is cut, in ranks of the `World`.
-        box: which part `local` is.
-        outside: the tensor as the user has it.
-        copy: this rank's place in the tensor's mesh, if that is taken to be one of several with the same values.
+        tiling: how the whole tensor is cut, in ranks of the `World`.
+        box: the part that `local` holds.
+        outside: the user's tensor.
+        copy: this rank's index in the tensor's mesh, if the mesh is assumed to be one of several with equal values.
     """
 
     name: str
@@ -153,14 +152,15 @@ class Entry:
 
 @dataclass
 class State:
-    """Tensors by name, and what is no tensor.
+    """Tensors by name, and the values that are not tensors.
 
     Attributes:
-        keys: name -> key in the state dict, where wrappers may have added to it.
-        within: tensors in `values`, by the name of the value and the path there.
-        aliases: names of tensors that have the memory of another -> the name under which it is stored.
+        keys: name -> key in the state dict, which may contain segments of wrappers.
+        within: tensors inside `values`, by the name of the value and their path in it.
+        aliases: names of tensors that share the memory of another -> the name under which that is stored.
         values: JSON by name.
-        computed: names of tensors that are neither parameters nor buffers of the module: it made them for its state
+        computed: names of tensors that are neither parameters nor buffers: the module created them for its state dict,
+            and only it can load them (`get_extra_state`, hooks).
             dict, and only it can take them back (`get_extra_state`, hooks).
     """
 
@@ -173,11 +173,11 @@ class State:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module within DDP or DataParallel, whose ``module.`` is no part of its names; of a dict of modules (a GAN's),
-    one that has them under their names.
+    """The module inside DDP or DataParallel, whose ``module.`` prefix is not part of the names. For a dict of modules
+    (a GAN's), a module that contains them under their names.
 
     Raises:
-        ArgumentError: a dict has modules and something else, or a name that is none.
+        ArgumentError: a dict mixes modules and other values, or has an invalid name.
     """
     if isinstance(model, Mapping) and any(isinstance(value, nn.Module) for value in model.values()):
         holder = nn.Module()
@@ -195,8 +195,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def named_as_in(names: Iterable[str], model: Any) -> Any:
-    """The model under the names that are stored: within a module that calls it ``module``, as DDP does, if all names
-    are of one that was saved so (by other libraries, or by fsdp2 of old)."""
+    """The model under the names that are stored. If all of these have DDP's ``module.`` prefix (saved by other
+    libraries, or by old versions of fsdp2), it is the model inside such a module."""
     model, names = unwrapped(model), list(names)
     if not isinstance(model, nn.Module) or not names or not all(name.startswith("module.") for name in names):
         return model
@@ -260,7 +260,7 @@ def model_state(model: nn.Module | Mapping[str, Any], world: World) -> State:
 
 
 def _memory_of(model: nn.Module | Mapping[str, Any]) -> Callable[[torch.Tensor], bool]:
-    """What says whether a tensor of a state dict is memory of the model itself: then what fills it fills the model."""
+    """A function that tells whether a tensor of a state dict is memory of the model, so that filling one fills both."""
     if not isinstance(model, nn.Module):
         return lambda tensor: True
     tensors = {tensor for _, tensor in tensors_of(model)}
@@ -274,8 +274,8 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
-    """The entry of a tensor of a model that `ranks` (in the world's numbers) have. They all have a plain tensor; a
-    DTensor may be on a part of them, and its siblings on the rest (see `with_siblings`)."""
+    """The entry of a tensor of a model that `ranks` (counted within the world) have. All of them have a plain tensor. A
+    DTensor may be on some of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
         place, local = world.place(tensor, name, ranks), local_tensor(tensor)
     else:
@@ -289,8 +289,8 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
 
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Plain tensors may differ between ranks, so one rank's value is stored: the first one's, and that of different
-    ranks for different large tensors."""
+    """The ranks, beginning with the one that stores the tensor. Plain tensors may differ between ranks, so one rank's
+    value is stored: the first rank's for small tensors, and that of varying ranks for large ones, by name."""
     if tensor.numel() * tensor.element_size() < SPREAD_BYTES:
         return ranks
     first = zlib.crc32(name.encode(errors="backslashreplace")) % len(ranks)
@@ -298,8 +298,8 @@ def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tup
 
 
 def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
-    """The ranks that have a model with these tensors: those of its DTensors' meshes (a pipeline stage's), or all
-    without any."""
+    """The ranks that have a model with these tensors: those of its DTensors' meshes (those of a pipeline stage), or all
+    if it has none."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
     if not meshes:
         return tuple(range(world.size))
@@ -307,10 +307,10 @@ def ranks_of(tensors: Iterable[torch.Tensor], world: World) -> tuple[int, ...]:
 
 
 def check_name(name: str, *taken: Container[str]) -> None:
-    """See that a tensor can be stored under a name, and that no other one is.
+    """Check that a tensor can be stored under a name that is not taken.
 
     Raises:
-        ArgumentError: one is; or files cannot hold such a name.
+        ArgumentError: the name is taken, or files cannot hold it.
     """
     for names in taken:
         if name in names:
@@ -321,7 +321,7 @@ def check_name(name: str, *taken: Container[str]) -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """See that a text is one; `ArgumentError` if it has a surrogate without its other half, which no file can hold."""
+    """`ArgumentError` if a text contains an unpaired surrogate, which no file can hold."""
     if not text.isascii():
         try:
             text.encode()
@@ -330,7 +330,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:
-    """What names the tensors of a value that is no tensor."""
+    """A function that registers the tensors inside a value and returns their notes."""
 
     def leaf(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         check_name(within(name, path), tensors)
@@ -341,17 +341,17 @@ def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:
 
 
 def within(name: str, path: str) -> str:
-    """The name under which a tensor at a path of a value is stored."""
+    """The stored name of a tensor at a path within a value."""
     return f"{name}/{path}" if path else name
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own, but consists of others."""
+    """Whether a tensor has no memory of its own but consists of other tensors."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def checked(entry: Entry) -> Entry:
-    """An entry whose local tensor is plain memory.
+    """The entry, if its local tensor is plain memory.
 
     Raises:
         ArgumentError: it is not. Only a model's own tensors may consist of others (see `model_state`).
@@ -369,10 +369,10 @@ def checked(entry: Entry) -> Entry:
 
 
 def _plain_entries(entry: Entry) -> Iterator[Entry]:
-    """The entry, if its local tensor is plain memory; else those of the tensors that it consists of.
+    """The entry, if its local tensor is plain memory; otherwise the entries of the tensors that it consists of.
 
     Raises:
-        ArgumentError: it is of a kind that cannot be stored (sparse, quantised, of an unknown subclass).
+        ArgumentError: it is of a kind that cannot be stored (sparse, quantised, an unknown subclass).
     """
     local = entry.local
     if not _is_wrapper(local):

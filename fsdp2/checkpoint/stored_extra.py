@@ -1,4 +1,4 @@
-"""The extra state of a checkpoint, and to whom it goes. Layer: checkpoint. See `extra.py`."""
+"""The stored extra state of a checkpoint, and which rank gets what. Layer: checkpoint. See `extra.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["StoredExtra"]
 
 
 class StoredExtra:
-    """What was given as `extra`, seen from one rank. Catalogs of other formats have none."""
+    """The values saved as `extra`, seen from one rank. Catalogs of other formats have none."""
 
     def __init__(self, catalog: Catalog, world: World):
         self._catalog = catalog
@@ -46,17 +46,17 @@ class StoredExtra:
 
     @property
     def _is_resharded(self) -> bool:
-        """Whether there are more or fewer ranks than there were."""
+        """Whether the number of ranks has changed."""
         return self._saved_world != self._world.size
 
     def give(self, targets: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-        """Hand the states over.
+        """Load the states into the targets.
 
         Returns:
-            by key, the value that concerns this rank; without those that nobody can distribute.
+            by key, the value for this rank; without values that cannot be redistributed.
         """
         values = {}
-        # Generators last: another object may draw random numbers while it takes its state.
+        # Generators last: another object may draw random numbers while it loads its state.
         for key in sorted(self._shares, key=lambda key: isinstance(targets.get(key), RandomState)):
             share = self._mine(key)
             target = targets.get(key)

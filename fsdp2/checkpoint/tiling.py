@@ -1,8 +1,8 @@
-"""How a tensor is cut over the ranks of a mesh, as plain numbers that a file can hold. Pure but for `tiling_of`.
+"""How a tensor is cut over the ranks of a mesh, as plain numbers that a file can hold. Pure except for `tiling_of`.
 
-A tiling is a sequence of cuts, the outermost first: "the ranks along this mesh axis cut what they have along this dim",
-each by the rule of `torch.chunk`. It says who holds what without a table of ranks and chunks, so a manifest stays small
-and a reader finds the owners of what it needs by division, not by search.
+A tiling is a sequence of cuts, outermost first: "the ranks along this mesh axis cut what they have along this dim", by
+the rule of `torch.chunk`. No table of ranks and chunks is needed to tell who holds what, so a manifest stays small, and
+a reader finds the owners of a part by division instead of searching.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ SPREAD_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a mesh. Tensors share one, so what depends on the number of ranks is computed once, not for each.
+    """The ranks of a mesh. Tensors share one, so that what depends on the number of ranks is computed only once.
 
     Attributes:
         shape: its size along each axis.
@@ -60,7 +60,7 @@ class Grid:
         return self.ranks[sum(at * step for at, step in zip(coordinates, strides(self.shape), strict=True))]
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """The position of a rank; None if it is not there."""
+        """The position of a rank; None if it is not in the mesh."""
         index = self._indices.get(rank)
         return None if index is None else self._coordinates_at(index)
 
@@ -75,7 +75,7 @@ class Tiling:
     """A tensor of `shape` cut over a grid.
 
     Attributes:
-        cuts: (axis of the grid, dim of the tensor), the outermost cut first. Along axes without a cut all ranks have
+        cuts: (axis of the grid, dim of the tensor), the outermost cut first. Along axes without a cut, all ranks hold
             the same, and those at position 0 count as its owners.
     """
 
@@ -84,7 +84,7 @@ class Tiling:
     cuts: tuple[tuple[int, int], ...] = ()
 
     def box_at(self, coordinates: Sequence[int]) -> Box:
-        """What the rank at that position of the grid has."""
+        """The box of the rank at that position of the grid."""
         at = tuple(coordinates)
         if at not in self._boxes:
             box = whole(self.shape)
@@ -98,7 +98,7 @@ class Tiling:
         return {}
 
     def box_of(self, rank: int) -> Box | None:
-        """What `rank` has; None if it is not of the grid."""
+        """The box of `rank`; None if the rank is not in the grid."""
         coordinates = self.grid.coordinates(rank)
         return None if coordinates is None else self.box_at(coordinates)
 
@@ -109,7 +109,7 @@ class Tiling:
         return coordinates is not None and all(axis in cut or not at for axis, at in enumerate(coordinates))
 
     def written_by(self, rank: int) -> Box | None:
-        """What `rank` writes: its box, if it is the owner and has any of the elements that there are."""
+        """What `rank` writes: its box, if it owns it and the box is not empty (unless the whole tensor is)."""
         if rank not in self._written:
             box = self.box_of(rank)
             is_any = box is not None and (box.numel or not prod(self.shape))
@@ -122,12 +122,12 @@ class Tiling:
 
     @cached_property
     def spread(self) -> dict[int, "Tiling"]:
-        """What `spread_replicas` has made of it, by size of the items."""
+        """Cached results of `spread_replicas`, by itemsize."""
         return {}
 
     def owners(self, wanted: Box) -> Sequence[tuple[int, Box]]:
-        """(rank, its box) of all owners whose boxes meet `wanted`: work in proportion to their number, once for all
-        tensors of this kind."""
+        """(rank, its box) of all owners whose boxes meet `wanted`. The work is proportional to their number. Cached for
+        all tensors of this kind."""
         if wanted not in self._owned:
             self._owned[wanted] = [*self._owners(wanted, whole(self.shape), 0, [0] * len(self.grid.shape))]
         return self._owned[wanted]
@@ -162,7 +162,7 @@ def _chunk(box: Box, dim: int, parts: int, index: int) -> Box:
 
 
 def replicated(shape: Sequence[int], ranks: Sequence[int]) -> Tiling:
-    """A tensor that all of these ranks have whole."""
+    """The tiling of a tensor that all of these ranks hold completely."""
     return _replicated(tuple(shape), _row(tuple(ranks)))
 
 
@@ -177,10 +177,10 @@ def _row(ranks: tuple[int, ...]) -> Grid:
 
 
 def tiling_of(tensor: DTensor, name: str) -> Tiling:
-    """The tiling of a DTensor, from its mesh and placements; nothing is communicated.
+    """The tiling of a DTensor, from its mesh and placements, without communication.
 
     Raises:
-        ArgumentError: see `tiling_from`; or the local tensor has another shape than the placements say.
+        ArgumentError: see `tiling_from`; or the local tensor's shape does not match the placements.
     """
     mesh = tensor.device_mesh
     tiling = tiling_from(mesh, tensor.placements, tensor.shape, name)
@@ -196,7 +196,7 @@ def tiling_of(tensor: DTensor, name: str) -> Tiling:
 
 
 def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], name: str) -> Tiling:
-    """The tiling that placements on a mesh mean.
+    """The tiling that placements on a mesh describe.
 
     Raises:
         ArgumentError: a placement that is neither a shard nor a replica (a partial sum has no values to save).
@@ -208,8 +208,8 @@ def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequen
     return known[key]
 
 
-# What has been computed: a model has many tensors of the same kind, saves many times, and torch computes the ranks of a
-# mesh anew each time that it is asked for them.
+# Cached: a model has many tensors of the same kind and is saved many times, and torch recomputes the ranks of a mesh at
+# each access.
 _tilings: WeakKeyDictionary[DeviceMesh, dict[Any, Tiling]] = WeakKeyDictionary()
 _grids: WeakKeyDictionary[DeviceMesh, Grid] = WeakKeyDictionary()
 
@@ -223,7 +223,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
 
 def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], name: str) -> list[tuple[int, int]]:
     cuts: list[tuple[int, int]] = []
-    later: list[tuple[int, tuple[int, int]]] = []  # cuts that come after others on the same dim: (how many parts, cut)
+    later: list[tuple[int, tuple[int, int]]] = []  # cuts that come after others on the same dim: (split factor, cut)
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -247,8 +247,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int
 def _release(
     cuts: list[tuple[int, int]], later: list[tuple[int, tuple[int, int]]], sizes: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Append the postponed cuts whose outer cuts are all there now (`_StridedShard`: its split factor is the number of
-    parts that axes further right make first); the rest."""
+    """Append the postponed cuts whose outer cuts are complete; return the others. (The split factor of `_StridedShard`
+    is the number of parts that mesh axes further right have cut before.)"""
     rest = []
     for factor, cut in reversed(later):
         parts = prod(sizes[axis] for axis, dim in cuts if dim == cut[1] and axis > cut[0])
@@ -260,13 +260,13 @@ def _release(
 
 
 def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
-    """The same tensor on all meshes that have it: a mesh that is a part of a larger one (the data-parallel axes beside
-    tensor-parallel ones) has siblings at the other positions of the axes that it lacks, with the same values.
+    """The tiling of the tensor on all meshes that hold it. A mesh that is part of a larger one (the data-parallel axes
+    beside tensor-parallel ones) has siblings at the other positions of the axes that it lacks, with the same values.
 
     Args:
         root: the larger mesh.
-        ranks: those that have the model; siblings outside of it (other pipeline stages) have another tensor of that
-            name, if any.
+        ranks: the ranks that have the model. Siblings outside of them (other pipeline stages) may have a different
+            tensor of the same name.
     """
     own = tiling.grid.ranks
     if len(own) >= len(ranks) or not set(own) <= set(root.ranks):
@@ -286,8 +286,8 @@ def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
 
 
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
-    """The same with every axis of replicas cut too, if the shards are large: each replica then owns some of the rows.
-    No rank has to be asked, so nobody is."""
+    """Cut large shards along every axis of replicas too, so that each replica owns some of the rows. Every rank can
+    compute this without communication."""
     if itemsize not in tiling.spread:
         tiling.spread[itemsize] = _spread(tiling, itemsize)
     return tiling.spread[itemsize]

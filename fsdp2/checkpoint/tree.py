@@ -1,12 +1,12 @@
-"""Nested state (of a data loader, an optimizer, a user) as JSON, with its tensors apart. No code is ever stored. Pure.
+"""Nested state (of a data loader, an optimizer, a user) as JSON, with its tensors stored apart. Never code. Pure.
 
-JSON values are themselves. What JSON cannot say is an object with the one key that names its kind::
+JSON values stand for themselves. Anything else is an object with one key that names its kind::
 
     {"$tensor": name, ...}   a tensor, stored elsewhere under that name
     {"$float": "nan"}        also "inf", "-inf"
     {"$tuple": [...]}        {"$bytes": base64}
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
-    {"$counter": [{...}]}    and other containers; numbers of NumPy: see `containers.py`
+    {"$counter": [{...}]}    and other containers; NumPy numbers: see `containers.py`
 """
 
 import base64
@@ -23,9 +23,9 @@ from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]
 
-MAX_DEPTH = 40  # each level takes one to six of JSON; what is too deep for that is refused at the commit
+MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit refuses JSON that is too deep
 
-# Given a tensor and its path in the tree: what stands for it in the JSON, besides its name.
+# Given a tensor and its path in the tree, returns what represents it in the JSON besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
 
 
@@ -33,15 +33,15 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
     """JSON for `value`.
 
     Args:
-        leaf: is called for each tensor with its path (``"epoch/indices"``) and returns what to note of it.
-        where: whose state that is, for messages.
+        leaf: is called for each tensor with its path (``"epoch/indices"``) and returns the note for it.
+        where: whose state it is, for messages.
 
     Raises:
-        ArgumentError: something in it is neither a tensor, nor plain data.
+        ArgumentError: it contains something that is neither a tensor nor plain data.
     """
 
     def inner(key: object, item: Any) -> Any:
-        # The keys 1 and "1" are two.
+        # The keys 1 and "1" are different.
         text = f"{type(key).__name__}:{key}" if isinstance(value, dict) and not isinstance(key, str) else str(key)
         part = _quoted(text)
         return encode(item, leaf, where, f"{path}/{part}" if path else part)
@@ -77,22 +77,21 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
 
 
 def canonical(form: Any) -> str:
-    """A text that is the same for the same encoded state, and only for it: 1, 1.0 and True are equal to Python, and
-    -0.0 and 0.0 too."""
+    """A text that identifies an encoded state. Python's equality does not: 1 == 1.0 == True, and -0.0 == 0.0."""
     return repr(form)
 
 
 @lru_cache(maxsize=4096)
 def _quoted(text: str) -> str:
-    """A key as a part of a path. Parameters have states with the same few keys."""
+    """A key as part of a path. Cached, because the states of parameters have the same few keys."""
     return quote(text, safe="", errors="surrogatepass").replace(".", "%2E")
 
 
 def at_path(value: Any, path: str) -> Any:
-    """What is at a path (``"a/0/b"``) of nested state; None if there is nothing."""
+    """The value at a path (``"a/0/b"``) of nested state; None if there is none."""
     for part in path.split("/") if path else ():
         try:
-            # `get`: a defaultdict would make what it does not have.
+            # `get`, because indexing a defaultdict would create the key.
             value = (
                 value[int(part)]
                 if isinstance(value, (list, tuple))
@@ -104,14 +103,14 @@ def at_path(value: Any, path: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> Any:
-    """What `encode` was given.
+    """The inverse of `encode`.
 
     Args:
         tensor: is called with the note of each tensor.
         where: the file, for messages.
 
     Raises:
-        CorruptError: it is not what `encode` makes.
+        CorruptError: `encode` does not create such JSON.
     """
     if isinstance(value, list):
         return [decode(item, tensor, where) for item in value]
