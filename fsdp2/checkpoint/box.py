@@ -1,7 +1,7 @@
 """Boxes: rectangular parts of a tensor in its global coordinates, the only record of sharding in a checkpoint. Pure.
 
-A reader of any world size intersects the box that it needs with the boxes that files hold. How a box came about (which
-mesh, which placements, in which order) does not matter to it.
+A reader with any world size intersects the box that it needs with the boxes that files hold. The mesh, the placements
+and their order, from which a box resulted, do not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +34,10 @@ class Box:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return prod(self.shape)  # of an empty shape: 1
+        return prod(self.shape)  # 1 for an empty shape
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part; None where there is none (of 0-dim boxes it is always the one element)."""
+        """The common part; None if there is none. (Two 0-dim boxes always share their one element.)"""
         if self is other or self == other:  # by far the most frequent case
             return self if self.numel or not self.shape else None
         start = tuple(max(pair) for pair in zip(self.start, other.start, strict=True))
@@ -47,11 +47,11 @@ class Box:
         return Box(start, tuple(high - low for low, high in zip(start, end, strict=True)))
 
     def within(self, outer: "Box") -> "Box":
-        """The same elements in coordinates that begin at `outer`."""
+        """The same elements in coordinates relative to `outer`."""
         return Box(tuple(own - base for own, base in zip(self.start, outer.start, strict=True)), self.shape)
 
     def split_until(self, fits: Callable[["Box"], bool]) -> Iterator["Box"]:
-        """The box in parts that fit, in row-major order: halves of halves along the outermost dim that can be halved. A
+        """The box in parts that fit, in row-major order. The outermost dim that can be halved is halved, repeatedly. A
         single element counts as fitting.
 
         >>> list(Box((0,), (3,)).split_until(lambda box: box.numel <= 2))
@@ -82,12 +82,12 @@ class Box:
             yield from Box(start, (*self.shape[:dim], 1, *self.shape[dim + 1 :])).runs(shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """What indexes these elements in a tensor that begins at 0."""
+        """The index of these elements in a tensor that begins at 0."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -141,10 +141,10 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, end: int) -> Iterator[
 
 
 class Cover:
-    """Whether boxes cover one box exactly: all of it, and nothing twice.
+    """Checks that boxes cover a box exactly, without gaps or overlaps.
 
     Args:
-        box: what is to be covered. Boxes that are added lie within it.
+        box: what is to be covered. All boxes that are added must lie within it.
     """
 
     def __init__(self, box: Box):
@@ -152,22 +152,22 @@ class Cover:
         self._parts: list[Box] = []
 
     def add(self, part: Box) -> None:
-        """Note that `part` is there."""
+        """Add a box."""
         self._parts.append(part)
 
     @property
     def missing(self) -> int:
-        """Elements that nothing covers, given that nothing overlaps."""
+        """The number of elements that are not covered, assuming that no boxes overlap."""
         return self._box.numel - sum(part.numel for part in self._parts)
 
     def check(self, what: str) -> None:
-        """See that the box is covered.
+        """Check that the box is covered.
 
         Args:
             what: the name of the tensor and where it is, for messages.
 
         Raises:
-            CorruptError: a part is missing, or is there twice.
+            CorruptError: a part is missing or covered twice.
         """
         if self._parts == [self._box]:  # by far the most frequent case
             return
@@ -187,17 +187,17 @@ class Cover:
             raise CorruptError(f"{what} {wanted}: its {len(parts)} parts overlap")
 
 
-# Dims along which parts are cut at once, of a tensor that is not cut as a grid. Meshes have no more axes.
+# The most dims along which `_is_sum` can check cuts. Meshes have no more axes.
 MAX_CUT_DIMS = 8
 MAX_COMPARED = 300_000
 
 
 def _is_sum(box: Box, parts: list[Box]) -> bool:
-    """Whether the parts make up the box exactly, in time that is linear in their number, however they lie.
+    """Whether the parts cover the box exactly. The time is linear in their number, whatever their arrangement.
 
-    A function that is 1 on a box and 0 elsewhere is known from its corners: +1 where it begins or ends along an even
-    number of dims, -1 at the others (its difference along every dim). So parts make up a box if, and only if, all their
-    corners cancel but for those of the box.
+    The function that is 1 on a box and 0 elsewhere is determined by its corners: +1 at corners that are an upper end
+    along an even number of dims, -1 at the others (its difference along every dim). So parts cover a box exactly if,
+    and only if, the sum of their corners equals the corners of the box.
     """
     dims = [
         dim
@@ -216,13 +216,13 @@ def _is_sum(box: Box, parts: list[Box]) -> bool:
 
 
 def _overlap(parts: list[Box]) -> tuple[tuple[Box, Box] | None, bool]:
-    """(two parts with common elements if such are found soon, whether there is no doubt): a sweep along the dim with
-    the most distinct starts."""
+    """(two overlapping parts if they are found early, whether all parts were compared). Sweeps along the dim with the
+    most distinct starts."""
     if len(parts) < 2:
         return None, True
     dims = range(len(parts[0].shape))
     dim = max(dims, key=lambda dim: len({part.start[dim] for part in parts}), default=None)
-    if dim is None:  # single elements of no dims are the same one
+    if dim is None:  # 0-dim: all parts are the same element
         return (parts[0], parts[1]), True
     active: list[Box] = []
     compared = 0

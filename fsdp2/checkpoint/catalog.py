@@ -1,8 +1,8 @@
-"""What a folder holds, whatever wrote it: tensors by name, and for any part of one the bytes that hold it.
+"""What a folder holds, in any format: tensors by name, and for any part of a tensor the bytes that hold it.
 Layer: checkpoint.
 
-Each format has a reader that makes a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`, `deepspeed.py`. Everything
-that reads (load, verify, describe, convert) works on catalogs.
+The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`, `deepspeed.py`. Everything that
+reads (load, verify, describe, convert) works on catalogs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ class StoredPiece:
     Attributes:
         path: of the file, in the storage.
         offset: where the container begins in the file.
-        container: the part of the whole tensor that lies at `offset` without gaps.
-        box: the part of it that is meant here (all of it, but for consolidated files).
+        container: the part of the whole tensor that is stored at `offset` without gaps.
+        box: the part of the container that this piece stands for (all of it, except in consolidated files).
         dtype: its name in safetensors.
         sums: checksums of the blocks of the row-major bytes of `box`, joined; "" if there are none.
     """
@@ -65,7 +65,7 @@ class Catalog(Protocol):
 
     @property
     def kind(self) -> str:
-        """The format, in words."""
+        """The format, as text."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class Catalog(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Mapping[str, StoredTensorInfo]]:
-        """Section ("model", "optimizer") -> name -> what it is."""
+        """Section ("model", "optimizer") -> name -> dtype and shape."""
         ...
 
     @property
@@ -85,14 +85,14 @@ class Catalog(Protocol):
 
     @property
     def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Section -> what is no tensor, from each kind of rank (see `optimizer.py`, `state.py`)."""
+        """Section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`)."""
         ...
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
-        """The pieces that meet a part of a tensor. Opens only files that have some.
+        """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
 
         Raises:
-            CorruptError: a file is damaged, or is not what the folder says of it.
+            CorruptError: a file is damaged, or does not match the description of the folder.
         """
         ...
 
@@ -103,7 +103,7 @@ class Catalog(Protocol):
 
 @dataclass
 class PieceTable:
-    """A catalog whose pieces are all known from the start: of formats that list them.
+    """A catalog whose pieces are all known from the start, for formats that list them.
 
     Attributes:
         table: section -> name -> pieces.
@@ -119,7 +119,7 @@ class PieceTable:
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
 
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
-        """Add a tensor, or more pieces of one; `CorruptError` for a name that is none."""
+        """Add a tensor, or more pieces of one; `CorruptError` for an invalid name."""
         if type(name) is not str:
             raise CorruptError(f"{self.path}: a tensor is called {str(name)[:80]}, a {type(name).__name__}; not a text")
         self.tensors.setdefault(section, {}).setdefault(name, info)

@@ -1,7 +1,7 @@
-"""Checksums of blocks of bytes. Against accidents (a flipped bit, a file of another save), not against malice. Pure.
+"""Checksums of blocks of bytes. They detect accidents (a flipped bit, a file of another save), not malice. Pure.
 
-Every tensor of a file is cut into blocks of `BLOCK` bytes, the last one shorter; each has a checksum of fixed width, so
-the length of a header is known before the data are. A reader that needs a part of a tensor reads whole blocks of it.
+Every tensor of a file is cut into blocks of `BLOCK` bytes, the last one shorter. Each has a checksum of fixed width, so
+the length of a header is known before the data are. A reader that needs a part of a tensor reads whole blocks.
 """
 
 import zlib
@@ -15,14 +15,14 @@ BLOCK = 1 << 20
 
 Buffer = bytes | bytearray | memoryview
 
-# Its name in a manifest, and its hex digits a block.
+# Its name in a manifest, and its number of hex digits per block.
 ALGORITHM = "crc32"
 WIDTH = 8
 
 
 def _fastest_crc32() -> Callable[[Buffer, int], int]:
-    """Intel's ISA-L where the package isal is installed (the extra `fsdp2[isal]`), else the standard library's: the
-    same values, several times as fast, so neither writing nor reading depends on which it is."""
+    """Intel's ISA-L if the package isal is installed (the extra `fsdp2[isal]`), otherwise the standard library's. Both
+    give the same values, so files do not depend on the choice; ISA-L is several times as fast."""
     try:
         isal_zlib: Any = import_module("isal.isal_zlib")
     except ImportError:
@@ -35,11 +35,11 @@ _crc32 = _fastest_crc32()
 
 
 def crc32(data: Buffer, before: int = 0) -> int:
-    """CRC-32, with the GIL released. zlib's does 1.5 to 2 GB/s a core, which is most of the work of a load of files
-    that are in memory.
+    """CRC-32, with the GIL released. zlib's takes most of the time of loading files that are in memory: it does 1.5 to
+    2 GB/s per core.
 
     Args:
-        before: that of the bytes before these.
+        before: the CRC-32 of the preceding bytes.
     """
     return _crc32(data, before)
 
@@ -55,5 +55,5 @@ def checksum(data: Buffer) -> str:
 
 
 def num_blocks(nbytes: int) -> int:
-    """How many blocks, and so checksums, that many bytes have."""
+    """The number of blocks, and so of checksums, for that many bytes."""
     return -(-nbytes // BLOCK)

@@ -1,8 +1,9 @@
-"""The containers and numbers, beside JSON's, that nested state may consist of: each comes back as what it was. Pure.
+"""The containers and numbers, beside those of JSON, that nested state may contain. Each is restored as what it was.
+Pure.
 
-A registry, not a mechanism: a file names a kind, and only these are made of it. No code comes from a file and no module
-is imported for one (but NumPy itself). Whatever is of another type, a subclass of these included, is refused when it is
-saved, since it would come back as something else.
+This is a registry, not a general mechanism: a file names a kind, and only the kinds listed here are built. No code
+comes from a file, and no module is imported for one (except NumPy itself). All other types, including subclasses of
+these, are refused by the save, since they would be restored as something else.
 """
 
 import sys
@@ -29,12 +30,12 @@ MAX_FIELDS = 255
 
 @dataclass(frozen=True)
 class Kind:
-    """How values of a type are taken apart and made again.
+    """How values of a type are taken apart and built again.
 
     Attributes:
-        name: of the type, in files.
-        head: strings besides the content (or lists of them).
-        body: the content: a dict, a list, or a number of Python.
+        name: the name of the type in files.
+        head: strings (or lists of them) besides the content.
+        body: the content: a dict, a list, or a Python number.
         build: (head, body) -> the value; `TypeError` or `ValueError` if they do not fit.
     """
 
@@ -45,7 +46,7 @@ class Kind:
 
 
 def kind_of(value: Any) -> Kind | None:
-    """The kind of a value; None for plain JSON and for what is not kept."""
+    """The kind of a value; None for plain JSON and for types that are not supported."""
     kind = type(value)
     if kind in _BY_TYPE:
         found = _BY_TYPE[kind]
@@ -61,7 +62,7 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """The fields of a class of named tuples; None for other classes."""
+    """The fields of a named tuple class; None for other classes."""
     fields = getattr(kind, "_fields", None)
     named = type(fields) is tuple and all(type(name) is str for name in fields) and len(fields) <= MAX_FIELDS
     return fields if named else None
@@ -75,23 +76,23 @@ def _default(head: list[Any], body: Any) -> Any:
 
 
 def _named(head: list[Any], body: Any) -> Any:
-    """The class is the program's own, where it is loaded; else another one of the same name and fields."""
+    """The program's own class, if it is loaded; otherwise a new one of the same name and fields."""
     module, qualname, fields = head
     fields = tuple(_of(list, fields))
     if len(fields) != len(_of(list, body)) or len(fields) > MAX_FIELDS:
         raise ValueError(f"{len(fields)} names of fields for {len(body)} values")
     found: Any = sys.modules.get(module)
     for part in _of(str, qualname).split("."):
-        # Not getattr: a module may import another one when it is asked for a name.
+        # Not getattr: a module may import another one when an attribute is looked up.
         found = getattr(found, "__dict__", {}).get(part)
     if not isinstance(found, type) or not issubclass(found, tuple) or _fields(found) != fields:
         found = _class_of(qualname.rpartition(".")[2], fields)
-    return tuple.__new__(found, body)  # which calls nothing of the class
+    return tuple.__new__(found, body)  # calls nothing of the class
 
 
 @lru_cache(maxsize=64)
 def _class_of(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)  # which checks that these are names and nothing else
+    return namedtuple(name, fields)  # checks that these are valid names
 
 
 def _number(head: list[Any], body: Any) -> Any:
@@ -102,7 +103,7 @@ def _number(head: list[Any], body: Any) -> Any:
         numpy: Any = import_module("numpy")
     except ImportError as error:
         raise UnsupportedError(f"a number of NumPy ({name}) was saved, and NumPy is not installed") from error
-    with numpy.errstate(all="ignore"):  # it is what it was
+    with numpy.errstate(all="ignore"):  # no warnings: this is the value that was saved
         return numpy.dtype(name).type(body)
 
 

@@ -1,8 +1,8 @@
-"""What a rank writes, decided before the first byte: files of its own, or its rows of files that all ranks write.
+"""What a rank writes, planned before the first byte: its own files, or its rows of files that all ranks share.
 Layer: checkpoint.
 
-A `Piece` is a part of a stored tensor that this rank has. In a file of its own the piece is all there is of the tensor
-(its container); in a consolidated file the container is the whole tensor, and other ranks write the rest of it.
+A `Piece` is a part of a stored tensor that this rank holds. In a rank's own file the piece is all there is of the
+tensor (its container). In a consolidated file the container is the whole tensor, and other ranks write the rest.
 """
 
 import json
@@ -42,7 +42,7 @@ __all__ = [
 # Consolidated files: section -> file -> [(name, dtype, shape)] of the tensors in it.
 Homes = dict[str, dict[str, list[tuple[str, str, tuple[int, ...]]]]]
 
-# What is checked of a file by its checksums: name -> one for each block.
+# The checksums of a file: name -> one for each block.
 Sums = dict[str, list[str]]
 
 
@@ -55,8 +55,8 @@ class Piece:
         box: which part, in coordinates of the whole tensor.
         values: a plain tensor of that shape, on any device.
         shape: of the whole tensor.
-        source: yields bytes ``first..last`` of the values as `blocks_of` does, where these are not in memory (they come
-            from another checkpoint); `values` is a meta tensor then.
+        source: for values that are not in memory (they come from another checkpoint): yields bytes ``first..last`` as
+            `blocks_of` does. `values` is a meta tensor then.
     """
 
     name: str
@@ -80,11 +80,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Written:
-    """A file, or this rank's part of one, that is durable.
+    """A file, or this rank's part of one, after it became durable.
 
     Attributes:
-        size: its bytes.
-        header_crc: CRC-32 of its header (of all of it, for JSON), if this rank wrote that.
+        size: bytes of the file.
+        header_crc: CRC-32 of its header (for JSON: of the whole file), if this rank wrote that.
         sums: checksums of this rank's pieces.
     """
 
@@ -100,8 +100,9 @@ class PlannedFile:
 
     Attributes:
         size: bytes of the whole file.
-        pieces: (offset in the file of the container, container, piece).
-        header: makes its first bytes from the checksums of all pieces; None if another rank writes them.
+        pieces: (offset of the container in the file, container, piece).
+        header: returns the first bytes of the file, given the checksums of all pieces; None if another rank writes
+            them.
         shared: other ranks write to it too.
     """
 
@@ -117,7 +118,7 @@ def owned_pieces(entries: Mapping[str, Entry], tilings: Mapping[str, Tiling], ra
     """The parts that `rank` writes.
 
     Args:
-        tilings: how the tensors are cut for writing, by name: as they are, or finer (`spread_replicas`).
+        tilings: how the tensors are cut for writing, by name: as they are sharded, or finer (`spread_replicas`).
     """
     for name, entry in entries.items():
         tiling = tilings[name]
@@ -133,17 +134,17 @@ def rank_file_name(section: str, rank: int, world: int) -> str:
 
 
 def named_after(file: str, save_id: str) -> str:
-    """The name of a rank's own file where a save writes to the final folder at once: no late save can meet it there."""
+    """The name of a rank's own file if a save writes to the final folder directly. The id keeps late saves apart."""
     return f"{file.removesuffix('.safetensors')}-{save_id}.safetensors"
 
 
 def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -> PlannedFile:
-    """The file with all that one rank writes of a section.
+    """The file with everything that one rank writes of a section.
 
     Args:
-        about: id, rank and world, which the file repeats so that it cannot be taken for one of another save.
+        about: id, rank and world, which the file repeats to distinguish it from files of other saves.
     """
-    # Large items first: every tensor is aligned. Small tensors then lie together, which makes them one read.
+    # Large items first, so that every tensor is aligned. Small tensors are then adjacent and can be read at once.
     ordered = sorted(pieces, key=lambda piece: (-ITEMSIZES[piece.dtype], piece.nbytes, piece.name))
     shards = {piece.name: [list(piece.shape), list(piece.box.start)] for piece in ordered}
 
@@ -167,11 +168,11 @@ def rank_file(section: str, pieces: Sequence[Piece], about: Mapping[str, Any]) -
 def consolidated_homes(
     section: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], max_bytes: int
 ) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:
-    """Which tensors go to which file when each is stored whole: file -> [(name, dtype, shape)]. The same on all ranks.
+    """Distribute whole tensors over files: file -> [(name, dtype, shape)]. The result is the same on all ranks.
 
     Args:
         tensors: name -> (dtype, shape).
-        max_bytes: data of a file, unless one tensor alone is larger.
+        max_bytes: the most bytes of data per file, unless one tensor alone is larger.
     """
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     filled = 0
@@ -191,8 +192,8 @@ def consolidated_homes(
 def consolidated_files(
     homes: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]], pieces: Sequence[Piece], rank: int, world: int
 ) -> list[PlannedFile]:
-    """This rank's part of the files of `consolidated_homes`. Each rank begins at another file, so that they do not all
-    wait for the same one."""
+    """This rank's part of the files of `consolidated_homes`. Each rank begins with a different file, so that they do
+    not all wait for the same one."""
     by_name = {piece.name: piece for piece in pieces}
     planned = []
     for number, (file, tensors) in enumerate(homes.items()):
@@ -213,12 +214,12 @@ def consolidated_files(
 
 
 def sums_file_name(rank: int, world: int) -> str:
-    """The file with the checksums of what a rank wrote to consolidated files, whose headers are plain."""
+    """The file with the checksums of what a rank wrote to consolidated files, whose headers contain none."""
     return f"sums-rank-{rank:05d}-of-{world:05d}.json"
 
 
 def encode_sums(about: Mapping[str, Any], written: Iterable[Written]) -> bytes:
-    """The content of such a file."""
+    """The content of a checksum file."""
     sums = {file.name: {name: "".join(blocks) for name, blocks in file.sums.items()} for file in written}
     return json.dumps({**about, "sums": sums}, separators=(",", ":")).encode()
 

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: made, and read without trusting it. Pure: bytes in, bytes out.
+"""The header of a safetensors file: encoded, and parsed without trusting it. Pure: bytes in, bytes out.
 
-A file is ``u64 little-endian length | JSON | data``. The JSON maps each name to dtype, shape and its range of the data;
-the ranges must follow each other without hole or overlap and end with the file. Spaces after the JSON are allowed, and
-we use them to let the data begin at a page. (https://github.com/huggingface/safetensors, "Format")
+A file is ``u64 little-endian length | JSON | data``. The JSON maps each name to dtype, shape and range in the data. The
+ranges must follow each other without gaps or overlaps and end with the file. Spaces after the JSON are allowed; they
+are used here to align the data to a page. (https://github.com/huggingface/safetensors, "Format")
 """
 
 import json
@@ -18,11 +18,11 @@ from fsdp2.errors import ArgumentError, CorruptError
 __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_DIMS = 64  # of a tensor: torch has no more, and the product of very many sizes takes minutes
-# JSON: an empty list takes 27 times the memory of its text. What save writes has a container in 20 bytes.
+MAX_DIMS = 64  # per tensor: torch has no more, and multiplying very many sizes takes minutes
+# In memory, an empty JSON list takes 27 times the size of its text. What save writes has one container per 20 bytes.
 FREE_CONTAINERS = 1_000_000
 BYTES_A_CONTAINER = 16
-MAX_DEPTH = 100  # of JSON: what walks over it may recurse
+MAX_DEPTH = 100  # of JSON, because code that walks it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
 
@@ -48,7 +48,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The content of a header.
 
     Attributes:
         tensors: by name, in the order of their data.
@@ -69,7 +69,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
         metadata: strings by name.
 
     Raises:
-        ArgumentError: a tensor has the name of the metadata.
+        ArgumentError: a tensor has the name that is reserved for the metadata.
     """
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -84,14 +84,14 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
 
 
 def parse_header(text: bytes, file: str, size: int) -> Header:
-    """Read a header and check that it describes a file of `size` bytes completely.
+    """Parse a header and check that it describes a file of `size` bytes completely.
 
     Args:
         text: the JSON, without the eight bytes of its length.
         file: for messages.
 
     Raises:
-        CorruptError: it is not such a header; the message names the file, and the tensor where there is one.
+        CorruptError: it is invalid; the message names the file, and the tensor if there is one.
     """
     content = parse_json(text, file)
     if not isinstance(content, dict):
@@ -132,8 +132,8 @@ def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], i
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether that is a list of numbers that may be sizes; past 63 bits they cannot be, and torch would fail on
-    them."""
+    """Whether this is a list of numbers that may be sizes. Numbers of more than 63 bits cannot, and would make torch
+    fail."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 
@@ -146,10 +146,10 @@ def parse_json(text: bytes, file: str) -> Any:
     """Parse untrusted JSON.
 
     Raises:
-        CorruptError: it is no JSON, an object has a key twice, it is nested too deeply, or would take memory out of
-            proportion to its length.
+        CorruptError: it is not JSON, an object has a duplicate key, it is nested too deeply, or it would take much more
+            memory than its length suggests.
     """
-    containers = text.count(b"[") + text.count(b"{")  # at most: those in strings count too
+    containers = text.count(b"[") + text.count(b"{")  # an upper bound: those in strings count too
     if containers > FREE_CONTAINERS + len(text) // BYTES_A_CONTAINER:
         raise CorruptError(
             f"{file}: {containers} lists and objects in {len(text)} bytes of JSON, more than there can be"

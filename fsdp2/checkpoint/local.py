@@ -16,20 +16,20 @@ from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["LocalStorage"]
 
-# No link is followed and no FIFO is waited for: a checkpoint is read and written within its folder only.
+# Follow no links and wait for no FIFO: a checkpoint is only read and written within its folder.
 SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
-# A write of fewer bytes is for the page cache, which collects them. Those of a GPU's values have a block, 1 MiB.
+# Smaller writes go to the page cache, which collects them. Writes of a GPU's values have a block, 1 MiB.
 DIRECT_FROM = 256 << 10
 
 
-# Files that stay open in a pinned folder: what is read twice (header, then values) is then read of one file, even if it
-# has been deleted in between.
+# The most files that stay open in a pinned folder. What is read in two steps (header, then values) then comes from the
+# same file, even if the file was deleted in between.
 KEPT_OPEN = 32
 
 
 class LocalStorage:
-    """Files of a POSIX file system, by their paths. Files and folders are durable (fsync) when a call says so."""
+    """Files of a POSIX file system, by path. Files and folders are made durable (fsync) where `Storage` says so."""
 
     sequential = False
     renames = True
@@ -135,7 +135,7 @@ class LocalStorage:
     def remove(self, path: str) -> None:
         """See `Storage`."""
         if os.path.isdir(path) and not os.path.islink(path):
-            with suppress(FileNotFoundError):  # somebody else may be deleting it too
+            with suppress(FileNotFoundError):  # another process may be deleting it too
                 shutil.rmtree(path)
         else:
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -143,7 +143,7 @@ class LocalStorage:
 
 
 class LocalWriter:
-    """See `Writer`. The file has its full size from the start, which shows a quota; a full disk shows while writing."""
+    """See `Writer`. The file has its full size from the start, which detects a quota. A full disk shows on writing."""
 
     def __init__(self, path: str, size: int, flags: int):
         self._path = path
@@ -152,7 +152,7 @@ class LocalWriter:
         try:
             space = os.fstatvfs(self._fd)
             free = space.f_bavail * space.f_frsize
-            # A file system without any blocks does not say how large it is (FUSE without statfs).
+            # A file system that reports no blocks does not tell its size (FUSE without statfs).
             if flags & os.O_TRUNC and space.f_blocks and free < size:
                 raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
             os.ftruncate(self._fd, size)
@@ -162,7 +162,7 @@ class LocalWriter:
             raise
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """See `Writer`. Whole pages go past the page cache; what others may write the rest of goes through it."""
+        """See `Writer`. Whole pages bypass the page cache; pages that others may also write to go through it."""
         end = offset + sum(part.nbytes for part in parts)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct is None or last - first < DIRECT_FROM:
@@ -188,8 +188,8 @@ class LocalWriter:
             if written:
                 remaining[0] = remaining[0][written:]
         if sys.platform == "linux" and offset > first:
-            # Let the disk begin now: the pages are dirty, so the hint starts their write-back and drops nothing.
-            # Otherwise the disk idles until `finish`, and both times are paid one after the other.
+            # Start writing to the disk now: the pages are dirty, so this hint starts their write-back and drops
+            # nothing. Otherwise the disk is idle until `finish`.
             os.posix_fadvise(self._fd, first, offset - first, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
@@ -205,7 +205,7 @@ class LocalWriter:
     def _close(self) -> None:
         if self._direct is not None:
             self._direct.close()
-        # Some file systems report errors only here. Even then the number is free, and may be another file's at once.
+        # Some file systems report errors only here. Even then the descriptor is closed, and may be reused at once.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -222,10 +222,10 @@ def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 
 
 class LocalReader:
-    """See `Reader`. Reads, and never maps: a file that shrinks is an error then, not a SIGBUS."""
+    """See `Reader`. Reads instead of mapping, so that a file that shrinks causes an error, not a SIGBUS."""
 
-    # Twice that, source and destination, is in the cache of one core (1 or 2 MiB) when it is summed. With half of it
-    # the calls take longer than the cache gives.
+    # Source and destination, so twice this, must fit into the cache of one core (1 or 2 MiB) when the checksum is
+    # computed. With half of it, the overhead of the calls exceeds the gain.
     chunk = 512 << 10
 
     def __init__(self, path: str, fd: int | None = None, owned: bool = True):
@@ -256,7 +256,7 @@ class LocalReader:
 
 
 class PinnedFolder(LocalStorage):
-    """See `Storage.pinned`. Files are opened in the folder that its descriptor is of, wherever that has been moved."""
+    """See `Storage.pinned`. Files are opened relative to the descriptor of the folder, even if it was moved."""
 
     def __init__(self, folder: str):
         self._folder = folder
@@ -323,10 +323,10 @@ def _opened(path: str, flags: int, name: str | None = None, folder: int | None =
 
 
 def _sync_folder(folder: str | Path) -> None:
-    """Make the names in a folder durable, where the file system can (several network ones cannot, nor need to)."""
+    """Make the names in a folder durable, if the file system can (several network file systems cannot, nor need to)."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # a folder in which one may make files, but not list them
+    except PermissionError:  # one may create files in this folder, but not list them
         return
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the small file, written last, that makes a folder one. Pure: bytes in, bytes out.
+"""The manifest: the small file, written last, that makes a folder a checkpoint. Pure: bytes in, bytes out.
 
 ``checkpoint.json`` is ``{"crc32": ..., "body": {...}}``. The body:
 
@@ -6,18 +6,18 @@
 format         "fsdp2/1"; a reader refuses formats that it does not know
 id             of this save; every file has it, so files of two saves cannot be mixed
 step, world    as given to `save`; the number of ranks
-layout         "ranks" (files of each rank) or "consolidated" (tensors whole, as Hugging Face has them)
+layout         "ranks" (each rank has its own files) or "consolidated" (whole tensors, as in Hugging Face's layout)
 checksum       "crc32", of the blocks
-files          name -> [bytes, CRC-32 of its header (of all of it, for JSON)]
-tables         what ranks have, once for all that have the same: see `table_of`
+files          name -> [bytes, CRC-32 of the header (for JSON: of the whole file)]
+tables         what ranks hold; ranks that hold the same share one: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
-extra          key -> list of {"json", "file", "ranks"}: what each rank gave, once for all that gave the same
-about          texts and numbers of the user, by name; not there if there are none
-extra_world    how many ranks gave it, if not `world`: a conversion changes the one and not the other
+extra          key -> list of {"json", "file", "ranks"}: what each rank passed; ranks with equal values share one
+about          the user's texts and numbers, by name; absent if there are none
+extra_world    the number of ranks that passed `extra`, if not `world`: a conversion changes only the latter
 =============  ====================================================================================================
 
-Its size grows with the number of parameters and, apart, with the number of ranks; not with their product: who has which
-part of a tensor is computed from its tiling.
+Its size grows with the number of parameters plus the number of ranks, not with their product: which rank holds which
+part of a tensor is computed from the tiling.
 """
 
 import json
@@ -47,7 +47,7 @@ SECTIONS = ("model", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a manifest says of one tensor.
+    """The description of one tensor.
 
     Attributes:
         dtype: its name in safetensors.
@@ -75,8 +75,8 @@ class Manifest:
     Attributes:
         records: section -> name -> record.
         aliases: section -> name -> the name under which its values are stored.
-        values: section -> what is no tensor, from each kind of rank.
-        extra_world: how many ranks gave `extra`.
+        values: section -> values other than tensors, from each kind of rank.
+        extra_world: the number of ranks that passed `extra`.
     """
 
     id: str
@@ -95,7 +95,7 @@ class Manifest:
 
     @staticmethod
     def encode(body: Mapping[str, Any]) -> bytes:
-        """The file for a body."""
+        """The content of the file for a body."""
         text = _canonical(body)
         return f'{{"crc32": "{zlib.crc32(text):08x}", "body": '.encode() + text + b"}\n"
 
@@ -104,14 +104,14 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CorruptError: it is damaged, or not made by this program, or by a later one.
+            CorruptError: it is damaged, or was written by another program or a later version.
         """
         outer = parse_json(content, file)
         if not isinstance(outer, dict) or outer.keys() != {"crc32", "body"} or not isinstance(outer["body"], dict):
             raise CorruptError(f"{file}: is not the manifest of a checkpoint")
         body = outer["body"]
         try:
-            # As `encode` lays it out, the text is there; what others have laid out anew is written again.
+            # If `encode` wrote the text, the body is found in it; if someone reformatted it, it is encoded again.
             found = LAYOUT.fullmatch(content)
             checksum = f"{zlib.crc32(found[1] if found else _canonical(body)):08x}"
         except (ValueError, RecursionError) as error:
@@ -185,7 +185,7 @@ def table_of(
     aliases: Mapping[str, Mapping[str, str]],
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What one rank has, as JSON: the same for all ranks that have the same model.
+    """What one rank holds, as JSON; the same for all ranks that have the same model.
 
     Args:
         tilings: section -> name -> (dtype, tiling).
@@ -209,7 +209,7 @@ def table_of(
 
 
 def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], alike: dict[Any, Record], file: str) -> Record:
-    """A row of a table. Equal rows share a record, so that its tiling's cached results are reused."""
+    """The record of a row of a table. Equal rows share one, so that its tiling's cached results are reused."""
     dtype, shape, mesh, cuts = row
     pairs = tuple([(int(axis), int(dim)) for axis, dim in cuts])
     key = (dtype, tuple(shape), mesh, pairs)
@@ -253,12 +253,12 @@ def _sizes(values: Sequence[object]) -> tuple[int, ...]:
 
 
 def _shape(values: Sequence[object]) -> tuple[int, ...]:
-    """The sizes of a tensor, or of a mesh. Of very many the product alone would take minutes."""
+    """The sizes of a tensor or of a mesh. Their number is limited, because multiplying very many takes minutes."""
     if len(values) > MAX_DIMS:
         raise ValueError(f"{len(values)} dims; expected at most {MAX_DIMS}, as torch has")
     return _sizes(values)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
-    """The one way in which a body is written: parsed and written again, it is the same text (floats included)."""
+    """The canonical text of a body: parsing and encoding it again gives the same text (including floats)."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

@@ -37,8 +37,8 @@ def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterat
     """Bytes ``first..last`` of a tensor's values, row by row, in pieces of `block` bytes (the last one shorter).
 
     Yields:
-        (the bytes, whether they stay valid). A piece of plain memory is that memory; those of other tensors (on an
-        accelerator, transposed) share one buffer, and the next one takes its place.
+        (the bytes, whether they stay valid). Blocks of plain memory are views of it. Those of other tensors (on an
+        accelerator, transposed) share one buffer, which the next block overwrites.
     """
     itemsize = values.element_size()
     if is_plain_memory(values):
@@ -57,11 +57,11 @@ def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterat
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until what has been issued on the current streams of these devices is done: other threads, which read and
-    write there next, know no streams of this one."""
+    """Wait until everything issued on the current streams of these devices is done. Other threads, which read and write
+    there next, do not know the streams of this one."""
     for device in devices:
         if device.type not in ("cpu", "meta"):
-            # Not `Event.record()`: that takes the stream of the current device, which in other threads is the first.
+            # Not `Event.record()`, which uses the stream of the current device: in other threads, the first device.
             torch.accelerator.current_stream(device).record_event().synchronize()
 
 
@@ -72,10 +72,10 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, and as a decorator, Python looks for no cycles of garbage. Plans of thousands of tensors are many small
-    objects without any; the collector goes over all of the process each time their number has grown by a quarter.
+    """Disable the cyclic garbage collector within, also as a decorator. Plans of thousands of tensors are many small
+    objects without cycles, and the collector traverses the whole process each time their number has grown by a quarter.
 
-    In the main thread alone: another one would set a switch that this one may be setting.
+    Only in the main thread: another thread could change the setting at the same time.
     """
     pauses = gc.isenabled() and threading.current_thread() is threading.main_thread()
     if pauses:

@@ -1,8 +1,8 @@
-"""Read parts of stored tensors into tensors: several threads, one bounded buffer, every block checked. Layer:
-checkpoint.
+"""Read parts of stored tensors into tensors, with several threads, bounded buffers, and checksums of every block.
+Layer: checkpoint.
 
-A part that is contiguous both in the file and in the tensor is read to its place. Otherwise (a column cut, another
-dtype, an accelerator, the odd ends of a checked block) it goes through the buffer of its thread.
+A part that is contiguous both in the file and in the tensor is read directly into place. Anything else (a column cut,
+another dtype, an accelerator, the partial blocks at the ends) goes through the buffer of the thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ from fsdp2.layout import strides
 __all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
-BUFFER_BYTES = 4 * BLOCK  # of each thread
-RUN = 16 * BLOCK  # bytes of one task, or of several that one thread does together
-TOGETHER = 16  # how many of them at most: of small ones in a distant storage most of the time is waiting
+BUFFER_BYTES = 4 * BLOCK  # per thread
+RUN = 16 * BLOCK  # bytes of one task, or of several small ones that one thread runs together
+TOGETHER = 16  # the most tasks run together: for small ones in a remote storage, most of the time is latency
 MAX_OPEN_FILES = 32
 
 
@@ -39,7 +39,7 @@ class Request:
     Attributes:
         name: for messages.
         target: a plain tensor on any device.
-        box: which part of the whole tensor `target` is.
+        box: the part of the whole tensor that `target` is.
     """
 
     name: str
@@ -55,10 +55,10 @@ def read_all(
 
     Args:
         verify: check all blocks that are read.
-        progress: is called with bytes that have been filled, from several threads.
+        progress: is called with the number of bytes that were just filled, from several threads.
 
     Raises:
-        CorruptError: a block does not have its checksum; the message names file, tensor and bytes.
+            CorruptError: the checksum of a block is wrong; the message names file, tensor and bytes.
     """
     files, buffers = OpenFiles(storage), _Buffers()
 
@@ -87,8 +87,8 @@ def _lots(requests: Sequence[Request], verify: bool) -> list["_Lot"]:
 
 
 class Filler:
-    """Fills requests in the thread that asks, which any number of threads may do: for callers that have threads of
-    their own. Files stay open until `close`."""
+    """Fills requests in the calling thread, for callers that have their own threads; any number may call it at once.
+    Files stay open until `close`."""
 
     def __init__(self, storage: Storage, verify: bool = True):
         self._files = OpenFiles(storage)
@@ -107,24 +107,24 @@ class Filler:
 
 @dataclass
 class _OpenFile:
-    """A file, and how many threads are reading it."""
+    """An open file, and how many threads are reading it."""
 
     reader: Reader
     users: int = 0
 
 
 class OpenFiles:
-    """Files by path, for several threads. The last `MAX_OPEN_FILES` stay open: a checkpoint of many ranks has more
-    files than a process may have open."""
+    """Files by path, for several threads. The `MAX_OPEN_FILES` most recently used stay open: a checkpoint of many ranks
+    has more files than a process may have open."""
 
     def __init__(self, storage: Storage):
         self._storage = storage
-        self._files: dict[str, _OpenFile] = {}  # the one used last comes last
+        self._files: dict[str, _OpenFile] = {}  # most recently used last
         self._lock = Lock()
 
     @contextmanager
     def use(self, path: str) -> Iterator[Reader]:
-        """The file, open for as long as the block lasts; `CheckpointError` if it cannot be opened."""
+        """The file, open while the block runs; `CheckpointError` if it cannot be opened."""
         with self._lock:
             file = self._files.pop(path, None) or _OpenFile(self._storage.open_file(path))
             file.users += 1
@@ -139,14 +139,14 @@ class OpenFiles:
                     self._files.pop(path).reader.close()
 
     def close(self) -> None:
-        """Close all; nothing is reading any more."""
+        """Close all files, which nothing may be reading any more."""
         for file in self._files.values():
             file.reader.close()
         self._files.clear()
 
 
 class _Buffers(local):
-    """A buffer for each thread, made at first use, and larger only where one item and its block need that."""
+    """One buffer per thread, created at first use. It grows only if one item with its block needs more."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -172,16 +172,16 @@ class PieceBytes:
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Their number."""
         return self.piece.box.numel * ITEMSIZES[self.piece.dtype]
 
     def _place(self) -> int | None:
-        """Where they begin in the file, if they lie there without gaps."""
+        """Where they begin in the file, if they are contiguous there."""
         place = flat_range_within(self.piece.box, self.piece.container)
         return None if place is None else self.piece.offset + place[0] * ITEMSIZES[self.piece.dtype]
 
     def fetch(self, reader: Reader, start: int, into: memoryview) -> None:
-        """Read bytes from `start`; in a consolidated file they may lie apart."""
+        """Read bytes from `start`; in a consolidated file they may not be contiguous."""
         piece, itemsize, place = self.piece, ITEMSIZES[self.piece.dtype], self._place()
         if place is not None:
             reader.read_into(place + start, into)
@@ -196,16 +196,16 @@ class PieceBytes:
                 filled += size
 
     def read(self, reader: Reader, start: int, into: memoryview) -> None:
-        """Read bytes from `start`: any, or with `verify` whole blocks, whose checksums are computed while the processor
-        still has what was just read in its cache.
+        """Read bytes from `start`: any range, or with `verify` whole blocks. Checksums are computed while the bytes are
+        still in the processor's cache.
 
         Raises:
-            CorruptError: a block does not have its checksum.
+            CorruptError: the checksum of a block is wrong.
         """
         if not self.verify:
             self.fetch(reader, start, into)
             return
-        # Thousands of times a GB: what is the same for all chunks is looked up once.
+        # This runs thousands of times per GB, so what is the same for all chunks is looked up once.
         size, step, place = into.nbytes, reader.chunk, self._place()
         begin = None if place is None else place + start
         crc = 0
@@ -224,7 +224,7 @@ class PieceBytes:
                     crc = 0
 
     def _check(self, first: int, last: int, found: str) -> None:
-        """Compare the checksum of a block."""
+        """Compare the checksum of a block with the stored one."""
         expected = self._sum_at(first)
         if found != expected:
             box = self.piece.box
@@ -235,13 +235,13 @@ class PieceBytes:
             )
 
     def _sum_at(self, start: int) -> str:
-        """What the checksum of the block that begins there should be."""
+        """The stored checksum of the block that begins at `start`."""
         number = start // BLOCK
         return self.piece.sums[number * WIDTH : (number + 1) * WIDTH]
 
     def bad_blocks(self, start: int, data: memoryview) -> Iterator[tuple[int, int, str, str]]:
-        """(first byte, end, checksum, what it should be) of each damaged block among whole ones that begin at
-        `start`."""
+        """(first byte, end, checksum, stored checksum) of each damaged block in `data`, which are whole blocks that
+        begin at `start`."""
         for at in range(0, data.nbytes, BLOCK):
             block = data[at : at + BLOCK]
             expected = self._sum_at(start + at)
@@ -251,44 +251,44 @@ class PieceBytes:
 
 
 class _Task(Protocol):
-    """Something to read."""
+    """A part to read."""
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Where it is: file, piece, byte. Sorts neighbours in a file together."""
+        """(file, piece, byte), as a sort key that brings neighbours in a file together."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """How much is read."""
+        """The number of bytes to read."""
         ...
 
     def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Do it; the bytes that were filled."""
+        """Read it. Returns the number of bytes that were filled."""
         ...
 
 
 @dataclass(slots=True)
 class _Lot:
-    """Tasks of one file that a thread does together: to hand over each small tensor alone takes longer than to read
+    """Tasks of one file that a thread runs together, because handing over each small tensor takes longer than reading
     it."""
 
     path: str
     tasks: list[_Task]
 
     def run(self, files: OpenFiles, buffers: _Buffers) -> int:
-        """Do all; the bytes that were filled."""
+        """Run all. Returns the number of bytes that were filled."""
         with files.use(self.path) as reader:
             return sum(task.run(reader, buffers) for task in self.tasks)
 
 
 @dataclass(slots=True)
 class _Direct:
-    """Bytes that go to memory as they are.
+    """Bytes that are read directly into memory.
 
     Attributes:
         start: where they begin in the source.
-        into: where they belong.
+        into: the destination.
     """
 
     source: PieceBytes
@@ -304,9 +304,9 @@ class _Direct:
         return self.into.nbytes
 
     def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read whole blocks to their place; the ends of blocks of which only a part is wanted through the buffer."""
+        """Read whole blocks directly into place, and partial blocks at the ends through the buffer."""
         source, at, end = self.source, self.start, self.start + self.nbytes
-        last = end if end == source.nbytes or not source.verify else end // BLOCK * BLOCK  # of what goes to its place
+        last = end if end == source.nbytes or not source.verify else end // BLOCK * BLOCK  # end of the direct part
         while at < end:
             low = at // BLOCK * BLOCK
             if at < last and (at == low or not source.verify):
@@ -324,12 +324,12 @@ class _Direct:
 
 @dataclass(slots=True)
 class _Copied:
-    """A box whose elements are copied out of the buffer: rows of which only some columns are wanted, another dtype,
-    another device.
+    """A box whose elements are copied out of the buffer: only some columns of its rows are wanted, or it has another
+    dtype or device.
 
     Attributes:
-        box: which part of the whole tensor.
-        first, last: the bytes of the source from its first to its last element, or the whole blocks around them.
+        box: the part of the whole tensor.
+        first, last: the range of the source's bytes from its first to its last element, or the whole blocks around it.
     """
 
     source: PieceBytes
@@ -347,7 +347,7 @@ class _Copied:
         return self.last - self.first
 
     def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read the range, then copy the box out of it; both are small."""
+        """Read the range, then copy the box out of it. Both fit into the buffer."""
         target, piece = self.request.target, self.source.piece
         buffer = buffers.get(self.last - self.first, target.device)
         data = bytes_of(buffer)
@@ -357,8 +357,8 @@ class _Copied:
         begin -= self.first // ITEMSIZES[piece.dtype]
         values = buffer.view(DTYPES[piece.dtype]).as_strided(self.box.shape, steps, begin)
         part_of(target, self.box.within(self.request.box)).copy_(values)
-        # On an accelerator the last part of that may still be under way on this thread's stream (a target with gaps,
-        # another dtype). The thread that asked knows nothing of that stream, and the buffer gets other bytes next.
+        # On an accelerator the last copy may still be running on this thread's stream (a target with gaps, another
+        # dtype). The calling thread does not know that stream, and the buffer is reused next.
         wait_for({target.device})
         return self.box.numel * target.element_size()
 
@@ -385,7 +385,7 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
 
 
 def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
-    """The range of the piece's bytes from the first to the last that a box needs."""
+    """The range of the piece's bytes from the first to the last one that a box needs."""
     itemsize = ITEMSIZES[piece.dtype]
     within, steps = box.within(piece.box), strides(piece.box.shape)
     first = sum(at * step for at, step in zip(within.start, steps, strict=True)) * itemsize
@@ -396,7 +396,7 @@ def _span(box: Box, piece: StoredPiece, verify: bool) -> tuple[int, int]:
 
 
 def _split(box: Box, piece: StoredPiece, verify: bool) -> Iterator[Box]:
-    """The box in parts; what must be read for each fits into the buffer."""
+    """The box in parts; the bytes to read for each fit into the buffer."""
 
     def fits(part: Box) -> bool:
         first, last = _span(part, piece, verify)

@@ -1,4 +1,4 @@
-"""Where checkpoints live: the few operations that saving and loading need. Layer: checkpoint.
+"""Where checkpoints are stored: the few operations that saving and loading need. Layer: checkpoint.
 
 Implementations: `LocalStorage` in `local.py`; `RemoteStorage` in `remote.py`, through fsspec. Both pass the same tests.
 """
@@ -13,15 +13,15 @@ from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
 __all__ = ["Folder", "PinnedStorage", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
 
-# A folder, as users name it: a local path, or a URL for fsspec.
+# A folder, as users give it: a local path, or a URL for fsspec.
 Folder = str | os.PathLike[str]
 
 
 class Writer(Protocol):
-    """A file that is being written. Threads may write different parts at the same time, if it is not sequential."""
+    """A file being written. Unless the storage is sequential, threads may write different parts at the same time."""
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Write these bytes one after the other from `offset`; through a sequential storage in order, without gaps."""
+        """Write these bytes one after the other from `offset`; in a sequential storage, in order and without gaps."""
         ...
 
     def finish(self) -> None:
@@ -29,24 +29,24 @@ class Writer(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Close it without promise; never raises."""
+        """Close it; its content is undefined. Never raises."""
         ...
 
 
 class Reader(Protocol):
-    """A file that is being read, by several threads at the same time.
+    """A file being read, by several threads at the same time.
 
     Attributes:
         size: in bytes.
-        chunk: how many bytes to ask for at a time, where something is to be done with them in between: what a
-            processor's cache holds, or what is worth a request. A part of a block (see `checksum.py`), or several.
+        chunk: how many bytes to request at a time, if they are processed in between: what fits into a processor's
+            cache, or what is worth a request. A fraction or a multiple of a block (see `checksum.py`).
     """
 
     size: int
     chunk: int
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset`; `CorruptError` where the file ends before."""
+        """Fill `buffer` from `offset`; `CorruptError` if the file ends too early."""
         ...
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class Storage(Protocol):
 
     Attributes:
         sequential: files can only be written from the first byte to the last.
-        renames: a folder can be renamed in one step. Without that, files go to their final folder at once, and the
-            manifest, written last, is what makes it a checkpoint.
+        renames: a folder can be renamed atomically. Otherwise files go directly to their final folder, and the
+            manifest, written last, makes it a checkpoint.
     """
 
     sequential: bool
@@ -76,11 +76,11 @@ class Storage(Protocol):
         ...
 
     def make_folder(self, folder: str) -> None:
-        """Create it and its parents, durably; nothing happens if it is there."""
+        """Create it and its parents, durably, if it does not exist."""
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Names of what is in a folder, sorted; empty if there is no such folder."""
+        """The names in a folder, sorted; empty if there is no such folder."""
         ...
 
     def size(self, path: str) -> int | None:
@@ -88,11 +88,11 @@ class Storage(Protocol):
         ...
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Bytes of each regular file in a folder, by name: one look at the folder, however many there are."""
+        """Bytes of each regular file in a folder, by name. The folder is listed only once."""
         ...
 
     def kind(self, path: str) -> str | None:
-        """What is there, in a word ("file", "folder"); None if nothing is."""
+        """What a path is, in a word ("file", "folder"); None if nothing is there."""
         ...
 
     def age(self, path: str) -> float:
@@ -104,15 +104,15 @@ class Storage(Protocol):
         ...
 
     def join_file(self, path: str, size: int) -> Writer:
-        """Take part in writing a file of `size` bytes to which other ranks write too; the first creates it."""
+        """Open a file of `size` bytes that several ranks write to; the first one creates it."""
         ...
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
-        """Write a small file: afterwards it is there, durable and whole, or as it was before.
+        """Write a small file atomically and durably.
 
         Args:
-            new: `FileExistsError` if it is there already; of several that write it, one does (in object stores whose
-                fsspec package can do that, which those for S3 and Google can).
+            new: `FileExistsError` if it exists already. If several write it, only one succeeds (in object stores: if
+                their fsspec package supports that, as those for S3 and Google do).
         """
         ...
 
@@ -121,16 +121,16 @@ class Storage(Protocol):
         ...
 
     def pinned(self, folder: str) -> "PinnedStorage":
-        """This storage, for reading from `folder` as it is now: what takes its name later is not seen, and what it is
-        replaced by cannot be mixed with it. `CheckpointError` if there is none."""
+        """This storage, for reading from `folder` as it is now: if another folder takes its name, no files of that are
+        seen. `CheckpointError` if there is none."""
         ...
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
-        """Give a folder (if not durably, also a file or a link) another name, in one step; `OSError` if it is taken."""
+        """Rename a folder atomically (if not durably, also a file or a link); `OSError` if the name is taken."""
         ...
 
     def remove(self, path: str) -> None:
-        """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+        """Delete a file, or a folder with its content, if it exists."""
         ...
 
 
@@ -138,12 +138,12 @@ class PinnedStorage(Storage, Protocol):
     """See `Storage.pinned`."""
 
     def close(self) -> None:
-        """Release it; nothing reads any more."""
+        """Release it, after the last read."""
         ...
 
 
 def storage_of(folder: Folder) -> tuple[Storage, str]:
-    """(storage, path in it) of what a user names: a URL (``s3://bucket/run``, ``memory://x``) goes through fsspec."""
+    """(storage, path in it) of a user's folder; a URL (``s3://bucket/run``, ``memory://x``) goes through fsspec."""
     if folder is None:
         raise CheckpointError(
             "there is no checkpoint: the folder is None, which `latest` returns for a run without one. On a first "
@@ -153,22 +153,22 @@ def storage_of(folder: Folder) -> tuple[Storage, str]:
     for scheme in ("file://", "local://"):
         path = path.removeprefix(scheme)
     if "://" in path:
-        # Loaded only when asked for: fsspec is an extra.
+        # Imported only when needed: fsspec is optional.
         from fsdp2.checkpoint.remote import RemoteStorage
 
         storage = RemoteStorage(path)
         return storage, storage.root
     if re.match(r"[A-Za-z][\w+.-]+:/[^/]", path):
         raise ArgumentError(f"{path}: a URL that went through pathlib, which drops a slash; pass it as a string")
-    # A link to a folder stands for that folder: what is renamed in the end is on its disk.
+    # A link to a folder stands for that folder: the final rename happens on the disk of the target.
     return LocalStorage(), os.path.realpath(path)
 
 
 def check_file_name(name: object, where: str) -> str:
-    """A name that a file of a checkpoint may have: nothing that leads out of its folder.
+    """A name that a file of a checkpoint may have: it cannot lead out of the folder.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: the name is invalid.
     """
     allowed = isinstance(name, str) and 0 < len(name) <= 255 and not name.startswith(".") and name.isprintable()
     if not allowed or any(separator in str(name) for separator in ("/", "\\", ":", "\0")):

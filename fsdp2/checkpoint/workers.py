@@ -1,7 +1,7 @@
 """A few threads that share a list of work. Layer: checkpoint.
 
-Not `concurrent.futures`: its threads take no more work once the interpreter has begun to end, and a background save is
-allowed to finish then.
+Not `concurrent.futures`: its threads take no more work once the interpreter begins to shut down, and a background save
+may finish during shutdown.
 """
 
 import os
@@ -20,13 +20,13 @@ Result = TypeVar("Result")
 def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: int, name: str) -> list[Result]:
     """``[work(item) for item in items]``, on several threads. Items are taken in order, as late as possible.
 
-    Returns when no thread works any more, also after an error; then no further item is begun.
+    Returns when no thread is working any more. After an error, no further item is started.
 
     Args:
         name: of the threads.
 
     Raises:
-        BaseException: the first error of `work`, or an interruption of the thread that calls.
+        BaseException: the first error of `work`, or an interruption of the calling thread.
     """
     _make_thread_pool_of_torch()
     pending = enumerate(items)
@@ -51,7 +51,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
             threads.append(threading.Thread(target=loop, name=f"{name}-{number}"))
             try:
                 threads[-1].start()
-            except RuntimeError:  # a limit on threads, or (Python 3.12.0 and .1) the interpreter has begun to end
+            except RuntimeError:  # no thread available, or (Python 3.12.0 and .1) the interpreter is shutting down
                 threads.pop()
                 loop()
                 break
@@ -60,7 +60,7 @@ def run_all(work: Callable[[Item], Result], items: Iterable[Item], num_threads: 
     except BaseException as error:  # Ctrl-C
         errors.insert(0, error)
         for thread in threads:
-            if thread.is_alive():  # else it has ended, or begins after the error is known and does nothing
+            if thread.is_alive():  # else it has ended, or it will see the error and do nothing
                 thread.join()
     if errors:
         raise errors[0]
@@ -71,12 +71,12 @@ _pool_of_process: int | None = None
 
 
 def _make_thread_pool_of_torch() -> None:
-    """Let one new thread begin with torch before several do.
+    """Let one new thread use torch before several do.
 
-    After a fork torch makes its thread pool again, in the first thread that had not used torch yet, and without a lock:
-    when several begin at once, some find no pool ("Invalid thread pool!"). That torch asks for the number of threads
-    after every fork does not help where the parent's main thread had asked already. Not `set_num_threads`, which makes
-    the pool too, but also ends that MKL may take fewer threads for a product, in the whole process.
+    After a fork torch recreates its thread pool in the first thread that has not used torch yet, without a lock. If
+    several such threads start at once, some find no pool ("Invalid thread pool!"). torch asks for the number of threads
+    after every fork, but that does not help if the parent's main thread had already asked. `set_num_threads` would
+    create the pool too, but it also stops MKL from using fewer threads for a product, in the whole process.
     """
     global _pool_of_process
     if _pool_of_process == os.getpid():

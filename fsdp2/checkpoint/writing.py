@@ -1,7 +1,7 @@
 """Write planned files: bytes, their checksums, then the header. Layer: checkpoint.
 
-The header comes last, so a file that was cut off in between begins with zeros and is no safetensors file for anybody. A
-storage that only writes in order needs the checksums first, so there the values are read twice.
+The header is written last, so a file that was cut off before begins with zeros and is not a valid safetensors file. A
+sequential storage needs the checksums first, so there the values are read twice.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from fsdp2.checkpoint.workers import run_all
 __all__ = ["write_files"]
 
 THREADS = 4
-BATCH = 8 * BLOCK  # bytes that a thread checks and writes at a time
+BATCH = 8 * BLOCK  # bytes that a thread checksums and writes at a time
 
 
 def write_files(
@@ -26,13 +26,13 @@ def write_files(
     files: Sequence[PlannedFile],
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Written]:
-    """Write this rank's part of all files, several threads at once; return when they are durable.
+    """Write this rank's part of all files, with several threads; return when they are durable.
 
     Args:
-        progress: is called with the bytes that have just been written, from several threads.
+        progress: is called with the number of bytes that were just written, from several threads.
 
     Raises:
-        OSError: the disk is full, or not writable. What was written of the file at hand is closed, not removed.
+        OSError: the disk is full, or not writable. The current file is closed, not removed.
     """
     if storage.sequential:
         return [_write_in_order(storage, folder, file, progress) for file in files]
@@ -64,12 +64,12 @@ def _write(storage: Storage, folder: str, file: PlannedFile, progress: Callable[
     return Written(file.name, file.size, crc, sums)
 
 
-# Of one piece: its container's offset, the container, the piece, and a range of the piece's bytes.
+# (offset of the container in the file, container, piece, first byte and end of a range of the piece).
 Part = tuple[int, Box, Piece, int, int]
 
 
 def _batches(file: PlannedFile) -> Iterator[list[Part]]:
-    """The pieces of a file in lots of about `BATCH` bytes; large pieces in several lots."""
+    """The pieces of a file in batches of about `BATCH` bytes; large pieces are split."""
     lot: list[Part] = []
     filled = 0
     for offset, container, piece in file.pieces:
@@ -89,7 +89,7 @@ def _batches(file: PlannedFile) -> Iterator[list[Part]]:
 
 
 def _write_batch(writer: Writer, lot: Sequence[Part], progress: Callable[[int], None]) -> Sums:
-    """Check and write a lot. Views of plain memory that follow each other in the file become one write."""
+    """Checksum and write a batch. Adjacent views of plain memory become one write."""
     sums: Sums = {}
     run: list[memoryview] = []
     begin = end = 0
@@ -114,7 +114,7 @@ def _write_batch(writer: Writer, lot: Sequence[Part], progress: Callable[[int], 
 
 
 def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Where in the file the bytes of a view go which begins at byte `at` of the piece."""
+    """Where in the file the bytes of a view go. The view begins at byte `at` of the piece."""
     if piece.box is container:  # a rank's own file
         yield offset + at, view
         return

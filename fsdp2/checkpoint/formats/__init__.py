@@ -1,1 +1,1 @@
-"""Readers of folders, one a format; `opening` finds out which. Layer: checkpoint."""
+"""Readers of checkpoint folders, one per format; `opening` detects the format. Layer: checkpoint."""

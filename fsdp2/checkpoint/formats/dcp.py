@@ -1,13 +1,14 @@
 """The catalog of a folder of `torch.distributed.checkpoint` (DCP), as torch's FSDP2 and FSDP1 write it.
 Layer: checkpoint.
 
-``.metadata`` names each chunk of each tensor and the range of a ``.distcp`` file where it is (`dcp_metadata.py`). Such
-a range is a `torch.save` file of its own, from which the bytes are read where they are (`torch_files.py`). What is no
-tensor is a `torch.save` file too. No pickle is executed. What is sound and not plain data is left out (a pickled data
-loader), but for an optimizer's state, which must be complete; what is damaged is an error.
+``.metadata`` lists the chunks of each tensor, each with the range of a ``.distcp`` file that holds it
+(`dcp_metadata.py`). Such a range is a complete `torch.save` file, and the bytes are read in place (`torch_files.py`).
+Values other than tensors are `torch.save` files too. No pickle is executed. An item that is intact but not plain data
+(a pickled data loader) is left out, unless it is part of an optimizer's state, which must be complete. A damaged item
+is an error.
 
-Saved with ``use_collectives=False`` there is a ``__<rank>.metadata`` of each rank instead; together they say the same.
-Where ``.metadata`` is, it counts alone, as for torch.
+A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead; together they hold the same
+information. If ``.metadata`` exists, only it is used, as torch does.
 """
 
 import io
@@ -46,7 +47,7 @@ MAX_VALUE_BYTES = 1 << 28
 
 
 def is_dcp(storage: Storage, path: str) -> bool:
-    """Whether such a folder is there."""
+    """Whether the folder is a DCP checkpoint."""
     return bool(_metadata_files(storage, path))
 
 
@@ -54,7 +55,7 @@ def _metadata_files(storage: Storage, path: str) -> list[str]:
     if storage.size(storage.join(path, METADATA)) is not None:
         return [METADATA]
     found = {int(match[1]): name for name in storage.names(path) if (match := RANK_METADATA.fullmatch(name))}
-    # By rank: what several have is taken from the lowest, and a save on fewer ranks leaves the files of higher ones.
+    # By rank: what several files list is taken from the lowest, since a save on fewer ranks leaves old files of others.
     return [found[rank] for rank in sorted(found)]
 
 
@@ -62,7 +63,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     """Read the metadata.
 
     Raises:
-        CorruptError: it is damaged, names something that has no place in it, or a file outside of the folder.
+        CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         MismatchError: there are several models (see `find_model`).
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
@@ -86,7 +87,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
 
 
 def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None:
-    """See that no tensor claims to be larger than the folder: memory is made for those of an optimizer's state."""
+    """Check that no tensor claims to be larger than the folder: memory is allocated for optimizer state."""
     held = sum(storage.sizes(path).values())
     for name, item in items.items():
         info = item.info
@@ -98,11 +99,11 @@ def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None
 
 
 class NotPlain(Exception):
-    """An item that is sound, and neither plain data nor a number."""
+    """An item that is intact, but neither plain data nor a number."""
 
 
 class _Sections(Mapping[str, list[Mapping[str, Any]]]):
-    """The values of each section, read when they are asked for: a model is loaded without its optimizer's."""
+    """The values of each section, read on access, so that a model can be loaded without its optimizer's state."""
 
     def __init__(self, makers: Mapping[str, Callable[[], list[Mapping[str, Any]]]]):
         self._makers = makers
@@ -125,9 +126,9 @@ class DcpCatalog:
     """See `Catalog`, and the module docstring.
 
     Attributes:
-        items: all that the metadata names.
-        places: which of them belong where.
-        left_out: names that are not in any section -> why.
+        items: everything that the metadata lists.
+        places: where the items belong.
+        left_out: names that belong to no section -> why.
     """
 
     storage: Storage
@@ -151,7 +152,7 @@ class DcpCatalog:
         """A number called "step" at the top, or one level below ("train_state"); None if there is none.
 
         Raises:
-            CorruptError: it is damaged, or the ranks have different ones.
+            CorruptError: it is damaged, or differs between ranks.
         """
         for key, item in self.items.items():
             if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out and item.chunks:
@@ -173,7 +174,7 @@ class DcpCatalog:
 
         Raises:
             CorruptError: one of them is damaged.
-            UnsupportedError: an item of an optimizer's state cannot be read here; without it the rest is worth nothing.
+            UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
         """
         return _Sections({"model": self._model_values, "optimizer": self._optimizer_values})
 
@@ -188,7 +189,7 @@ class DcpCatalog:
                     found[path] = {"$tensor": path_name(path)} if is_tensor else encoded(self._value(key))
                 model[name] = nested(found)
             except (NotPlain, ArgumentError) as error:
-                for key in members.values():  # a part of it would be something else
+                for key in members.values():  # an incomplete value would be a different one
                     self.left_out[key] = str(error)
         return [model] if model else []
 
@@ -223,8 +224,9 @@ class DcpCatalog:
         return tables
 
     def damaged_items(self) -> Iterator[tuple[str, CheckpointError]]:
-        """Read all items but the tensors of the model and the optimizer, those included that nobody loads: the damaged
-        ones, and what is wrong. (Of tensors that have no place, whether they are there; not their values.)"""
+        """The damaged items, and what is wrong with them. Reads all items except the tensors of the model and the
+        optimizer, including those that are never loaded. (For tensors outside of all sections, it checks only that they
+        exist, not their values.)"""
         tensors = {key for names in self.places.tensors.values() for key in names.values()}
         for key, item in self.items.items():
             for _, where in item.chunks.values() if key not in tensors else ():
@@ -236,8 +238,8 @@ class DcpCatalog:
                     yield key, error
 
     def numbered(self) -> dict[Path, dict[str, str]]:
-        """Optimizer -> number of a parameter -> its name, where `optimizer.state_dict()` itself was saved, which has
-        numbers, and the names beside if the optimizer got them."""
+        """Optimizer -> number of a parameter -> its name, for checkpoints with an `optimizer.state_dict()`. That
+        contains numbers, and also the names if the optimizer was given named parameters."""
         keys = {item.path: key for key, item in self.items.items()}
         result: dict[Path, dict[str, str]] = {}
         for path, key in keys.items():
@@ -262,7 +264,7 @@ class DcpCatalog:
         """See `Catalog`."""
 
     def _tensor(self, key: str, shape: tuple[int, ...], where: Range) -> TensorInFile:
-        """The chunk in a range of a file, which is looked at."""
+        """The tensor stored in a range of a file, with its metadata checked."""
         info = self.items[key].info
         found = self._read(where)
         if info is None or not isinstance(found, TensorInFile) or (found.dtype, found.shape) != (info.dtype, shape):
@@ -285,7 +287,7 @@ class DcpCatalog:
         """The object in a range of a file.
 
         Raises:
-            NotPlain: it is a pickle that this library does not understand, and undamaged.
+            NotPlain: it is an intact pickle that this library does not understand.
             CorruptError: it is damaged.
         """
         try:
@@ -296,7 +298,7 @@ class DcpCatalog:
             raise
 
     def _is_intact(self, where: Range) -> bool:
-        """Whether a range of a file is an archive of torch.save as it was written: all its checksums are right."""
+        """Whether a range of a file is an unmodified archive of torch.save: all its checksums are correct."""
         if where.length > MAX_VALUE_BYTES:
             return False
         reader = self.storage.open_file(self.storage.join(self.path, where.file))
@@ -310,7 +312,7 @@ class DcpCatalog:
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 entries = archive.infolist()
-                # First of all: what is compressed may be of any size.
+                # This check must come first, because compressed data may expand to any size.
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                     return False
                 orders = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
@@ -319,7 +321,7 @@ class DcpCatalog:
             return False
 
     def _value(self, key: str) -> Any:
-        """A value that is no tensor, or a 0-dim tensor.
+        """A value that is not a tensor, or is a 0-dim tensor.
 
         Raises:
             NotPlain: it is something else.
@@ -335,7 +337,7 @@ class DcpCatalog:
         return self._value_at(key, shape, where)
 
     def _value_at(self, key: str, shape: tuple[int, ...], where: Range) -> Any:
-        """The value in a range of a file; a tensor of one element as a 0-dim tensor."""
+        """The value in a range of a file. A tensor of one element is returned as a 0-dim tensor."""
         if self.items[key].info is not None:
             return self._scalar(self._tensor(key, shape, where))
         if where.length > MAX_VALUE_BYTES:
@@ -349,7 +351,7 @@ class DcpCatalog:
             raise NotPlain(str(error)) from error
 
     def _count(self, key: str, shape: tuple[int, ...], where: Range) -> int | None:
-        """A number of steps: an integer, or a tensor of one; None for anything else."""
+        """A number of steps: an integer, or a tensor that holds one; None for anything else."""
         info = self.items[key].info
         if info is not None and (prod(info.shape) != 1 or not info.dtype):
             return None

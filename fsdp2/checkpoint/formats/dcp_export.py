@@ -1,10 +1,10 @@
 """Write any checkpoint as a folder of `torch.distributed.checkpoint` (DCP), in one process. Layer: checkpoint.
 
-torch's own writer makes the files, chunk after chunk; so a tensor larger than memory is no problem. The keys are
-"model" and "optimizer"; the options of the param groups are there both nested and flattened, so that either form of the
-state dict of `torch.distributed.checkpoint.state_dict` finds them.
+torch's own writer creates the files chunk by chunk, so tensors may be larger than memory. The keys are "model" and
+"optimizer". The options of the param groups are stored both nested and flattened, so that either form of the state dict
+of `torch.distributed.checkpoint.state_dict` finds them.
 
-In a training run, where the tensors are in memory, torch itself saves: our state dicts are plain dicts of DTensors.
+During training, with the tensors in memory, use torch itself: our state dicts are plain dicts of DTensors.
 """
 
 import io
@@ -32,21 +32,21 @@ from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["CHUNK_BYTES", "write_dcp"]
 
-CHUNK_BYTES = 64 << 20  # the most that is in memory at a time, twice
+CHUNK_BYTES = 64 << 20  # per chunk, of which at most two are in memory at a time
 
 
 def write_dcp(catalog: Catalog, folder: str, verify: bool = True) -> None:
-    """Write all tensors and values of a checkpoint to `folder`, durably; one process calls this.
+    """Write all tensors and values of a checkpoint to `folder`, durably. One process calls this.
 
-    The extra state has no place in it: what it is, only the program knows that saved it.
+    The extra state is left out, because only the program that saved it knows what it means.
 
     Args:
-        folder: a local folder that is not there, or is empty. The ``.metadata``, without which it is no checkpoint, is
+        folder: a local folder that does not exist, or is empty. The ``.metadata``, which makes it a checkpoint, is
             written last.
         verify: check what is read against its checksums.
 
     Raises:
-        CheckpointError: there is a checkpoint already.
+        CheckpointError: the folder is a checkpoint already.
         CorruptError: the source is damaged.
 
     Example::
@@ -69,12 +69,12 @@ def write_dcp(catalog: Catalog, folder: str, verify: bool = True) -> None:
 
 @dataclass
 class _Content:
-    """What will be written, by the names that DCP gives it.
+    """What will be written, by DCP's names.
 
     Attributes:
-        tensors: name -> (section, name in the catalog, what it is).
-        values: name -> what is no tensor of the catalog; 0-dim tensors too.
-        paths: name -> its parts; what DCP calls planner data.
+        tensors: name -> (section, name in the catalog, dtype and shape).
+        values: name -> a value that is not a tensor of the catalog, or a 0-dim tensor.
+        paths: name -> the parts of its path; DCP calls this planner data.
         aliases: name -> the name under which its values are written.
     """
 
@@ -110,7 +110,7 @@ class _Content:
             self.values[self._key("step")] = catalog.step
 
     def _key(self, *path: str | int) -> str:
-        """The name of a path, which is noted."""
+        """The name of a path, which is added to `paths`."""
         name = ".".join(map(str, path))
         self.paths.setdefault(name, path)
         return name
@@ -119,8 +119,8 @@ class _Content:
         return decode(value, _scalar, self.catalog.path)
 
     def _add_value(self, section: str, name: str, value: Any) -> None:
-        """A value that is no tensor, item by item if it is a dict: so torch's planner has it, and looks for it. What
-        the planner cannot say is lost as in torch: keys that are no strings become such, empty dicts within go."""
+        """Add a value that is not a tensor. A dict is added item by item, as torch's planner stores it and looks for
+        it. What the planner cannot express is lost, as in torch: keys become strings, nested empty dicts disappear."""
         places: dict[torch.Tensor, str] = {}
 
         def stand_in(note: dict[str, Any]) -> torch.Tensor:
@@ -149,7 +149,7 @@ class _Content:
                 self.values[key] = self._filled(section, item, places)
 
     def _filled(self, section: str, item: Any, places: Mapping[torch.Tensor, str]) -> Any:
-        """An item with its tensors instead of those that stand for them; those in a tuple are stored with it."""
+        """An item with its tensors instead of their stand-ins. Tensors in a tuple are stored with the tuple."""
         if isinstance(item, torch.Tensor) and item in places:
             own = places[item]
             return self._read(section, own, whole(item.shape), True)
@@ -196,7 +196,7 @@ class _Content:
         return items
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], verify: bool) -> torch.Tensor:
-        """A chunk."""
+        """Read a chunk."""
         if name in self.values:
             scalar: torch.Tensor = self.values[name]
             return scalar
@@ -204,7 +204,7 @@ class _Content:
         return self._read(section, own, Box(start, shape), verify)
 
     def _read(self, section: str, own: str, box: Box, verify: bool) -> torch.Tensor:
-        """A part of a tensor of the catalog."""
+        """Read a part of a tensor of the catalog."""
         target = torch.empty(box.shape, dtype=DTYPES[self.catalog.tensors[section][own].dtype])
         cover, requests = Cover(box), []
         for piece in self.catalog.pieces(section, own, box) if box.numel else ():
@@ -225,12 +225,12 @@ def _write_item(name: str, dtype: torch.dtype, box: Box, shape: tuple[int, ...])
 
 
 def _chunks(box: Box, itemsize: int) -> Iterator[Box]:
-    """The box in parts that fit."""
+    """The box in parts that fit into a chunk."""
     return box.split_until(lambda part: part.numel * itemsize <= CHUNK_BYTES)
 
 
 def _leaves(form: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """(path, value) of all that is no dict in a parameter's state."""
+    """(path, value) of everything in a parameter's state that is not a dict."""
     if isinstance(form, dict) and "$tensor" in form:
         yield tuple(unquote(part) for part in form["$tensor"].split("/")), form
     elif isinstance(form, dict) and not any(key.startswith("$") for key in form):
@@ -250,7 +250,7 @@ def _scalar(note: dict[str, Any]) -> torch.Tensor:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives torch's writer what it asks for, when it asks."""
+    """Gives torch's writer the content of items on request."""
 
     def __init__(self, content: _Content, verify: bool):
         super().__init__()
@@ -258,7 +258,7 @@ class _Planner(DefaultSavePlanner):
         self._verify = verify
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The content of an item."""
+        """Return the content of an item."""
         name, data = write_item.index.fqn, write_item.tensor_data
         if data is None:
             buffer = io.BytesIO()
@@ -268,14 +268,14 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, with tied weights stored once under all their names."""
+    """torch's writer, but tied weights are stored once and listed under all their names."""
 
     def __init__(self, folder: str, aliases: Mapping[str, str]):
         super().__init__(folder, overwrite=False)
         self._aliases = aliases
 
     def has_checkpoint(self) -> bool:
-        """Whether the folder is one already."""
+        """Whether the folder is a checkpoint already."""
         return bool(self.fs.exists(self.fs.concat_path(self.path, ".metadata")))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,14 +1,14 @@
-"""What the metadata of a DCP folder says, read without executing it. Pure: bytes in, names and places out.
+"""Read the metadata of a DCP folder without executing it. Pure: bytes in, names and places out.
 
 ``.metadata`` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: names, shapes and chunks of all tensors,
-and for each chunk a range of a file. The few classes that it may name are listed here; any other is an error. What the
-names mean is sorted out here, too (`Places`).
+and for each chunk a range of a file. The few classes that it may name are listed here; any other is an error. This file
+also decides what the names mean (`Places`).
 
-Several such files (one of each rank, of saves with ``use_collectives=False``) have nothing that says that they are of
-one save: neither an id nor the number of ranks. What contradicts itself is an error: another shape or dtype, chunks
-that overlap, another step. Files that another save left are not noticed where they do not contradict: those of a save
-on more ranks whose chunks are the same (the lowest rank's count, which are the newer ones), and those of a save that
-ended halfway, of which some ranks' files are newer than others' and no step is stored.
+With ``use_collectives=False`` each rank writes such a file. Nothing in these files says that they belong to one save:
+they have neither an id nor the number of ranks. Contradictions are errors: a different shape or dtype, overlapping
+chunks, a different step. Files of another save are not noticed unless they contradict. One such case is a save on more
+ranks with the same chunks; those of the lowest rank are used, which are newer. The other is an interrupted save without
+a stored step: some ranks' files are newer than others'.
 """
 
 from collections.abc import Mapping
@@ -37,14 +37,14 @@ from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
 __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
 
-# What the number of steps is called, at the top or one level below.
+# The names of the number of steps, at the top or one level below.
 STEPS = ("step", "global_step")
 
 BLOCK = 1 << 20
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
-# All that the pickle of the metadata may name.
+# The classes and functions that the pickle of the metadata may name.
 _ALLOWED = frozenset(
     {
         *PICKLED_DCP_METADATA,
@@ -74,15 +74,15 @@ MIXED = (
 
 
 def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
-    """Add all that a metadata file names to `items`; the chunks of a tensor may be spread over several such files, and
-    those that are in several are taken from the first.
+    """Add everything that a metadata file lists to `items`. The chunks of a tensor may be spread over several such
+    files; a chunk that several files list is taken from the first.
 
     Args:
-        reader: of the file, which is read no further than it makes sense.
+        reader: of the file. Reading stops where the pickle becomes invalid.
         file: for messages.
 
     Raises:
-        CorruptError: it is damaged, names something that has no place in it, or a file outside of the folder.
+        CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
     at = 0
@@ -103,7 +103,7 @@ def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A part of a file."""
+    """A range of a file."""
 
     file: str
     offset: int
@@ -112,13 +112,13 @@ class Range:
 
 @dataclass
 class Item:
-    """What a name of the metadata stands for.
+    """What a name in the metadata stands for.
 
     Attributes:
-        info: of a tensor; None for other values. Its dtype is "" if safetensors has none for it.
-        file: the metadata file that named it first.
-        chunks: start in the tensor -> (shape, where). One with the key () for a value.
-        copies: of what may be the number of steps, where it is besides, by other ranks.
+        info: of a tensor; None for other values. Its dtype is "" if safetensors does not have it.
+        file: the first metadata file that lists it.
+        chunks: start in the tensor -> (shape, where). One chunk with the key () for a value.
+        copies: for values that may be the number of steps: where other ranks stored it.
     """
 
     path: Path
@@ -180,7 +180,7 @@ class _Metadata:
         path = self._paths.get(fqn)
         if type(path) is tuple and path and all(type(part) in (str, int) for part in path):
             return path
-        head, dot, rest = fqn.partition(".")  # saved without flattening: the usual keys, if they are there
+        head, dot, rest = fqn.partition(".")  # saved without flattening: split off a usual key, if there is one
         return (head, rest) if dot and head in ("model", "optimizer", "optim") else (fqn,)
 
     def _info(self, fqn: str, about: Made) -> StoredTensorInfo:
@@ -201,7 +201,7 @@ class _Metadata:
             self._add(item, fqn, start, shape, self._found(fqn, start))
 
     def _add(self, item: Item, fqn: str, start: tuple[int, ...], shape: tuple[int, ...], where: Range) -> None:
-        """Add a chunk. Ranks that have the same one are replicas; the first of them is taken."""
+        """Add a chunk. If several ranks have the same one, they are replicas, and the first is used."""
         known, first = item.chunks.setdefault(start, (shape, where))
         if known != shape:
             raise CorruptError(
@@ -243,13 +243,13 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 @dataclass
 class Places:
-    """Which names belong where.
+    """Where the names belong.
 
     Attributes:
         tensors: section -> name there -> name in the metadata.
-        model_values: values of the model that are no tensors: name there -> path in the value (() for all of it) ->
-            name in the metadata. What torch stored item by item has several; some may be tensors.
-        optimizers: each with its items: name in the metadata -> what that is (`ForeignOptimizer.place`).
+        model_values: values of the model that are not tensors: name there -> path in the value (() for all of it) ->
+            name in the metadata. torch stores dicts item by item, so a value may have several; some may be tensors.
+        optimizers: the items of each: name in the metadata -> what that is (`ForeignOptimizer.place`).
     """
 
     tensors: dict[str, dict[str, str]]
@@ -260,7 +260,7 @@ class Places:
     def of(
         cls, items: Mapping[str, Item], left_out: dict[str, str], numbered: Mapping[Path, Mapping[str, str]]
     ) -> "Places":
-        """Sort all names; `left_out` gets those that have no place."""
+        """Sort all names; those that belong nowhere are added to `left_out`."""
         keys = {item.path: key for key, item in items.items()}
         roots = find_optimizers(keys)
         owner = {path: _root_of(path, roots) for path in keys}
@@ -288,7 +288,7 @@ class Places:
         return result
 
     def _add_to_model(self, name: str, own: Path, key: str) -> None:
-        """Add a tensor of the model, or of a value of it."""
+        """Add a tensor of the model, or one inside a value of the model."""
         value, inner = within_value(own) or (name, ())
         if inner:
             self.model_values.setdefault(value, {})[inner] = key
@@ -296,7 +296,8 @@ class Places:
         self.tensors["model"][name] = key
 
     def _add_value(self, own: Path, key: str, info: StoredTensorInfo | None, below_key: bool) -> None:
-        """Add a value of the model, or an item of one; a tensor only if it is a part of one that cannot be read."""
+        """Add a value of the model, or an item of one. A tensor is only added if it is part of a value and cannot be
+        read."""
         value, inner = within_value(own) or ("", ())
         if (value and info is None) or (inner and info is not None and not info.dtype):
             self.model_values.setdefault(value, {})[inner] = key
@@ -330,7 +331,7 @@ class Places:
 
 
 def _root_of(path: Path, roots: set[Path]) -> Path | None:
-    """The optimizer that an item is below; None if it is below none."""
+    """The optimizer that an item belongs to; None if it belongs to none."""
     for depth in range(len(path)):
         if path[:depth] in roots and str(path[depth]).split(".")[0] in ("state", "param_groups"):
             return path[:depth]

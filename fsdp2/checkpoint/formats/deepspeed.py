@@ -1,9 +1,9 @@
 """The catalog of a folder of DeepSpeed: ZeRO-1, 2 and 3 as its ranks write them, and "universal" checkpoints.
 Layer: checkpoint.
 
-ZeRO cuts a group of parameters, laid end to end, into a part for each rank; ZeRO-3 cuts every parameter for itself and
-pads it. A rank's file has its part of the fp32 weights and of the optimizer's states as flat tensors, and
-``*_model_states.pt`` has the names and shapes by which they are understood, the buffers and the frozen parameters::
+ZeRO lays the parameters of a group end to end and cuts the result into one part per rank. ZeRO-3 pads and cuts every
+parameter separately. A rank's file holds its part of the fp32 weights and of the optimizer's states as flat tensors.
+``*_model_states.pt`` holds the names and shapes that give them meaning, the buffers and the frozen parameters::
 
     latest                                     the name of the folder below
     global_step100/
@@ -12,9 +12,9 @@ pads it. A rank's file has its part of the fp32 weights and of the optimizer's s
     global_step100_universal/
       zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt    whole tensors
 
-The weights are the fp32 ones that the optimizer updates, whatever dtype the model was in. Checked against files of
-DeepSpeed 0.19; with tensor, pipeline or expert parallelism only universal checkpoints can be read. Pickles are looked
-at, never executed.
+The weights are the fp32 ones that the optimizer updates, whatever the dtype of the model. Tested with files of
+DeepSpeed 0.19. With tensor, pipeline or expert parallelism, only universal checkpoints can be read. Pickles are parsed,
+never executed.
 """
 
 import re
@@ -38,12 +38,12 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 OTHER_PARALLELISM = re.compile(r"layer_.*_states\.pt|.*expert.*_states\.pt")
 LATEST = ("latest", "latest_universal")
-# What 8-bit optimizers of bitsandbytes keep beside the state per element.
+# State of bitsandbytes' 8-bit optimizers that is not per element.
 TABLES = re.compile(r"(qmap|absmax)\d|[gu]norm_vec")
 
 
 def is_deepspeed(storage: Storage, path: str) -> bool:
-    """Whether such a folder is there, or is named by a file ``latest``."""
+    """Whether the folder is a DeepSpeed checkpoint, or a file ``latest`` in it names one."""
     return _folder(storage, path) is not None
 
 
@@ -61,7 +61,7 @@ def _folder(storage: Storage, path: str) -> str | None:
 
 
 def _is_folder(storage: Storage, path: str) -> bool:
-    """Whether a folder is there; not one elsewhere, to which a link leads: a checkpoint is read within its folder."""
+    """Whether a folder exists. Links do not count, because a checkpoint is only read within its folder."""
     kind = storage.kind(path)
     if kind not in (None, "file", "folder"):
         raise CorruptError(
@@ -115,11 +115,11 @@ def _opened(storage: Storage, folder: str) -> PieceTable:
 
 @dataclass(frozen=True, slots=True)
 class _Fragment:
-    """Elements ``at..at + count`` of a parameter: where they are.
+    """Where elements ``at..at + count`` of a parameter are stored.
 
     Attributes:
-        rank, group: whose flat tensor, and which of them.
-        first: the first element there.
+        rank, group: identify the flat tensor.
+        first: the first element in it.
     """
 
     rank: int
@@ -134,7 +134,7 @@ class _RankFiles(ModelStates):
     """ZeRO's own files.
 
     Attributes:
-        files: those of the optimizer, by rank.
+        files: the optimizer's files, by rank.
         weights: flat fp32 tensors, by rank, then by group.
         flats: flat tensors of the state, by (group, kind such as "exp_avg"), then by rank.
         scalars: the number of steps, by group.
@@ -183,7 +183,7 @@ class _RankFiles(ModelStates):
         return content
 
     def _collect(self, parts: list[dict[str, Any]], weights: str, states: str) -> None:
-        """Find the flat tensors. What one rank has of a group's state all must have."""
+        """Find the flat tensors. All ranks must have the same kinds of state for a group."""
         self.weights = [self._flat(part.get(weights), rank) for rank, part in enumerate(parts)]
         for rank, part in enumerate(parts):
             inner = part.get(states)
@@ -193,7 +193,7 @@ class _RankFiles(ModelStates):
                     if kind == "step":
                         self.scalars.setdefault(number, value)
                     elif _is_flat(value) and not TABLES.fullmatch(str(kind)):
-                        if value.shape[0] < weight.shape[0]:  # longer is fine: one may be padded, the other not
+                        if value.shape[0] < weight.shape[0]:  # longer is fine: only one of them may be padded
                             raise self._incomplete(rank, number, str(kind), f"only {value.shape[0]} elements")
                         self.flats.setdefault((number, str(kind)), {})[rank] = value
         for (number, kind), found in self.flats.items():
@@ -216,7 +216,8 @@ class _RankFiles(ModelStates):
         return flat
 
     def _cut_each(self, groups: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
-        """ZeRO-3: every parameter in equal parts, the last one padded; a rank's parts of all of them end to end."""
+        """ZeRO-3: every parameter in equal parts, the last one padded. A rank holds its parts of all parameters end to
+        end."""
         world = len(self.weights)
         result = {}
         offset = 0
@@ -234,9 +235,9 @@ class _RankFiles(ModelStates):
     def _cut_groups(
         self, groups: list[dict[str, tuple[int, ...]]], parts: list[dict[str, Any]]
     ) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
-        """ZeRO-1 and 2: the parameters of a group end to end, some with padding behind, cut into a part for each rank.
+        """ZeRO-1 and 2: the parameters of a group end to end, some with padding, cut into one part per rank.
 
-        (``param_slice_mappings`` of the ranks' files says the same, and is wrong with ``round_robin_gradients``.)
+        (``param_slice_mappings`` in the ranks' files holds the same, but is wrong with ``round_robin_gradients``.)
         """
         result = {}
         paddings = parts[0].get("param_alignment_paddings")
@@ -292,7 +293,7 @@ class _RankFiles(ModelStates):
 
 
 def _within(groups: list[TensorInFile], rank: int, first: int, count: int, at: int) -> Iterator[_Fragment]:
-    """Elements ``first..first + count`` of flat tensors that lie end to end."""
+    """Elements ``first..first + count`` of flat tensors that are laid end to end."""
     for group, tensor in enumerate(groups):
         size = tensor.shape[0]
         taken = min(count, max(size - first, 0))
@@ -334,7 +335,7 @@ class _Universal(ModelStates):
         return self.finish(table)
 
     def _add(self, table: PieceTable, folder: str, name: str, shape: tuple[int, ...] | None) -> None:
-        """A parameter and its states, which are all stored with one shape: that of the parameter, or flat (ZeRO-3)."""
+        """Add a parameter and its states, all stored with one shape: that of the parameter, or flat (ZeRO-3)."""
         found = {file.removesuffix(".pt"): file for file in self.storage.names(folder) if file.endswith(".pt")}
         if "step" in found:
             self.add_scalar(name, self._content(folder, found.pop("step")), table)
@@ -348,7 +349,7 @@ class _Universal(ModelStates):
                     f"{self.storage.join(folder, found[kind])}: has shape {list(tensor.shape)}, expected "
                     f"{list(stored)}, as of fp32.pt beside it. Copy these files again, or load an earlier checkpoint."
                 )
-            # With tensor parallelism `shape` is that of a rank's part, and the stored tensor is whole.
+            # With tensor parallelism `shape` is that of a rank's part, while the stored tensor is whole.
             whole = shape if shape is not None and prod(shape) == prod(stored) else stored
             info = StoredTensorInfo(tensor.dtype, whole)
             pieces = tensor.elements(0, prod(whole), whole, 0)

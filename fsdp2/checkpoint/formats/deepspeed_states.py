@@ -1,4 +1,4 @@
-"""What the model files of a DeepSpeed checkpoint say: buffers, frozen and shared parameters, shapes. Layer: checkpoint.
+"""The model files of a DeepSpeed checkpoint: buffers, frozen and shared parameters, shapes. Layer: checkpoint.
 
 See `deepspeed.py`.
 """
@@ -21,7 +21,7 @@ __all__ = ["ModelStates", "is_size", "states_of"]
 
 
 def states_of(storage: Storage, file: str) -> dict[str, Any]:
-    """The object in a file, which is a dict."""
+    """The content of a file, which must be a dict."""
     reader = storage.open_file(file)
     try:
         content = read_torch_file(reader, file)
@@ -33,18 +33,18 @@ def states_of(storage: Storage, file: str) -> dict[str, Any]:
 
 
 def is_size(value: Any) -> bool:
-    """Whether that may be a size, or a number of elements or steps."""
+    """Whether a value may be a size, or a number of elements or steps."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 @dataclass
 class ModelStates:
-    """What the files ``*_model_states.pt`` say, which all kinds of checkpoints have.
+    """The content of the files ``*_model_states.pt``, which all kinds of checkpoints have.
 
     Attributes:
         states: content of these files, by rank.
-        whole_module: the model's values in them are whole (ZeRO-1 and 2), if not in fp32.
-        optimizer: collects what the optimizer has.
+        whole_module: whether the model's values in them are whole (ZeRO-1 and 2), although not in fp32.
+        optimizer: collects the state of the optimizer.
     """
 
     storage: Storage
@@ -70,7 +70,7 @@ class ModelStates:
         return table
 
     def _add_frozen(self, table: PieceTable, name: str, shape: tuple[int, ...]) -> None:
-        """A frozen parameter: whole in the first file, or a part of it in each."""
+        """Add a frozen parameter, stored whole in the first file, or in parts in all of them."""
         pieces: list[StoredPiece] = []
         at, dtype = 0, ""
         for state in self.states:
@@ -91,7 +91,7 @@ class ModelStates:
         return [{str(name): self._shape(name, shape) for name, shape in group.items()} for group in groups]
 
     def _shape(self, name: str, shape: Any) -> tuple[int, ...]:
-        """A shape that a file says a parameter has."""
+        """A parameter's shape, as read from a file."""
         sizes = shape if type(shape) in (tuple, list) else ()
         if sizes is not shape or len(sizes) > MAX_DIMS or not all(is_size(size) for size in sizes):
             got = f"({', '.join(shown(size) for size in sizes[:8])})" if sizes else shown(shape)
@@ -102,7 +102,7 @@ class ModelStates:
         return tuple(sizes)
 
     def add_options(self, param_groups: Any, members: Mapping[int, Iterable[str]]) -> None:
-        """Note the options of each parameter.
+        """Add the options of each parameter.
 
         Args:
             param_groups: of the inner optimizer, whose parameters are the flat tensors, by number.
@@ -118,11 +118,11 @@ class ModelStates:
                         if name == "step":
                             self.add_scalar(fqn, value)
                         else:
-                            with suppress(CorruptError):  # what is not plain data stays as it is where it is loaded
+                            with suppress(CorruptError):  # not plain data: the loading optimizer keeps its own value
                                 self.optimizer.add_option(fqn, str(name), plain(value, self.folder))
 
     def add_scalar(self, fqn: str, value: Any, table: PieceTable | None = None) -> None:
-        """Note the number of steps of a parameter: a number, or a 0-dim tensor."""
+        """Add the number of steps of a parameter: a number, or a 0-dim tensor."""
         if isinstance(value, TensorInFile) and table is not None and not value.shape:
             info = StoredTensorInfo(value.dtype, ())
             self.optimizer.add_state(fqn, ("step",), info)
@@ -131,7 +131,7 @@ class ModelStates:
             self.optimizer.add_step(fqn, value)
 
     def finish(self, table: PieceTable) -> PieceTable:
-        """The table with the optimizer's values, and parameters that nobody trains and nobody lists as frozen."""
+        """The table, with the optimizer's values, and parameters that are neither trained nor listed as frozen."""
         module = self.states[0].get("module") if self.whole_module else None
         for name, tensor in (module or {}).items():
             known = name in table.tensors["model"] or name in table.aliases["model"]

@@ -1,7 +1,7 @@
-"""What other libraries call things, in our words: which tensors are the model's, and the optimizer's state by FQN in
-the form that `optimizer.py` reads. Pure: names and plain data in, names and JSON out.
+"""Translate the names of other libraries: find the model's tensors, and the optimizer's state by FQN in the form that
+`optimizer.py` reads. Pure: names and plain data in, names and JSON out.
 
-A path is a name in its parts, as the state dict was nested: ``("optimizer", "state", "0.weight", "exp_avg")``.
+A path is a name split into parts, as the state dict was nested: ``("optimizer", "state", "0.weight", "exp_avg")``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,21 +30,21 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
-# What users call the model's part of a state dict, the likeliest first.
+# The names that users give to the model's part of a state dict, the most likely first.
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 # The keys of a param group that are not options.
 NO_OPTIONS = ("params", "param_names")
 
 
 def find_model(paths: Iterable[Path]) -> tuple[Path, dict[str, Path]]:
-    """Which tensors are the model's: those under a key such as "model", the outermost one; else those at the top, if
-    any are there; else all, which may have a common key.
+    """Find the tensors of the model: those under a key such as "model", the outermost one; otherwise those at the top,
+    if there are any; otherwise all, which may have a common key.
 
     Args:
         paths: of tensors that are not an optimizer's.
 
     Returns:
-        (the path that all have in common, name -> path).
+        (the common path of all, name -> path).
 
     Raises:
         MismatchError: there are several such keys, and no reason to prefer one.
@@ -53,7 +53,7 @@ def find_model(paths: Iterable[Path]) -> tuple[Path, dict[str, Path]]:
     prefix = _marked(paths, (), len(MODEL_KEYS))
     at_top: list[Path] = [path for path in paths if len(path) == 1]
     if len(prefix) > 1 and {path[len(prefix) :] for path in paths if path[: len(prefix)] == prefix} & {*at_top}:
-        prefix = ()  # {**model.state_dict(), "ema": {"model": ...}}: the same names further out
+        prefix = ()  # {**model.state_dict(), "ema": {"model": ...}}: the same names exist further out
     if prefix:
         chosen = [path for path in paths if path[: len(prefix)] == prefix]
     elif at_top:
@@ -64,8 +64,8 @@ def find_model(paths: Iterable[Path]) -> tuple[Path, dict[str, Path]]:
 
 
 def _marked(paths: list[Path], base: Path, rank: int) -> Path:
-    """The key below `base` that marks a model: the outermost counts, then the likeliest. One that is likelier still is
-    looked for below it ({"state_dict": {"model": ..., "ema": ...}}), unless it has tensors of its own.
+    """The key below `base` that marks a model: the outermost one, then the most likely one. Unless this has tensors of
+    its own, an even more likely key is looked for below it ({"state_dict": {"model": ..., "ema": ...}}).
 
     Args:
         rank: only keys that come before this one in `MODEL_KEYS`.
@@ -95,8 +95,8 @@ def _marked(paths: list[Path], base: Path, rank: int) -> Path:
 
 
 def within_value(own: Path) -> tuple[str, Path] | None:
-    """Of a path below the model, (name of a module's extra state, path in it), which torch stores item by item if it
-    is a dict; None for anything else. The path is () for all of it."""
+    """(name of a module's extra state, path in it) for a path below the model; None for anything else. torch stores an
+    extra state item by item if it is a dict. The path is () for all of it."""
     for depth, part in enumerate(own):
         if str(part).endswith("_extra_state"):
             return ".".join(map(str, own[: depth + 1])), own[depth + 1 :]
@@ -104,10 +104,10 @@ def within_value(own: Path) -> tuple[str, Path] | None:
 
 
 def nested(items: Mapping[Path, Any]) -> Any:
-    """Values by path, nested as they were; with the path () there is nothing else.
+    """Nest values again, given their paths. A value with the path () is the only one.
 
     Raises:
-        ArgumentError: there is a value where others are below, or a key that means something else in `tree.py`.
+        ArgumentError: a value has others below it, or a key has a special meaning in `tree.py`.
     """
     if () in items:
         return items[()]
@@ -133,8 +133,7 @@ def _common(paths: Iterable[Path]) -> Path:
 
 
 def find_optimizers(paths: Iterable[Path]) -> set[Path]:
-    """The keys below which there are ``state`` and ``param_groups``, as torch.optim has them or with flattened
-    names."""
+    """The keys with ``state`` and ``param_groups`` below them, as torch.optim nests them or with flattened names."""
     roots = set()
     for path in paths:
         for depth, part in enumerate(path):
@@ -160,8 +159,8 @@ class ForeignOptimizer:
     """The state of an optimizer, collected item by item.
 
     Args:
-        names: FQNs of parameters, by which flattened names are understood.
-        numbered: number of a parameter -> FQN, where states are by number.
+        names: FQNs of parameters, used to parse flattened names.
+        numbered: number of a parameter -> FQN, for states keyed by number.
     """
 
     names: frozenset[str] = frozenset()
@@ -181,7 +180,7 @@ class ForeignOptimizer:
 
     def place(self, path: Path) -> tuple[str, str, Path] | None:
         """What an item below the optimizer's key is: ("state", FQN, path in the state), ("option", FQN, (name,)), or
-        ("group", number, (name,)); None for anything else."""
+        ("group", number, (name,)). None for anything else."""
         head, rest = str(path[0]), path[1:]
         if head == "state" and len(rest) >= 2:
             return "state", self.numbered.get(str(rest[0]), str(rest[0])), rest[1:]
@@ -198,7 +197,7 @@ class ForeignOptimizer:
         self._states.setdefault(fqn, {})[path] = value
 
     def add_step(self, fqn: str, count: float) -> None:
-        """Add the number of steps of a parameter, which torch's optimizers keep as a 0-dim tensor."""
+        """Add the number of steps of a parameter. torch's optimizers keep it as a 0-dim tensor."""
         note = {"$tensor": "step", "as": "plain", "value": float(count), "dtype": "F32"}
         self._states.setdefault(fqn, {})["step",] = _Json(note)
 
@@ -208,17 +207,17 @@ class ForeignOptimizer:
             self._options.setdefault(fqn, {})[name] = value
 
     def add_to_group(self, number: int, name: str, value: Any) -> None:
-        """Add an item of a param group, its parameters included."""
+        """Add an item of a param group, such as its parameters."""
         self._groups.setdefault(number, {})[name] = value
 
     def table(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """The optimizer's values (see `optimizer.py`).
 
         Args:
-            shapes: of the parameters, as far as they are known.
+            shapes: of the parameters, as far as known.
         """
         for own in self._groups.values():
-            # Parameters may be numbers; then the group may have their names beside.
+            # Parameters may be numbers; the group may also have their names.
             params = own.get("param_names") or own.get("params") or []
             for fqn in params if isinstance(params, (list, tuple)) else []:
                 self._options.setdefault(str(fqn), {})
@@ -240,7 +239,7 @@ class ForeignOptimizer:
 
 
 def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
-    """The form of a parameter's state: nested as it was, tensors as notes."""
+    """The form of a parameter's state: nested as it was, with notes instead of tensors."""
     return nested(
         {
             path: value.content if isinstance(value, _Json) else _item(path, value, shape)
@@ -251,7 +250,7 @@ def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
 
 @dataclass(frozen=True)
 class _Json:
-    """What is in its final form already."""
+    """A value that is already in its final form."""
 
     content: Any
 
@@ -262,12 +261,12 @@ def _item(path: Path, info: Any, shape: tuple[int, ...] | None) -> Any:
     note = {"$tensor": path_name(path)}
     if not info.shape and (shape != () or path == ("step",)):
         return {**note, "as": "plain"}
-    # A tensor of another shape than its parameter has (a factor of one): replicated, whatever it was.
+    # A tensor with another shape than its parameter (such as a factor) is replicated, however it was stored.
     return {**note, "as": "param"} if shape is None or info.shape == shape else note
 
 
 def _listed(level: Any) -> Any:
-    """Dicts with the keys 0, 1, ... were lists."""
+    """Dicts with the keys 0, 1, ... become lists again."""
     if not isinstance(level, dict):
         return level
     inner = {key: _listed(value) for key, value in level.items()}

@@ -1,11 +1,11 @@
-"""The catalog of a Hugging Face folder: whole tensors in safetensors files (or, of old, in files of `torch.save`), with
+"""The catalog of a Hugging Face folder: whole tensors in safetensors files (in old folders, `torch.save` files), with
 an index if there are several. Layer: checkpoint.
 
-Of the names that transformers, diffusers and peft use the first that is there counts; other files are not looked at. No
-file has a checksum, so damage of values cannot be noticed.
+Of the names that transformers, diffusers and peft use, the first that exists is used; other files are ignored. The
+files have no checksums, so damaged values are not detected.
 
-A snapshot in the cache of the hub consists of links to ``../../blobs``. These, and no other links, are followed: the
-target must be a regular file in the folder ``blobs`` beside ``snapshots``.
+A snapshot in the cache of the hub consists of links to ``../../blobs``. Only these links are followed: the target must
+be a regular file in the folder ``blobs`` beside ``snapshots``.
 """
 
 import os
@@ -24,8 +24,8 @@ from fsdp2.errors import CorruptError
 
 __all__ = ["HUGGING_FACE", "is_huggingface", "open_huggingface"]
 
-HUGGING_FACE = "Hugging Face"  # what such a catalog calls itself
-# In the order in which transformers looks for them; each may have an index instead.
+HUGGING_FACE = "Hugging Face"  # the kind of these catalogs
+# In the order in which transformers looks for them; each may be replaced by its index.
 NAMES = (
     "model.safetensors",
     "diffusion_pytorch_model.safetensors",
@@ -36,7 +36,7 @@ MAX_INDEX_BYTES = 1 << 28
 
 
 def is_huggingface(storage: Storage, path: str) -> bool:
-    """Whether such files are there."""
+    """Whether the folder has such files."""
     return _entry(storage, path) is not None
 
 
@@ -51,7 +51,7 @@ def _entry(storage: Storage, path: str) -> str | None:
 
 
 def _located(storage: Storage, path: str, name: str) -> str | None:
-    """Where a file of the folder is; None if it is not there."""
+    """The path of a file in the folder; None if it does not exist."""
     file = storage.join(path, name)
     if storage.size(file) is not None:
         return file
@@ -59,7 +59,7 @@ def _located(storage: Storage, path: str, name: str) -> str | None:
 
 
 def _blob(file: str) -> str | None:
-    """The target of a link in a snapshot of the hub's cache; None if `file` is no such link."""
+    """The target of a link in a snapshot of the hub's cache; None if `file` is not such a link."""
     folder, target = Path(os.path.realpath(os.path.dirname(file))), Path(os.path.realpath(file))
     for parent in (folder, *folder.parents):
         if parent.name == "snapshots" and target.parent == parent.parent / "blobs" and target.is_file():
@@ -68,11 +68,10 @@ def _blob(file: str) -> str | None:
 
 
 def open_huggingface(storage: Storage, path: str) -> PieceTable:
-    """Read the index and the headers of the files that it lists; others in the folder are not looked at.
+    """Read the index and the headers of the files that it lists; others in the folder are ignored.
 
     Raises:
-        CorruptError: a file is missing or damaged, is outside of the folder, or has not the tensors that the index
-            lists.
+        CorruptError: a file is missing or damaged, is outside of the folder, or lacks tensors that the index lists.
     """
     catalog = PieceTable(storage, path, HUGGING_FACE)
     catalog.tensors["model"] = {}

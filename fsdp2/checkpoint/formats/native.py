@@ -1,8 +1,7 @@
 """The catalog of a folder that `save` wrote. Layer: checkpoint.
 
-Nothing is believed that can be checked: the manifest has a checksum, it has the size and the checksum of every header,
-the header has the checksums of all blocks; and every file repeats the id of the save, its rank and where its tensors
-lie.
+Everything is verified: the manifest has a checksum; it contains the size and the checksum of every header; the header
+contains the checksums of all blocks. Every file repeats the id of the save, its rank and the places of its tensors.
 """
 
 import zlib
@@ -34,11 +33,11 @@ def file_of(manifest: Manifest, section: str, rank: int) -> str:
 
 
 def read_small(storage: Storage, path: str, limit: int) -> bytes:
-    """All of a small file of text (JSON).
+    """The content of a small text file (JSON).
 
     Raises:
         CheckpointError: it cannot be opened.
-        CorruptError: it is larger than `limit` bytes, or no text: then no more than a block of it has been read.
+        CorruptError: it is larger than `limit` bytes, or is not text; at most a block of it was read then.
     """
     reader = storage.open_file(path)
     try:
@@ -50,8 +49,8 @@ def read_small(storage: Storage, path: str, limit: int) -> bytes:
 
 
 def _read_text(reader: Reader, path: str, offset: int, count: int) -> bytes:
-    """Bytes of a file that are JSON. Block by block, since a file may claim any size and be mostly holes, which read as
-    zeros: no JSON has such."""
+    """Read bytes of a file that are JSON, block by block: a file may claim any size and consist of holes. These read as
+    zeros, which JSON never contains."""
     content = bytearray()
     while len(content) < count:
         block = bytearray(min(TEXT_BLOCK, count - len(content)))
@@ -77,8 +76,8 @@ def read_header(storage: Storage, path: str, expected: tuple[int, str] | None = 
         expected: (bytes of the file, CRC-32 of the header) that the manifest lists.
 
     Raises:
-        CheckpointError: the file is not there.
-        CorruptError: it is damaged, or another one.
+        CheckpointError: the file does not exist.
+        CorruptError: it is damaged, or not the file that was expected.
     """
     reader = storage.open_file(path)
     try:
@@ -112,7 +111,7 @@ def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) ->
 
 @dataclass(frozen=True)
 class _RankFile:
-    """A rank's own file, its header checked."""
+    """A rank's own file, with its header checked."""
 
     path: str
     header: Header
@@ -137,13 +136,13 @@ class NativeCatalog:
     def checked(
         cls, storage: PinnedStorage, path: str, manifest: Manifest, files_are_there: bool = True
     ) -> "NativeCatalog":
-        """The catalog for a manifest, once all files are there with the size that it lists.
+        """The catalog of a manifest, after checking that all files exist with the sizes that it lists.
 
         Args:
-            files_are_there: False does not look, for `describe`.
+            files_are_there: False skips this check, for `describe`.
 
         Raises:
-            CorruptError: they are not.
+            CorruptError: a file is missing or has another size.
         """
         sizes = storage.sizes(path) if files_are_there else {}
         for name, (size, _) in manifest.files.items() if files_are_there else ():
@@ -186,7 +185,7 @@ class NativeCatalog:
                 yield self._own_piece(section, name, rank, box, record)
 
     def extra_piece(self, file: str, name: str) -> StoredPiece:
-        """A tensor of the extra state, which one rank wrote whole."""
+        """A tensor of the extra state, which one rank wrote completely."""
         held = self._rank_file(file, None)
         if name not in held.header.tensors:
             raise CorruptError(f"{held.path}: has no '{name}', which the manifest says it has")

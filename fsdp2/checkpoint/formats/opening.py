@@ -1,4 +1,4 @@
-"""Which format a folder has. Layer: checkpoint."""
+"""Detect the format of a folder. Layer: checkpoint."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from fsdp2.checkpoint.storage import Storage
 
 __all__ = ["checkpoints_in", "is_checkpoint", "open_catalog"]
 
-# Formats of other libraries: (is it there, read it), looked for in this order.
+# Formats of other libraries: (detect, open), tried in this order.
 FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
     (is_dcp, open_dcp),
     (is_huggingface, open_huggingface),
@@ -25,26 +25,26 @@ def open_catalog(storage: Storage, path: str) -> Catalog:
     """The catalog of a folder.
 
     Raises:
-        CheckpointError: no format that is known here is in it.
-        CorruptError: one is, and is damaged.
+        CheckpointError: it has no format that is supported.
+        CorruptError: it is damaged.
     """
-    # With a manifest in any condition it is ours: a consolidated checkpoint has the files of Hugging Face too, and must
-    # not be read as such, without checksums, when its manifest is damaged.
+    # A folder with a manifest, even a damaged one, is ours. A consolidated checkpoint also has the files of Hugging
+    # Face, but it must not be read as such, without checksums, if its manifest is damaged.
     if MANIFEST not in storage.names(path):
         for is_there, opened in FOREIGN:
-            # A save may be replacing it at this moment, between two renames: then look at what has come.
+            # A save may be between the two renames of a replacement: then look at the new folder.
             if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
     return open_found(storage, path)
 
 
 def is_checkpoint(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint of any format, in whatever condition."""
+    """Whether a folder is a checkpoint of any format, even a damaged one."""
     return MANIFEST in storage.names(path) or any(is_there(storage, path) for is_there, _ in FOREIGN)
 
 
 def checkpoints_in(storage: Storage, path: str) -> list[str]:
-    """The folders in a folder that are checkpoints of any format, in the order of the numbers in their names."""
+    """The folders in a folder that are checkpoints of any format, sorted by the numbers in their names."""
     found = []
     for name in storage.names(path):
         folder = storage.join(path, name)

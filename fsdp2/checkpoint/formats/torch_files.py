@@ -1,8 +1,8 @@
-"""Where the tensors of a `torch.save` file lie, so that they are read like those of any other file. Layer: checkpoint.
+"""Locate the tensors in a `torch.save` file, so that they can be read like those of any other file. Layer: checkpoint.
 
-Such a file is a zip archive, stored and not compressed: ``data.pkl``, a pickle of the object, in which each tensor
-refers to the memory in ``data/<key>``. DCP's files are such archives one after the other. The pickle is only looked at,
-never executed (`unpickling.py`). (https://docs.pytorch.org/docs/stable/notes/serialization.html)
+Such a file is an uncompressed zip archive. ``data.pkl`` is a pickle of the object, in which each tensor refers to the
+memory in ``data/<key>``. DCP's files are such archives one after the other. The pickle is parsed, never executed
+(`unpickling.py`). (https://docs.pytorch.org/docs/stable/notes/serialization.html)
 """
 
 import struct
@@ -32,13 +32,13 @@ from fsdp2.layout import strides
 
 __all__ = ["TensorInFile", "read_torch_file"]
 
-EDGE = 4096  # bytes at either end of an archive, where nearly all but its tensors is
-MAX_READ = 1 << 28  # of what is no tensor: the pickle, the directory of the archive
-MAX_DIRECTORY = 1 << 25  # of the archive: its entries take some ten times the memory
+EDGE = 4096  # bytes at either end of an archive, which hold nearly everything but the tensors
+MAX_READ = 1 << 28  # bytes of anything but tensors: the pickle, the directory of the archive
+MAX_DIRECTORY = 1 << 25  # bytes of the archive's directory: its entries take about ten times the memory
 MAX_PIECES = 1 << 18
 
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
-# The classes by which torch says the dtype of a tensor's memory; newer dtypes are given beside `UntypedStorage`.
+# The classes that give the dtype of a tensor's memory; newer dtypes are stored next to `UntypedStorage`.
 _STORAGES = {
     "torch.DoubleStorage": "F64",
     "torch.FloatStorage": "F32",
@@ -61,7 +61,7 @@ class TensorInFile:
     Attributes:
         path: of the file.
         dtype: its name in safetensors.
-        steps: elements from one index to the next, in each dim (its strides).
+        steps: the strides, in elements.
         offset: of its first element, in bytes of the file.
     """
 
@@ -73,25 +73,25 @@ class TensorInFile:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements follow each other row by row."""
+        """Whether its elements are contiguous, row by row."""
         expected = strides(self.shape)
         return not prod(self.shape) or all(
             size == 1 or step == other for size, step, other in zip(self.shape, self.steps, expected, strict=True)
         )
 
     def pieces(self, start: tuple[int, ...] | None = None) -> list[StoredPiece]:
-        """All of it, as pieces whose elements follow each other.
+        """The whole tensor, as contiguous pieces.
 
         Args:
-            start: where it begins in a tensor of which it is a part.
+            start: where it begins in the tensor that it is a part of.
 
         Raises:
-            UnsupportedError: they lie so apart that there would be too many pieces.
+            UnsupportedError: its strides would require too many pieces.
         """
         base = start or (0,) * len(self.shape)
         if self.contiguous:
             return [self._piece(Box((0,) * len(self.shape), self.shape), base)]
-        # A transposed tensor: the elements along one dim follow each other, and each such line is a piece.
+        # A transposed tensor: its elements are contiguous along one dim, and each such line is a piece.
         along = next((dim for dim, step in enumerate(self.steps) if step == 1 and self.shape[dim] > 1), None)
         lines = tuple(1 if dim == along else size for dim, size in enumerate(self.shape))
         if prod(lines) > MAX_PIECES:
@@ -103,7 +103,8 @@ class TensorInFile:
         return [self._piece(Box(start, line), base) for start in product(*(range(size) for size in lines))]
 
     def elements(self, first: int, last: int, shape: tuple[int, ...], at: int) -> Iterator[StoredPiece]:
-        """Elements ``first..last`` of this (contiguous) tensor, as pieces of one of `shape` from its element `at`."""
+        """Elements ``first..last`` of this contiguous tensor, as pieces of a tensor of `shape`, from its element
+        `at`."""
         itemsize = ITEMSIZES[self.dtype]
         offset = self.offset + first * itemsize
         for box in boxes_of_flat_range(shape, at, at + last - first):
@@ -117,11 +118,11 @@ class TensorInFile:
 
 
 def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | None = None) -> Any:
-    """The object in a file, plain data and `TensorInFile`; `Made` for anything else.
+    """The object in a file: plain data and `TensorInFile`; `Made` for anything else.
 
     Args:
         path: of the file that `reader` has open.
-        start, length: the range of an archive within the file; all of it without.
+        start, length: the range of an archive within the file; by default the whole file.
 
     Raises:
         CorruptError: it is damaged.
@@ -149,8 +150,8 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
 
 
 class _Window:
-    """A part of a file as the file object that `zipfile` wants. The two ends are read at once: two requests where there
-    would be ten."""
+    """A part of a file as the file object that `zipfile` needs. Both ends are read at the start: two requests instead
+    of ten."""
 
     def __init__(self, reader: Reader, path: str, start: int, length: int):
         self.start = start
@@ -163,15 +164,15 @@ class _Window:
         self._tail = self._fetch(max(length - EDGE, 0), min(EDGE, length))
 
     def seekable(self) -> bool:
-        """`zipfile` asks."""
+        """`zipfile` calls this."""
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """The position of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Set where the next read begins."""
+        """Set the position of the next read."""
         self._at = offset + (0, self._at, self.length)[whence]
         if self._at < 0:
             raise ValueError("a position before the beginning")
@@ -241,7 +242,7 @@ class _Archive:
         self._window.seek(offset)
         content = self._window.read(size)
         crc = self._entries[name].CRC
-        if crc and zlib.crc32(content) != crc:  # torch can be told to leave it at 0
+        if crc and zlib.crc32(content) != crc:  # torch can be configured to leave it at 0
             raise ValueError(f"'{name}' has checksum {zlib.crc32(content):08x}, expected {crc:08x}")
         return content
 
@@ -255,7 +256,7 @@ class _Archive:
         return key[1], self._window.start + offset, size
 
     def _typed(self, args: tuple[Any, ...]) -> Any:
-        """A tensor or parameter with attributes of its own, which are dropped; subclasses stay notes."""
+        """A tensor or parameter with extra attributes, which are dropped; subclasses stay notes."""
         function, kind, own, _ = args
         if kind.kind in PICKLED_TENSOR_CLASSES:
             if function.kind in PICKLED_TENSORS:
@@ -270,7 +271,7 @@ class _Archive:
         name = _STORAGES.get(kind.kind)
         if kind.kind in ("torch.storage.UntypedStorage", "torch.UntypedStorage") and rest:
             name = _NAMES.get(rest.pop(0).kind)
-        # What says that the values are to be conjugated or negated comes last.
+        # The last arguments say whether the values must be conjugated or negated.
         if name is None or any(rest):
             return Made("torch.Tensor", args)
         numbers = (first, *shape, *steps)

@@ -1,9 +1,9 @@
-"""Where the weights of a transformers model are in a folder of its own: renamed, fused, or one for each expert, by the
-mapping that transformers (5 and later) publishes and applies in `from_pretrained` and `save_pretrained`. Layer:
+"""Where a transformers model's weights are in its own kind of folder: renamed, fused, or one per expert. This follows
+the mapping that transformers (5 and later) publishes and applies in `from_pretrained` and `save_pretrained`. Layer:
 checkpoint.
 
-The mapping is for tensors that are loaded. Here it gives sources instead, so that a rank reads what its shards need.
-transformers is imported only for a model that is one of its own.
+The mapping is meant for loaded tensors. Here it is turned into sources, so that a rank reads only what its shards need.
+transformers is imported only if the model is one of its own.
 """
 
 import sys
@@ -21,7 +21,7 @@ from fsdp2.errors import MismatchError, UnsupportedError
 
 __all__ = ["published_sources"]
 
-# By the pattern that matched, or the target pattern that they have become: as the operations of transformers have it.
+# By the pattern that matched, or the target pattern that it became, as in transformers' operations.
 Values = dict[str, list[Source]]
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -29,19 +29,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 def published_sources(
     model: object, shapes: Shapes, tensors: Mapping[str, StoredTensorInfo], said: Collection[str] = ()
 ) -> dict[str, Source]:
-    """The sources of the tensors whose names or layouts in the folder are others. Empty if the model is not one of
-    transformers, or all its names are stored as they are.
+    """The sources of tensors whose names or layouts in the folder differ. Empty if the model is not one of
+    transformers, or all its names are stored unchanged.
 
     Args:
         shapes: of the model's tensors, by name.
         tensors: what is stored.
-        said: names of the model for which the user says what their sources are.
+        said: names of the model for which the user gives sources.
 
     Raises:
-        UnsupportedError: another tensor is made by an operation that is not known here.
-        MismatchError: the folder is not of this module, but of a transformers model within it.
+        UnsupportedError: one of the other tensors requires an operation that is not known here.
+        MismatchError: the folder does not belong to this module, but to a transformers model inside it.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")  # without it there are no models of its own
+    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: then there are no transformers models
     if modeling is not None and isinstance(model, nn.Module) and not (said or shapes.keys() & tensors.keys()):
         _check_not_within(model, modeling.PreTrainedModel, shapes, tensors)
     if modeling is None or not isinstance(model, modeling.PreTrainedModel) or shapes.keys() <= tensors.keys():
@@ -49,7 +49,7 @@ def published_sources(
     try:
         published = import_module("transformers.conversion_mapping")
         loading = import_module("transformers.core_model_loading")
-    except ImportError:  # before version 5 files had the names of the model
+    except ImportError:  # before version 5, files had the names of the model
         return {}
     transforms = published.get_model_conversion_mapping(_skeleton(model, modeling.PreTrainedModel))
     converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
@@ -58,9 +58,9 @@ def published_sources(
     prefix = model.base_model_prefix
     found: dict[str, Source] = {}
     parts: dict[str, tuple[Any, Values]] = {}
-    for name in sorted(tensors, key=loading.dot_natural_key):  # the order of experts is that of their numbers
+    for name in sorted(tensors, key=loading.dot_natural_key):  # experts in numerical order
         renamed, pattern = loading.rename_source_key(name, renamings, converters, prefix, shapes)
-        if renamed not in shapes and name in shapes:  # as transformers has it: it was not meant
+        if renamed not in shapes and name in shapes:  # as in transformers: the renaming does not apply
             renamed, pattern = loading.rename_source_key(name, [], [], prefix, shapes)
         if renamed in shapes and pattern is None:
             found.setdefault(renamed, stored(name))
@@ -77,8 +77,8 @@ def published_sources(
 def _check_not_within(
     model: nn.Module, kind: type[nn.Module], shapes: Shapes, tensors: Mapping[str, StoredTensorInfo]
 ) -> None:
-    """See that a module of which no name is stored does not hold a transformers model that the folder is of: that would
-    say of each tensor that it is missing, and of each that is stored that it is unexpected."""
+    """If no name of a module is stored, check that the folder does not belong to a transformers model inside it.
+    Otherwise the error would report every tensor as missing, and every stored one as unexpected."""
     if isinstance(model, kind):
         return
     for path, module in model.named_modules():
@@ -93,8 +93,8 @@ def _check_not_within(
 
 
 def _skeleton(model: nn.Module, kind: type[nn.Module]) -> Any:
-    """The modules of transformers alone, without what is in them, and of the classes that they had before they were
-    sharded: the mapping goes by the names of classes."""
+    """The module tree, with empty modules. Those of transformers get the classes that they had before sharding, because
+    the mapping depends on class names."""
     made: dict[str, Any] = {}
     for path, module in model.named_modules():
         made[path] = nn.Module()
@@ -114,7 +114,7 @@ class _Conversion:
     """One `WeightConverter` of transformers, for one place in the model.
 
     Args:
-        name: of the first tensor that it makes.
+        name: of the first tensor that it produces.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class _Conversion:
         self._tensors = tensors
 
     def of(self, values: Values) -> dict[str, Source]:
-        """The sources of what it makes. None for what lacks a part: that is missing then, like any tensor."""
+        """The sources of the tensors that it produces. Empty if a part is missing: the tensor is then reported as
+        missing, like any other."""
         for operation in self._operations:
             known = KNOWN.get(type(operation).__name__)
             if known is None or not (len(values) == 1 or known in OF_SEVERAL):
@@ -147,7 +148,7 @@ class _Conversion:
         return {before + each + after: parts[0] for each, parts in values.items()}
 
     def _one(self, values: Values) -> Source:
-        """Of the only pattern; of what is stored twice the first counts."""
+        """The source of the only pattern; if it is stored twice, the first one."""
         (parts,) = values.values()
         return parts[0]
 
@@ -179,7 +180,7 @@ class _Conversion:
             targets = [self._to[0].replace("*", str(place)) for place in range(number)]
         source = self._one(values)
         size = self._shape(source)[operation.dim]
-        each = -(-size // len(targets))  # as `torch.chunk` has it
+        each = -(-size // len(targets))  # as `torch.chunk` does
         return self._cut(source, operation.dim, [min(each, size - at) for at in range(0, size, each or 1)], targets)
 
     def split(self, operation: Any, values: Values) -> Values:
@@ -202,7 +203,7 @@ class _Conversion:
         return {self._to[0]: [apart.transpose(dim, dim + 1).reshape(*shape)]}
 
 
-# By the names of transformers' classes.
+# By the class names of transformers' operations.
 KNOWN: dict[str, Callable[[_Conversion, Any, Values], Values]] = {
     "MergeModulelist": _Conversion.merge,
     "Concatenate": _Conversion.concatenate,
@@ -211,4 +212,4 @@ KNOWN: dict[str, Callable[[_Conversion, Any, Values], Values]] = {
     "Transpose": _Conversion.transpose,
     "Interleave": _Conversion.interleave,
 }
-OF_SEVERAL = (_Conversion.merge, _Conversion.concatenate)  # the others take the tensors of one pattern
+OF_SEVERAL = (_Conversion.merge, _Conversion.concatenate)  # the others take tensors of only one pattern

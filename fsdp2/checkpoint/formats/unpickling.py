@@ -1,9 +1,10 @@
-"""What a pickle says, without doing what it says. Pure: bytes in, plain data out.
+"""Parse a pickle without executing it. Pure: bytes in, plain data out.
 
-A pickle is a program, and Python's reader runs it: a checkpoint that does so hands its reader's machine to its author.
-This one knows plain data (numbers, strings, lists, dicts, ...). Where a pickle asks for a class or a function, there is
-a `Made` instead, a note of what was asked for and with which arguments: nothing is imported, nothing is called. Who
-reads the result takes the few notes that it understands. Versions 2 to 5 of pickle, as `torch.save` and DCP write them.
+A pickle is a program. Python's reader runs it, so it gives the author of a checkpoint control over the reader's
+machine. This parser only builds plain data (numbers, strings, lists, dicts, ...). Where a pickle asks for a class or a
+function, the result contains a `Made`, a note of the name and the arguments: nothing is imported and nothing is called.
+The caller handles the few notes that it understands. Supports versions 2 to 5 of pickle, as `torch.save` and DCP write
+them.
 """
 
 import struct
@@ -14,15 +15,15 @@ from fsdp2.errors import CorruptError
 
 __all__ = ["Made", "Maker", "Named", "plain", "shown", "unpickle"]
 
-# Given arguments, what they make.
+# Given the arguments, returns what they build.
 Maker = Callable[[tuple[Any, ...]], Any]
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 200_000
 MAX_LEAVES = 20_000_000
-MAX_INT_BYTES = 512  # Python prints no longer ones, and to hash one takes time each time
+MAX_INT_BYTES = 512  # Python does not print longer ones, and hashing them takes time
 MAX_NAME = 1000
-# What is made of a byte: an empty list takes 64 times its code. Honest pickles make something of every third byte.
+# Objects per byte: an empty list takes 64 times its code. Honest pickles build an object from every third byte.
 FREE_OBJECTS = 1 << 20
 BYTES_AN_OBJECT = 2
 MAX_STREAMED = 1 << 16
@@ -45,11 +46,11 @@ class Named:
 
 
 class Made:
-    """An object that a pickle would have made.
+    """An object that executing the pickle would have created.
 
     Attributes:
-        kind: module and name of its class, or of the function that would have made it.
-        args: what that would have been given.
+        kind: module and name of its class, or of the function that would have created it.
+        args: the arguments of that call.
         state: what it would have been filled with.
     """
 
@@ -64,7 +65,7 @@ class Made:
         return f"<an object of {self.kind}>"
 
     def field(self, name: str) -> Any:
-        """An attribute that it would have had; None if it would have none of that name."""
+        """An attribute that it would have had; None if it would not have it."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -76,16 +77,16 @@ def unpickle(
     makers: Mapping[str, Maker] | None = None,
     more: Callable[[], bytes] | None = None,
 ) -> Any:
-    """What is in a pickle.
+    """The content of a pickle.
 
     Args:
         content: the pickle, or its beginning.
-        more: the bytes that follow, a part at a time; b"" at the end. Then no text may be long, so that a file whose
-            size is mostly holes is not read.
+        more: returns the bytes that follow, a part at a time; b"" at the end. With it, long texts are refused, so that
+            a file that consists mostly of holes is not read.
         where: the file, for messages.
-        allowed: the classes and functions that it may name; None for any (they are notes only).
-        persistent: is called with what the pickle refers to as stored elsewhere, and returns what stands for it.
-        makers: by class or function, what makes something else than a note of its arguments.
+        allowed: the classes and functions that it may name; None for any (they only become notes).
+        persistent: is called with a reference to something stored elsewhere, and returns what replaces it.
+        makers: class or function -> what to call instead of making a note.
 
     Raises:
         CorruptError: it is damaged, or names something that is not allowed.
@@ -100,10 +101,10 @@ def unpickle(
 
 
 def plain(value: Any, where: str) -> Any:
-    """`value` if it is plain data through and through, its dicts and lists copied.
+    """A copy of `value`, if it consists of plain data only.
 
     Raises:
-        CorruptError: it is something else, or nested too deeply, or too large.
+        CorruptError: it contains something else, or is nested too deeply, or too large.
     """
     containers = leaves = 0
 
@@ -125,8 +126,8 @@ def plain(value: Any, where: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, in short. (`repr` of what a pickle has nested in itself may take for ever.)"""
-    if type(value) is int and value.bit_length() > 8 * MAX_INT_BYTES:  # which `repr` refuses
+    """A value for a message, shortened. (`repr` of a pickle's nested data may never end.)"""
+    if type(value) is int and value.bit_length() > 8 * MAX_INT_BYTES:  # `repr` refuses these
         return f"an int of {value.bit_length()} bits"
     if type(value) in _LEAVES or isinstance(value, (Made, Named)):
         text = repr(value)
@@ -139,7 +140,7 @@ _MARK = object()
 
 
 def _is_key(value: Any) -> bool:
-    """Whether that may be a key of a dict: hashing must take no time (nested tuples can be made to take for ever)."""
+    """Whether a value may be a key of a dict. Hashing it must be fast; hashing nested tuples may never end."""
     if type(value) is tuple:
         return len(value) <= 16 and all(type(item) in (bool, int, str) for item in value)
     return value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, (Made, Named))
@@ -160,7 +161,7 @@ def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return sizes
 
 
-# Classes whose objects are plain data here, and the function by which old pickles spell bytes.
+# Classes whose objects are plain data here, and the function that old pickles use for bytes.
 _PLAIN: dict[str, Maker] = {
     "collections.OrderedDict": _pairs,
     "collections.defaultdict": lambda args: {},
@@ -173,7 +174,7 @@ _PLAIN: dict[str, Maker] = {
 
 
 class _Machine:
-    """The stack machine that a pickle is a program for."""
+    """The stack machine that executes a pickle's operations."""
 
     def __init__(
         self,
@@ -194,11 +195,11 @@ class _Machine:
         self._makers = makers
         self._more = more
         self._made = 0
-        # What makers may copy: honest pickles have each of their arguments once, and spend no more than their length.
+        # Limits what makers may copy: honest pickles use each argument once, and need no more than their length.
         self._budget = 4 * len(content) + (1 << 16)
 
     def run(self) -> Any:
-        """Work through all operations."""
+        """Execute all operations."""
         operations, content = _OPERATIONS, self.content
         while True:
             if self.at == len(content):
@@ -230,7 +231,7 @@ class _Machine:
         return part
 
     def _fetch(self, count: int) -> None:
-        """See that the next bytes are there."""
+        """Make sure that the next bytes are loaded."""
         while len(self.content) < self.at + count:
             part = self._more() if self._more is not None and count <= MAX_STREAMED else b""
             if not part:
@@ -256,7 +257,7 @@ class _Machine:
         return text
 
     def popped(self) -> list[Any]:
-        """All down to the last mark, which goes too."""
+        """Remove and return everything down to the last mark, which is removed too."""
         stack = self.stack
         index = len(stack) - 1
         while stack[index] is not _MARK:
@@ -268,7 +269,7 @@ class _Machine:
         return items
 
     def named(self, module: Any, name: Any) -> Named:
-        """What a pickle names."""
+        """The class or function that a pickle names."""
         if type(module) is not str or type(name) is not str or len(module) + len(name) > MAX_NAME:
             raise ValueError("a name that is no text, or a long one")
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
@@ -279,7 +280,7 @@ class _Machine:
         return Named(kind)
 
     def make(self, maker: Any, args: Any) -> Any:
-        """Note a call, or an object of a class."""
+        """Note a call, or the creation of an object."""
         if not isinstance(maker, Named) or type(args) is not tuple:
             raise ValueError("a call of what was not named")
         simple = self._makers.get(maker.kind)
@@ -291,7 +292,7 @@ class _Machine:
         return simple(args)
 
     def build(self) -> None:
-        """Fill the object on top; attributes of a dict's subclass are dropped."""
+        """Set the state of the object on top; attributes of a dict's subclass are dropped."""
         state = self.stack.pop()
         item = self.stack[-1]
         if isinstance(item, Made):
@@ -300,7 +301,7 @@ class _Machine:
             raise ValueError("a state for what has none")
 
     def refer(self) -> None:
-        """What is stored elsewhere."""
+        """Push what is stored elsewhere."""
         key = self.stack.pop()
         if self._persistent is None:
             raise ValueError("a reference to something outside")
@@ -324,7 +325,7 @@ class _Machine:
             target[items[index]] = items[index + 1]
 
     def top(self, count: int) -> list[Any]:
-        """The last items, which go."""
+        """Remove and return the last items."""
         if len(self.stack) < count:
             raise ValueError("too few items")
         items = self.stack[len(self.stack) - count :]
@@ -380,10 +381,10 @@ def _proto(machine: _Machine) -> None:
         raise ValueError("an unknown version of pickle")
 
 
-# By the code of the operation; their names are those of the module `pickletools`.
+# By the code of the operation; their names are those in the module `pickletools`.
 _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     0x80: _proto,
-    0x95: lambda machine: machine.take(8),  # FRAME: a hint for readers of streams
+    0x95: lambda machine: machine.take(8),  # FRAME: only helps readers of streams
     ord("("): _push(lambda machine: _MARK),
     ord("0"): lambda machine: machine.stack.pop(),
     ord("1"): lambda machine: machine.popped(),
@@ -411,7 +412,7 @@ _OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
     ord("]"): _push(lambda machine: []),
     ord("a"): lambda machine: machine.append(machine.top(1)),
     ord("e"): lambda machine: machine.append(machine.popped()),
-    0x8F: _push(lambda machine: []),  # a set: as a list, for which hashing is nobody's concern
+    0x8F: _push(lambda machine: []),  # a set, as a list: nothing needs to be hashed
     0x90: lambda machine: machine.append(machine.popped()),
     0x91: _push(lambda machine: machine.popped()),
     ord("}"): _push(lambda machine: {}),

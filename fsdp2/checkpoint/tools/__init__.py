@@ -1,3 +1,1 @@
-"""Looking at checkpoints, checking, comparing and rewriting them, from Python and from the command line.
-Layer: checkpoint.
-"""
+"""Tools to describe, check, compare and rewrite checkpoints, in Python and on the command line. Layer: checkpoint."""

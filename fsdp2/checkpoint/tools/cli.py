@@ -1,7 +1,7 @@
-"""The command ``python -m fsdp2.checkpoint``: what it takes, and what it does. Layer: checkpoint.
+"""The command ``python -m fsdp2.checkpoint``. Layer: checkpoint.
 
-Exit codes: 0 all is well; 1 damaged, or different; 2 the call was wrong, or there is no checkpoint; 130 interrupted.
-With ``--json`` standard output is one JSON value; tables and progress bars are in `screen.py` and need an extra.
+Exit codes: 0 success; 1 damaged, or different; 2 invalid arguments, or there is no checkpoint; 130 interrupted.
+With ``--json`` standard output is one JSON value. Tables and progress bars are in `screen.py` and need an extra.
 """
 
 import argparse
@@ -43,7 +43,7 @@ DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
-# What the functions behind the command call its flags, in their messages.
+# The flags, by the names that the functions behind the command use in their messages.
 FLAGS = {
     "overwrite=True": "--overwrite",
     "model_only=True": "--model-only",
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None for those of the process.
 
     Returns:
-        the exit code. (A wrong call exits with 2, as `argparse` does.)
+        the exit code. (With invalid arguments the process exits with 2, as `argparse` does.)
     """
     args = _parser().parse_args(argv)
     try:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # somebody has read enough (`| head`)
+    except BrokenPipeError:  # the reader has closed the pipe (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except CorruptError as error:
@@ -91,7 +91,7 @@ def _failed(args: argparse.Namespace, error: Exception, code: int) -> int:
         message = message.replace(name, flag)
     if args.json:
         _write_json({"error": message})
-    # A name out of a damaged file may have anything in it that a terminal obeys.
+    # A name from a damaged file may contain control sequences of the terminal.
     text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message)
     sys.stderr.write(f"error: {text}\n")
     return code
@@ -102,7 +102,7 @@ def _write_json(value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """The same with infinite numbers as strings, which JSON does not have."""
+    """The same value with infinite numbers as strings, since JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -184,7 +184,7 @@ def _size(text: str) -> int:
 
 
 def _members(folder: str) -> list[str]:
-    """The checkpoints of a run, of other libraries too; none of what is a checkpoint itself, or no folder of any."""
+    """The checkpoints of a run, also of other libraries. Empty if the folder is a checkpoint itself, or has none."""
     storage, path = storage_of(folder)
     if is_checkpoint(storage, path):
         return []

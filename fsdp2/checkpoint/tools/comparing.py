@@ -1,4 +1,4 @@
-"""What differs between two checkpoints of any formats and layouts: names, shapes, dtypes, values, options. Layer:
+"""Differences between two checkpoints of any formats and layouts: names, shapes, dtypes, values, options. Layer:
 checkpoint.
 """
 
@@ -35,9 +35,9 @@ class TensorDifference:
     Attributes:
         section: "model", "optimizer" or "extra".
         problem: "only in the first", "only in the second", "shape", "dtype" or "values".
-        first, second: dtype and shape in each; "" where it is not there.
-        num_different: elements that differ in any bit; of two dtypes, in value.
-        max_abs: the largest absolute difference; NaN beside a number counts as infinite.
+        first, second: dtype and shape in each; "" where it does not exist.
+        num_different: elements that differ in any bit; with two dtypes, in value.
+        max_abs: the largest absolute difference; infinite where only one of two elements is NaN.
         at: index of the first such element.
     """
 
@@ -53,15 +53,15 @@ class TensorDifference:
 
 @dataclass
 class Difference:
-    """What `diff` found.
+    """The result of `diff`.
 
     Attributes:
         first, second: the folders.
         tensors: those that differ.
-        other: what else differs, in words: options of the optimizer, extra state, the step.
-        num_equal: tensors that do not differ, as far as they were compared.
-        compared_bytes: of values, in the first.
-        values: whether values were compared, or names, shapes and dtypes alone.
+        other: other differences, as text: options of the optimizer, extra state, the step.
+        num_equal: tensors that do not differ in what was compared.
+        compared_bytes: of values, in the first checkpoint.
+        values: whether values were compared, or only names, shapes and dtypes.
     """
 
     first: str
@@ -81,15 +81,14 @@ class Difference:
 def diff(
     first: Folder, second: Folder, *, values: bool = True, model_only: bool = False, progress: Progress | None = None
 ) -> Difference:
-    """What differs between two checkpoints, however each of them is cut or stored. One process calls this; memory is
-    bounded.
+    """Compare two checkpoints, however each of them is sharded or stored. One process calls this; memory is bounded.
 
     Args:
-        first: the folder of a checkpoint in any format that `load` takes.
+        first: the folder of a checkpoint in any format that `load` supports.
         second: the other one.
-        values: compare them; False compares names, shapes and dtypes of tensors alone.
-        model_only: neither optimizer nor extra state nor step.
-        progress: is called with the bytes done and those to do.
+        values: compare values; False compares only names, shapes and dtypes of tensors.
+        model_only: ignore optimizer, extra state and step.
+        progress: is called with the number of bytes done and the total.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -149,7 +148,7 @@ class _Comparison:
         return self._result
 
     def _common(self, section: str) -> Iterator[_Common]:
-        """Tensors of the same shape; the others are noted. All names of tied tensors count."""
+        """Tensors of the same shape; others are noted. All names of tied tensors are compared."""
         names = [_names(catalog, section) for catalog in self._both]
         for name in {**names[0], **names[1]}:
             infos = [
@@ -166,14 +165,14 @@ class _Comparison:
                 yield _Common(section, name, (infos[0], infos[1]), (pieces[0], pieces[1]))
 
     def _of_one_dtype(self, common: list[_Common]) -> list[_Common]:
-        """Those whose dtypes do not differ; the others are noted."""
+        """Tensors with equal dtypes; others are noted."""
         for tensor in common:
             if tensor.infos[0].dtype != tensor.infos[1].dtype:
                 self._note(tensor.section, tensor.name, "dtype", *tensor.infos)
         return [tensor for tensor in common if tensor.infos[0].dtype == tensor.infos[1].dtype]
 
     def _compare_values(self, common: list[_Common], progress: Progress | None) -> list[_Common]:
-        """Note those that differ; the others."""
+        """Note the tensors whose values differ; return the others."""
         meter = Meter(sum(tensor.nbytes for tensor in common), progress)
         readers = [StoredValues(catalog.storage) for catalog in self._both]
         work = [(number, first, last) for number, tensor in enumerate(common) for first, last in _chunks(tensor)]
@@ -209,7 +208,7 @@ class _Comparison:
         return equal
 
     def _common_extra(self) -> list[_Common]:
-        """Tensors of extra state; what else differs of it is noted."""
+        """Tensors of the extra state; its other differences are noted."""
         one, two = (catalog if isinstance(catalog, NativeCatalog) else None for catalog in self._both)
         if one is None or two is None:  # other formats have none
             if any(own is not None and own.manifest.extra for own in (one, two)):
@@ -239,7 +238,7 @@ class _Comparison:
         return common
 
     def _compare_others(self) -> None:
-        """What is no tensor."""
+        """Compare values that are not tensors."""
         one, two = self._both
         if one.step != two.step:
             self._result.other.append(f"step: {one.step} and {two.step}")
@@ -250,7 +249,7 @@ class _Comparison:
                     which = "first" if facts[0] else "second"
                     self._result.other.append(f"{section}: what is no tensor is only in the {which}")
                 continue
-            alike: dict[tuple[str, ...], list[str]] = {}  # one line for what differs in the same way
+            alike: dict[tuple[str, ...], list[str]] = {}  # one line for all that differ in the same way
             for what, name in {**facts[0], **facts[1]}:
                 shown = [_text(own[what, name]) if (what, name) in own else "nothing" for own in facts]
                 if shown[0] != shown[1]:
@@ -281,7 +280,7 @@ class _Comparison:
 
 
 def _names(catalog: Catalog, section: str) -> dict[str, str]:
-    """All names of a section's tensors, and where they are stored."""
+    """All names of a section's tensors, each with the name under which it is stored."""
     tensors = catalog.tensors.get(section, {})
     aliases = catalog.aliases.get(section, {}).items()
     return {name: name for name in tensors} | {alias: name for alias, name in aliases if name in tensors}
@@ -294,7 +293,7 @@ def _problem(first: StoredTensorInfo | None, second: StoredTensorInfo | None) ->
 
 
 def _chunks(tensor: _Common) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that are compared at a time."""
+    """Ranges of elements to compare at a time."""
     itemsize = max(ITEMSIZES[info.dtype] for info in tensor.infos)
     numel = whole(tensor.infos[0].shape).numel
     step = CHUNK_BYTES // itemsize
@@ -303,7 +302,8 @@ def _chunks(tensor: _Common) -> Iterator[tuple[int, int]]:
 
 
 def _facts(catalog: Catalog, section: str) -> dict[tuple[str, str], Any]:
-    """What is no tensor: (what it is, whose) -> value. Of an optimizer, options and state of each parameter."""
+    """Values that are not tensors: (what it is, whose) -> value. For an optimizer, options and state of each
+    parameter."""
     facts: dict[tuple[str, str], Any] = {}
     for table in catalog.values.get(section, ()):
         if section != "optimizer" or "groups" not in table:
@@ -320,7 +320,7 @@ def _facts(catalog: Catalog, section: str) -> dict[tuple[str, str], Any]:
 
 
 def _without_tensors(form: Any) -> Any:
-    """Encoded state but for its tensors, which are compared by value."""
+    """Encoded state without its tensors, which are compared by value."""
     if isinstance(form, dict):
         if "$tensor" in form:
             return None

@@ -1,6 +1,6 @@
 """Convert a checkpoint: another number of ranks, another layout, another format. Layer: checkpoint.
 
-One process does it, without a GPU and in bounded memory. The new folder gets its name when everything in it is durable.
+One process does it, without a GPU and in bounded memory. The new folder gets its name when all of it is durable.
 """
 
 import uuid
@@ -36,17 +36,17 @@ def convert(
 ) -> str:
     """Rewrite a checkpoint in another form. One process calls this; no process group is needed.
 
-    The values are the same bits (but for `dtype`). Optimizer state, tied names, the step and the extra state come
-    along, the last with the number of ranks that it is of. The result loads on any number of ranks, as every checkpoint
-    does: `world` is about files.
+    The values stay bitwise the same (except with `dtype`). Optimizer state, tied names, the step and the extra state
+    are kept; the extra state keeps its number of ranks. Like every checkpoint, the result can be loaded on any number
+    of ranks: `world` only determines the files.
 
     Args:
-        source: any checkpoint that `load` takes.
-        target: a folder that is not there yet.
+        source: any checkpoint that `load` supports.
+        target: a folder that does not exist yet.
         to: "ranks": the files of `world` ranks, each tensor cut by rows. "consolidated": whole tensors, with Hugging
             Face's index, in files of up to ``max_file_bytes``. "dcp": for ``torch.distributed.checkpoint``.
         dtype: convert the model's floating point tensors to this.
-        progress: is called with the bytes done and those to do.
+        progress: is called with the number of bytes done and the total.
         model_only: without optimizer and extra state.
         max_file_bytes: as for `save`.
         overwrite: as for `save`.
@@ -56,9 +56,9 @@ def convert(
         The new folder.
 
     Raises:
-        ArgumentError: an option that cannot work.
-        CheckpointError: there is no checkpoint at `source`, or something is at `target`.
-        CorruptError: the source is damaged. Nothing is left of the new folder then.
+        ArgumentError: an option is invalid.
+        CheckpointError: there is no checkpoint at `source`, or something exists at `target`.
+        CorruptError: the source is damaged. The new folder is removed then.
 
     Example::
 
@@ -97,8 +97,8 @@ def convert(
 
 
 def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> list[str]:
-    """What a conversion has left that failed, in a folder to which others may write. All of it stays if only the answer
-    was lost to the request that made it count; names without its id stay if another one counts."""
+    """Files of a failed conversion, in a folder that others may write to. None if the conversion was committed and only
+    the answer to that request was lost. Files without its id are excluded if the folder is another checkpoint."""
     with suppress(OSError):
         if id_of(storage, path) != nonce:
             taken = is_complete(storage, path)
@@ -109,7 +109,7 @@ def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> lis
 def _write_dcp(catalog: Catalog, storage: Storage, work: str, verify: bool) -> None:
     if not storage.renames:
         raise ArgumentError("convert: to='dcp' writes to a local folder; copy it from there")
-    # Loaded only when asked for, like all that knows other formats.
+    # Imported only when needed, like all code for other formats.
     from fsdp2.checkpoint.formats.dcp_export import write_dcp
 
     write_dcp(catalog, work, verify)

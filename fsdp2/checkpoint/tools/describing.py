@@ -1,4 +1,4 @@
-"""What is in a checkpoint, of any format that is read here, without reading its values. Layer: checkpoint."""
+"""The content of a checkpoint of any supported format, without reading its values. Layer: checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class TensorEntry:
         dtype: its name in safetensors.
         shape: of the whole tensor.
         nbytes: of the whole tensor.
-        parts: in how many parts it is stored.
+        parts: the number of parts in which it is stored.
         aliases: other names of the same values.
     """
 
@@ -43,19 +43,19 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Description:
-    """What is in a checkpoint.
+    """The content of a checkpoint.
 
     Attributes:
-        folder: where it is.
+        folder: the folder of the checkpoint.
         kind: the format.
         step: as given to `save`; None if unknown.
         tensors: of all sections.
         id, world, layout, checksum: see `manifest.py`; empty (0) for other formats.
         files: bytes of each file, by name; empty for formats that do not list them.
         optimizer: the class of the optimizer; "" if unknown.
-        extra: key -> (how many ranks gave it, how many different contents they gave).
-        about: what the user said of it (see `save`).
-        strays: names in the folder that are not of the checkpoint; nobody reads them.
+        extra: key -> (the number of ranks that saved it, the number of different values).
+        about: the user's texts and numbers (see `save`).
+        strays: names in the folder that do not belong to the checkpoint; they are never read.
     """
 
     folder: str
@@ -79,15 +79,15 @@ class Description:
 
 
 def describe(folder: Folder) -> Description:
-    """What is in a checkpoint: names, shapes, dtypes, files. Only the manifest of a native one is read, so that works
-    even where files are missing; `verify` looks at those.
+    """Describe a checkpoint: names, shapes, dtypes, files. For a native one only the manifest is read, so this works
+    even if files are missing; use `verify` to check them.
 
     Args:
-        folder: of a checkpoint in any format that `load` takes, local or a URL.
+        folder: of a checkpoint in any format that `load` supports, local or a URL.
 
     Raises:
         CheckpointError: there is no checkpoint.
-        CorruptError: what describes it is damaged.
+        CorruptError: its manifest, index or metadata is damaged.
 
     Example::
 
@@ -145,7 +145,7 @@ def open_native(storage: Storage, path: str) -> NativeCatalog | None:
 
 
 def stray_files(storage: Storage, path: str, manifest: Manifest) -> list[str]:
-    """Names in the folder of a checkpoint that its manifest does not account for."""
+    """Names in the folder of a checkpoint that its manifest does not list."""
     return [name for name in storage.names(path) if name != MANIFEST and name not in manifest.files]
 
 
@@ -161,7 +161,7 @@ def _entry(catalog: Catalog, section: str, name: str, parts: int) -> TensorEntry
 
 
 def _kinds(catalog: Catalog) -> str:
-    """The class names of optimizers; other formats do not say."""
+    """The class names of the optimizers; other formats do not have them."""
     tables: Sequence[Mapping[str, Any]] = ()
     if isinstance(catalog, NativeCatalog):
         tables = catalog.values.get("optimizer", ())

@@ -1,4 +1,4 @@
-"""How two stretches of elements differ. Pure: bytes in, numbers out."""
+"""How two ranges of elements differ. Pure: bytes in, numbers out."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from fsdp2.checkpoint.dtypes import DTYPES
 
 __all__ = ["Distance", "distance_of", "joined"]
 
-STEP = 1 << 16  # elements that are compared at a time, in double precision
+STEP = 1 << 16  # elements compared at a time, in double precision
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -17,9 +17,9 @@ class Distance:
     """How elements differ.
 
     Attributes:
-        num: how many do.
-        max_abs: the largest absolute difference; NaN beside a number counts as infinite.
-        at: number of the first; -1 if none differs.
+        num: the number of elements that differ.
+        max_abs: the largest absolute difference; infinite where only one of two elements is NaN.
+        at: index of the first one; -1 if none differs.
     """
 
     num: int = 0
@@ -28,7 +28,7 @@ class Distance:
 
 
 def distance_of(first: bytearray, dtype: str, second: bytearray, other: str) -> Distance:
-    """Elements that differ: in any bit, or, of two dtypes, in value."""
+    """Compare elements: bitwise, or with two dtypes by value."""
     if dtype == other and first == second:
         return Distance()
     raw = torch.frombuffer(first, dtype=torch.uint8), torch.frombuffer(second, dtype=torch.uint8)
@@ -53,13 +53,13 @@ def _step(first: torch.Tensor, second: torch.Tensor) -> Distance:
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Values with which one can calculate."""
+    """Values in a dtype that supports arithmetic."""
     if values.is_complex():
         return values.to(torch.complex128)
     return (values.float() if values.dtype.itemsize == 1 else values).to(torch.float64)
 
 
 def joined(first: Distance, second: Distance) -> Distance:
-    """The distance of two stretches, the first of them before the second."""
+    """The distance of two ranges together, of which the first comes before the second."""
     at = first.at if first.num else second.at
     return Distance(first.num + second.num, max(first.max_abs, second.max_abs), at)

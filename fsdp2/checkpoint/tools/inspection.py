@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole: every byte of it is read, and all that is wrong is listed. Layer: checkpoint.
+"""Check a checkpoint completely: read every byte and list everything that is wrong. Layer: checkpoint.
 
-Damage is looked for where a load would stumble over it, with the same code, so that what is fine here loads: the
-manifest, the files that it lists, their headers, that all parts of each tensor are there, the checksum of every block.
+Damage is looked for where a load would find it, with the same code, so that what passes here can be loaded: the
+manifest, the files that it lists, their headers, that all parts of each tensor exist, the checksum of every block.
 """
 
 import zlib
@@ -34,15 +34,15 @@ THREADS = 4
 
 @dataclass
 class Report:
-    """What `find_damage` found.
+    """The result of `find_damage`.
 
     Attributes:
         kind: the format.
-        damage: all that is wrong.
-        strays: names in the folder that are not of the checkpoint. Nobody reads them; that is no damage.
-        num_files, num_tensors: how many were looked at.
-        checked_bytes: of values that have their checksums.
-        unchecked_bytes: of values for which there are none (other formats): they can be read, nothing more is known.
+        damage: everything that is wrong.
+        strays: names in the folder that do not belong to the checkpoint. They are never read, and are not damage.
+        num_files, num_tensors: how many were checked.
+        checked_bytes: of values that match their checksums.
+        unchecked_bytes: of values without checksums (other formats): they can be read, but may be wrong.
     """
 
     folder: str
@@ -61,11 +61,11 @@ class Report:
 
 
 def verify(folder: Folder, *, progress: Progress | None = None) -> Report:
-    """Read all of a checkpoint and see that it is whole; `find_damage` returns what is wrong instead of raising.
+    """Read a checkpoint completely and raise if it is damaged; `find_damage` returns the damage instead.
 
     Args:
-        folder: of a checkpoint in any format that `load` takes. Formats without checksums are read as far as that goes.
-        progress: is called with the bytes done and those to do.
+        folder: of a checkpoint in any format that `load` supports. Formats without checksums are only read.
+        progress: is called with the number of bytes done and the total.
 
     Raises:
         CorruptError: it is damaged; the message lists files, tensors and bytes.
@@ -85,23 +85,22 @@ def verify(folder: Folder, *, progress: Progress | None = None) -> Report:
 
 
 def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
-    """Read all of a checkpoint, in bounded memory with several threads, and list all that is wrong with it; see
-    `verify`.
+    """Read a checkpoint completely, in bounded memory with several threads, and list all damage; see `verify`.
 
     Raises:
         CheckpointError: there is no checkpoint.
-        ReplacedError: it was replaced while it was read, again and again.
+        ReplacedError: it was replaced while it was read, in each of several attempts.
     """
     storage, path = storage_of(folder)
     for _ in range(READS):
         report, save_id = _looked_at(storage, path, progress)
-        if report.ok or id_at(storage, path) in (None, save_id):  # else it was replaced meanwhile: no damage
+        if report.ok or id_at(storage, path) in (None, save_id):  # else it was replaced meanwhile, not damaged
             return report
     raise ReplacedError(f"{path}: is replaced by one save after the other, faster than it can be read")
 
 
 def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[Report, str | None]:
-    """The report, and the id of the save that it is about."""
+    """The report, and the id of the save that it describes."""
     report = Report(path, "fsdp2")
     try:
         native = open_native(storage, path)
@@ -117,10 +116,10 @@ def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[
 
 
 class _Verification:
-    """One look at a checkpoint.
+    """One check of a checkpoint.
 
     Attributes:
-        lost: (file, what is wrong with it) -> the tensors that are lost by it.
+        lost: (file, what is wrong with it) -> the tensors that are lost because of it.
     """
 
     def __init__(self, catalog: Catalog, report: Report):
@@ -153,7 +152,7 @@ class _Verification:
         self._report.damage += whole_files + blocks
 
     def _check_files(self, native: NativeCatalog) -> None:
-        """What can be seen before any value is read."""
+        """Check what can be checked without reading values."""
         storage, manifest = native.storage, native.manifest
         self._report.num_files = len(manifest.files)
         self._report.strays = stray_files(storage, native.path, manifest)
@@ -174,7 +173,7 @@ class _Verification:
                 self._lost[file, self._bad_files[file]] = []
 
     def _sources(self) -> Iterator[PieceBytes]:
-        """All parts of all tensors that can be read; what cannot is noted."""
+        """All readable parts of all tensors; unreadable ones are noted."""
         for section, infos in self._catalog.tensors.items():
             for name, info in infos.items():
                 label = f"{section} '{name}'"
@@ -187,13 +186,13 @@ class _Verification:
                     with self._noting(label):
                         cover.check(label)
         yield from self._extra_sources()
-        if isinstance(self._catalog, DcpCatalog):  # values that are no tensors have files of their own there
+        if isinstance(self._catalog, DcpCatalog):  # there, values that are not tensors have their own files
             for name, error in self._catalog.damaged_items():
                 damage = _damage_of(self._catalog.storage, self._catalog.path, error)
                 self._lose(damage.file, damage.problem, f"'{name}'")
 
     def _pieces(self, section: str, name: str, box: Box, label: str) -> Iterator[StoredPiece]:
-        """The parts of a tensor, each looked up alone, so that one bad file does not hide the next."""
+        """The parts of a tensor, each looked up separately, so that one bad file does not hide the next."""
         found: list[StoredPiece] = []
         if self._native is None:
             with self._noting(label):
@@ -232,7 +231,7 @@ class _Verification:
 
     @contextmanager
     def _noting(self, label: str) -> Iterator[None]:
-        """An error in the block is noted."""
+        """Note an error in the block."""
         try:
             yield
         except (CheckpointError, OSError) as error:

@@ -1,7 +1,7 @@
 """Write the content of any checkpoint as a new native one. Layer: checkpoint.
 
-The files are planned as `save` plans those of its ranks, and written by the same code, except that the bytes come out
-of the old checkpoint a chunk at a time: no tensor is ever in memory as a whole if it is larger than a few chunks.
+The files are planned as `save` plans those of its ranks, and written by the same code. But the bytes are read from the
+old checkpoint a chunk at a time, so a tensor larger than a few chunks is never in memory completely.
 """
 
 import zlib
@@ -47,8 +47,8 @@ Row = tuple[str, tuple[int, ...]]
 # Consolidated: section -> file -> (name, dtype, shape) of its tensors.
 Homes = Mapping[str, Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]]
 
-# Converting to another of these loses precision and nothing else; of other dtypes (integers, 8-bit floats, which have
-# scales elsewhere) the values would mean something else.
+# Conversions between these only lose precision. With other dtypes (integers, 8-bit floats, whose scales are stored
+# elsewhere) the values would change their meaning.
 FLOATS = frozenset({"F64", "F32", "BF16", "F16"})
 
 
@@ -85,7 +85,7 @@ class Rewriting:
 
     Attributes:
         id: of the new checkpoint.
-        names: of the files, from when their writing begins.
+        names: of the files, set when writing begins.
     """
 
     catalog: Catalog
@@ -99,7 +99,7 @@ class Rewriting:
         """Write everything to the folder `work`, the manifest last.
 
         Raises:
-            CheckpointError: another save or conversion has come to the same folder, where none can be renamed.
+            CheckpointError: without renames: another save or conversion has written to the same folder.
         """
         sections = ("model",) if self.options.model_only else ("model", "optimizer")
         for section in sections:
@@ -142,7 +142,7 @@ class Rewriting:
         return str(name_of(self.options.dtype))
 
     def _check_cover(self) -> None:
-        """See that all parts are there, before anything is written."""
+        """Check that all parts exist, before anything is written."""
         for section, rows in self._tensors.items():
             for name, (_, shape) in rows.items():
                 cover = Cover(whole(shape))
@@ -174,13 +174,13 @@ class Rewriting:
                 ]
                 if homes:
                     shared = consolidated_files(homes[section], pieces, rank, self._world)
-                    planned += [replace(file, shared=False) for file in shared]  # nobody else writes to them
+                    planned += [replace(file, shared=False) for file in shared]  # no other process writes to them
                 elif pieces:
                     planned.append(self._rank_file(section, pieces, rank, self._world))
         return planned
 
     def _box(self, shape: tuple[int, ...], rank: int) -> Box | None:
-        """What a rank writes of a tensor; None for nothing."""
+        """The part of a tensor that a rank writes; None if it writes none."""
         tiling = self._tiling(shape)
         box = tiling.box_of(rank)
         owned = box is not None and tiling.owns(rank) and (box.numel or not prod(shape))
@@ -193,7 +193,7 @@ class Rewriting:
         return Piece(name, dtype, box, torch.empty(box.shape, dtype=DTYPES[dtype], device="meta"), shape, source)
 
     def _rank_file(self, section: str, pieces: list[Piece], rank: int, world: int) -> PlannedFile:
-        """Where nothing is renamed, under a name that no other save or conversion to the same folder has."""
+        """A rank's own file. Without renames its name is unique to this save or conversion."""
         file = rank_file(section, pieces, self._about(rank, world))
         return file if self.storage.renames else replace(file, name=named_after(file.name, self.id))
 
@@ -201,7 +201,7 @@ class Rewriting:
         return {"id": self.id, "rank": rank, "world": world}
 
     def _extra(self, values: StoredValues) -> tuple[dict[str, Any], list[PlannedFile]]:
-        """The extra state and its files, as they were."""
+        """The extra state and its files, unchanged."""
         if not isinstance(self.catalog, NativeCatalog) or self.options.model_only:
             return {}, []
         catalog, manifest = self.catalog, self.catalog.manifest
@@ -241,7 +241,7 @@ class Rewriting:
         aliases = {section: dict(self.catalog.aliases.get(section, {})) for section in self._tensors}
         kept = {section: list(self.catalog.values.get(section, ())) for section in self._tensors}
         ranks = list(range(self._world))
-        # What is no tensor stays as it was: a table for each kind of rank that there was. The first has all tensors.
+        # Values other than tensors stay as they were: one table for each kind of rank. The first table has all tensors.
         tables = [{**table_of(tilings, aliases, {}), "ranks": ranks}]
         for number in range(max(map(len, kept.values()), default=0)):
             values = {section: rows[number] for section, rows in kept.items() if number < len(rows)}

@@ -1,4 +1,4 @@
-"""Read the bytes of stored pieces and compare them with their checksums; what is wrong comes back as a list. Layer:
+"""Read the bytes of stored pieces and compare them with their checksums; return a list of what is wrong. Layer:
 checkpoint.
 """
 
@@ -14,7 +14,7 @@ from fsdp2.errors import CheckpointError
 
 __all__ = ["Damage", "Lot", "append_damage", "check_lot", "lots_of"]
 
-LOT_BYTES = 4 * CHUNK_BYTES  # that one task checks
+LOT_BYTES = 4 * CHUNK_BYTES  # checked by one task
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Damage:
     Attributes:
         file: its name in the folder.
         problem: what is wrong with it.
-        tensors: what is lost by that ("model 'layers.0.weight'"): the tensor of damaged bytes, or all those of which a
-            part is in the file.
-        span: the bytes of the file (first, end) that are damaged, if not all of it. Between them lie bytes of other
-            parts, where a tensor was cut by columns and is stored whole.
+        tensors: what is lost because of it ("model 'layers.0.weight'"): the tensor of the damaged bytes, or all tensors
+            with a part in the file.
+        span: the damaged bytes of the file (first, end), if not all. If a tensor was cut by columns and is stored
+            whole, bytes of other parts lie in between.
     """
 
     file: str
@@ -41,12 +41,12 @@ class Damage:
         return f"{self.file}:{where} {self.problem}" + (f" [{shown}]" if shown else "")
 
 
-# A part of a piece: its first byte and its end.
+# (piece, first byte, end) of parts of pieces.
 Lot = list[tuple[PieceBytes, int, int]]
 
 
 def lots_of(sources: Iterator[PieceBytes]) -> Iterator[Lot]:
-    """The bytes of all pieces, in lots of about `LOT_BYTES`; large pieces in several."""
+    """The bytes of all pieces, in lots of about `LOT_BYTES`; large pieces are split."""
     lot: Lot = []
     filled = 0
     for source in sources:
@@ -62,7 +62,7 @@ def lots_of(sources: Iterator[PieceBytes]) -> Iterator[Lot]:
 
 
 def check_lot(files: OpenFiles, meter: Meter, lot: Lot) -> list[Damage]:
-    """What is wrong with a lot, in order; never raises for that."""
+    """What is wrong with a lot, in order. Damage is returned, not raised."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, max(last - first for _, first, last in lot))))
     damage: list[Damage] = []
     for source, first, last in lot:
@@ -73,12 +73,12 @@ def check_lot(files: OpenFiles, meter: Meter, lot: Lot) -> list[Damage]:
 
 
 def _check_bytes(files: OpenFiles, source: PieceBytes, start: int, data: memoryview) -> Iterator[Damage]:
-    """What is wrong with some blocks."""
+    """What is wrong with the given blocks."""
     try:
         with files.use(source.piece.path) as reader:
             source.fetch(reader, start, data)
     except (CheckpointError, OSError) as error:
-        if data.nbytes > BLOCK:  # each block alone: a bad sector takes only its own
+        if data.nbytes > BLOCK:  # read each block separately: a bad sector only affects its own block
             for at in range(0, data.nbytes, BLOCK):
                 yield from _check_bytes(files, source, start + at, data[at : at + BLOCK])
         else:
@@ -98,7 +98,7 @@ def _damage(source: PieceBytes, first: int, last: int, problem: str) -> Damage:
     if place is not None:
         begin = piece.offset + place[0] * itemsize
         span = (begin + first, begin + last)
-    else:  # from the first run of bytes to the last: of the rows in which these elements are
+    else:  # not contiguous: from the first row that contains these elements to the last
         row = piece.box.numel // piece.box.shape[0] * itemsize
         rows = whole(piece.container.shape).numel // piece.container.shape[0] * itemsize
         base = piece.offset + within.start[0] * rows

@@ -1,4 +1,4 @@
-"""Tables and progress bars of the command line: the one file that needs `rich`. Layer: checkpoint.
+"""Tables and progress bars of the command line; the only file that needs `rich`. Layer: checkpoint.
 
 Results go to standard output, progress bars to standard error, and only to a terminal.
 """
@@ -29,12 +29,12 @@ __all__ = [
     "show_run",
 ]
 
-FILE_WIDTH = 160  # of lines that go to a file or a pipe
+FILE_WIDTH = 160  # of lines written to a file or a pipe
 MAX_FILES = 20
 
 
 def check_installed() -> None:
-    """See that what this file needs is there.
+    """Check that `rich` is installed.
 
     Raises:
         UnsupportedError: it is not.
@@ -60,7 +60,7 @@ def _console(stderr: bool = False) -> Any:
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Progress | None]:
-    """A progress bar while the block lasts, on a terminal; else None."""
+    """A progress bar for the duration of the block on a terminal; otherwise None."""
     console = None if quiet else _console(stderr=True)
     if console is None or not console.is_terminal:
         yield None
@@ -79,7 +79,7 @@ def progress(title: str, quiet: bool = False) -> Iterator[Progress | None]:
 
 
 def show_description(description: Description, pattern: str | None) -> None:
-    """What is in a checkpoint.
+    """Print the content of a checkpoint.
 
     Args:
         pattern: list the tensors whose names match it; None for none.
@@ -109,11 +109,11 @@ def show_description(description: Description, pattern: str | None) -> None:
 
 
 def show_run(path: str, found: Sequence[Description], damaged: Mapping[str, str], dead: Sequence[str]) -> None:
-    """The checkpoints of a run.
+    """Print the checkpoints of a run.
 
     Args:
         damaged: what is wrong with those whose manifest cannot be read, by folder.
-        dead: what saves that died have left.
+        dead: what dead saves left behind.
     """
     table = _table(path, "checkpoint", "step", "ranks", "layout", "tensors", "size", right=("step", "ranks", "tensors"))
     for one in found:
@@ -131,7 +131,7 @@ def show_run(path: str, found: Sequence[Description], damaged: Mapping[str, str]
 
 
 def show_report(report: Report) -> None:
-    """Whether a checkpoint is whole."""
+    """Print whether a checkpoint is intact."""
     console = _console()
     if report.damage:
         table = _table(f"{report.folder} is damaged", "file", "tensors", "bytes", "problem")
@@ -159,7 +159,7 @@ def show_report(report: Report) -> None:
 
 
 def show_difference(found: Difference) -> None:
-    """What differs between two checkpoints."""
+    """Print the differences between two checkpoints."""
     console = _console()
     if found.tensors:
         columns = ("section", "name", "differs in", "first", "second", "elements", "max abs", "at")
@@ -184,7 +184,7 @@ def show_difference(found: Difference) -> None:
 
 
 def show_pruned(old: Sequence[str], dead: Sequence[str], dry_run: bool) -> None:
-    """What was deleted."""
+    """Print what was deleted."""
     console = _console()
     verb = "would delete" if dry_run else "deleted"
     for folder in (*old, *dead):
@@ -194,7 +194,7 @@ def show_pruned(old: Sequence[str], dead: Sequence[str], dry_run: bool) -> None:
 
 
 def show_line(text: str) -> None:
-    """One line."""
+    """Print one line."""
     _console().print(_escape(text), soft_wrap=True)
 
 
@@ -255,11 +255,11 @@ def _bytes(nbytes: int) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Sorts layer 2 before layer 10."""
+    """A sort key that puts layer 2 before layer 10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _escape(text: str) -> str:
-    """Names are no markup, and have no control characters."""
+    """Escape markup and control characters in names."""
     printable = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
     return str(_rich("markup").escape(printable))

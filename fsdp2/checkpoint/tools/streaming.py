@@ -1,7 +1,7 @@
-"""Any part of a stored tensor, in bounded memory, from any thread. Layer: checkpoint.
+"""Read any part of a stored tensor, in bounded memory, from any thread. Layer: checkpoint.
 
-What verify, diff and convert have in common: they go through checkpoints that are larger than the memory of the
-machine, in chunks, with several threads, and say how far they are.
+Shared by verify, diff and convert: they process checkpoints that are larger than the machine's memory, in chunks, with
+several threads, and report their progress.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +18,9 @@ from fsdp2.checkpoint.storage import Storage
 
 __all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
 
-CHUNK_BYTES = 4 * BLOCK  # what a thread has in memory of a tensor
+CHUNK_BYTES = 4 * BLOCK  # bytes of a tensor that a thread holds in memory
 
-# Is called with the bytes done and those to do in all, one call at a time.
+# Called with the number of bytes done and the total, one call at a time.
 Progress = Callable[[int, int], None]
 
 # The pieces of a tensor that meet a box: `Catalog.pieces` for one name.
@@ -31,8 +31,8 @@ class Meter:
     """Adds up what threads have done, for a progress bar.
 
     Args:
-        total: bytes to do in all.
-        progress: who wants to know; None for nobody.
+        total: the total number of bytes.
+        progress: the callback; None for none.
     """
 
     def __init__(self, total: int, progress: Progress | None):
@@ -42,7 +42,7 @@ class Meter:
         self._lock = Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Add to the number of bytes done."""
         if self._progress is None:
             return
         with self._lock:
@@ -50,12 +50,12 @@ class Meter:
             self._progress(min(self._done, self._total), self._total)
 
     def finish(self) -> None:
-        """All is done."""
+        """Report that everything is done."""
         self.add(self._total)
 
 
 class StoredValues:
-    """Reads values of stored tensors, in any number of threads. Close it in the end.
+    """Reads values of stored tensors, in any number of threads. Must be closed.
 
     Args:
         verify: check the blocks that are read.
@@ -69,12 +69,12 @@ class StoredValues:
 
         Args:
             name: for messages.
-            pieces: where the tensor is.
+            pieces: returns the pieces of the tensor.
             box: the part of the tensor.
-            dtype: what to convert the values to: the name of a dtype in safetensors.
+            dtype: the dtype to convert the values to, by its name in safetensors.
 
         Raises:
-            CorruptError: they are damaged, or not all there.
+            CorruptError: they are damaged or incomplete.
         """
         data = bytearray((last - first) * ITEMSIZES[dtype])
         if not data:
@@ -90,13 +90,13 @@ class StoredValues:
     def blocks(
         self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int
     ) -> Iterator[tuple[memoryview, bool]]:
-        """Bytes ``first..last`` of a part of a tensor in blocks, as `blocks_of` gives those of one in memory."""
+        """Bytes ``first..last`` of a part of a tensor in blocks, like `blocks_of` for tensors in memory."""
         itemsize = ITEMSIZES[dtype]
         for start in range(first, last, CHUNK_BYTES):
             end = min(start + CHUNK_BYTES, last)
             data = memoryview(self.read(name, pieces, box, dtype, start // itemsize, end // itemsize))
             for at in range(0, data.nbytes, BLOCK):
-                yield data[at : at + BLOCK], at + BLOCK < data.nbytes  # whoever collects them writes after each chunk
+                yield data[at : at + BLOCK], at + BLOCK < data.nbytes  # a caller that batches writes after each chunk
 
     def close(self) -> None:
         """Close the files."""
