@@ -333,10 +333,10 @@ def interrupted(rank: int, root: str, async_op: bool, delay: float) -> None:
         return written
 
     saving.write_files = slow  # type: ignore[assignment]
-    dist.barrier()
-    begin()
     state, handle = tensors(2, mesh), None
+    dist.barrier()
     try:
+        begin()  # the clock of the signal: on a busy machine it came between this and the `try`
         handle = checkpoint.save(root, model=state, step=2, async_op=async_op, timeout_s=2)
         handle.wait()
     except KeyboardInterrupt:
