@@ -1,4 +1,4 @@
-"""Memory for a model, or a part of it, that is on the meta device. Layer: init."""
+"""Allocate memory for a model, or a part of it, on the meta device. Layer: init."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ __all__ = ["Fresh", "allocate", "become", "tensors_of"]
 
 @dataclass(frozen=True)
 class Fresh:
-    """A tensor that has got memory.
+    """A tensor that was given memory.
 
     Attributes:
-        was: what was on the meta device before.
-        writes: how often it had been written to then: as torch sees it, and below that in a DTensor.
-        writes_on_meta: how often `was` had been written to while the model was built.
+        was: the tensor on the meta device that it replaces.
+        writes: its number of writes at that time: as counted by torch, and for the local tensor of a DTensor.
+        writes_on_meta: the number of writes to `was` while the model was built.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Fresh:
     writes_on_meta: int
 
     def is_unwritten(self) -> bool:
-        """Whether it has not been written to since it was marked, neither visibly to torch nor through `.data`."""
+        """Whether it has not been written to since it was allocated, neither visibly to torch nor through `.data`."""
         return _writes(self.tensor) == self.writes and (is_marked(self.tensor) or not can_mark(self.tensor))
 
     def is_written_less(self) -> bool:
-        """Whether it has been written to less often since than while the model was built."""
+        """Whether it has been written to less often since then than while the model was built."""
         return _writes(self.tensor)[0] - self.writes[0] < self.writes_on_meta
 
 
 def allocate(
     model: nn.Module, device: torch.device | None = None, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[Fresh]:
-    """Memory, without values, for parameters and buffers that are on the meta device. Tied ones stay tied. Parameters
-    stay the objects that they are (see `become`), so that an optimizer may hold them already.
+    """Allocate memory, without values, for parameters and buffers on the meta device. Tied ones stay tied. Parameters
+    keep their identity (see `become`), so an optimizer may already hold them.
 
     Args:
         device: of buffers and of parameters that no unit manages; None: of their mesh, of the units, or the CPU.
-        wanted: is asked for each FQN; others stay on the meta device.
+        wanted: is called with each FQN; False leaves the tensor on the meta device.
 
     Returns:
-        what has got memory, under its first name.
+        the tensors that were given memory, by their first names.
     """
     units = units_below(model)
     home = device or (units[0].device if units else torch.device("cpu"))
@@ -90,15 +90,15 @@ def allocate(
 
 
 def tensors_of(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by FQN; tied ones once, or under every name."""
+    """Parameters and buffers by FQN; tied ones once, or with `every_name` under each of their names."""
     yield from model.named_parameters(remove_duplicate=not every_name)
     yield from model.named_buffers(remove_duplicate=not every_name)
 
 
 def become(param: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """Let `param` have the memory of `new` from now on, whatever device that is on: the same object, as `to_empty`
-    keeps those of sharded parameters, for an optimizer that holds it. Returns what the modules are to hold: `param`, or
-    `new` where torch cannot exchange the two, since something refers to `param` weakly or a graph knows it."""
+    """Give `param` the memory of `new`, on any device, but keep the object, for an optimizer that holds it (as
+    `to_empty` does for sharded parameters). Returns what the modules must hold: `param`, or `new` if torch cannot swap
+    the two, because `param` has weak references or is part of a graph."""
     grad_dtype = None if param.grad_dtype == param.dtype else (param.grad_dtype,)
     try:
         torch.utils.swap_tensors(param, new)
@@ -122,5 +122,5 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _writes(tensor: torch.Tensor) -> tuple[int, int]:
-    """How often it was written to: as a tensor, and below a DTensor (autograd counts them apart)."""
+    """The number of writes: to the tensor, and to the local tensor of a DTensor (autograd counts these separately)."""
     return version(tensor), version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0

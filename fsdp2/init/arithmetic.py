@@ -1,9 +1,9 @@
-"""Elementary functions of float64 tensors whose bits are the same everywhere. Layer: init.
+"""Elementary functions of float64 tensors with the same bits everywhere. Layer: init.
 
 `torch.log`, `torch.cos` and the like may differ in the last bit between devices, libraries and versions, and even
-between the positions of one tensor (a vector loop and its remainder). Here they are made of additions,
-multiplications, divisions, square roots and shifts of bits alone, each of which IEEE 754 rounds in one way only. Each
-is a call of its own, so that nothing is fused. Accurate to a few units in the last place.
+between positions in one tensor (a vector loop and its remainder). The functions here use only additions,
+multiplications, divisions, square roots and bit shifts, for each of which IEEE 754 defines the rounding. Each operation
+is a separate call, so that nothing is fused. Accurate to a few units in the last place.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ FAR = (
      1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
 )  # fmt: skip
 
-LOG_SERIES = tuple(1.0 / (2 * k + 1) for k in range(11, -1, -1))  # of atanh(s) / s, in s ** 2, for |s| <= 0.172
+LOG_SERIES = tuple(1.0 / (2 * k + 1) for k in range(11, -1, -1))  # atanh(s) / s, in s ** 2, for |s| <= 0.172
 EXP_SERIES = tuple(1.0 / fact for fact in (6227020800, 479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24,
                                            6, 2, 1, 1))  # fmt: skip
 # Coefficients of sin(x) / x and cos(x), in x ** 2, for |x| <= pi / 4.
@@ -57,7 +57,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """The exponential of numbers between -700 and 700; others are taken for the nearer of the two."""
+    """The exponential of numbers between -700 and 700; others are clamped to this range."""
     x = x.clamp(-700.0, 700.0)
     times = (x * (1.0 / LN2)).round_()
     rest = (x - times * LN2_HIGH).sub_(times * LN2_LOW)
@@ -67,7 +67,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 def sin_cos_half_pi(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sine and cosine of ``x * pi / 2`` for x between -1 and 1."""
-    turned = x.abs() > 0.5  # there sin and cos change places
+    turned = x.abs() > 0.5  # sin and cos are exchanged there
     near = torch.where(turned, 1.0 - x.abs(), x.abs()).mul_(HALF_PI)
     square = near * near
     sine = _polynomial(SIN_SERIES, square).mul_(near)
@@ -77,7 +77,7 @@ def sin_cos_half_pi(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def normal_quantile(p: torch.Tensor) -> torch.Tensor:
-    """The x below which the standard normal distribution has a share of `p`, between 0 and 1, both excluded."""
+    """The standard normal quantile of `p`, which is strictly between 0 and 1."""
     q = p - 0.5
     result = _ratio(CENTRE, (q * q).neg_().add_(0.180625)).mul_(q)
     outer = (q.abs() > 0.425).nonzero().squeeze(1)
@@ -88,7 +88,7 @@ def normal_quantile(p: torch.Tensor) -> torch.Tensor:
 
 
 def _tail(p: torch.Tensor) -> torch.Tensor:
-    """Minus the quantile of p up to 0.075."""
+    """The negated quantile of p, for p up to 0.075."""
     r = log(p).neg_().sqrt_()
     result = _ratio(TAIL, r - 1.6)
     far = (r > 5.0).nonzero().squeeze(1)
@@ -103,7 +103,7 @@ def _ratio(coefficients: tuple[Sequence[float], Sequence[float]], x: torch.Tenso
 
 
 def _polynomial(coefficients: Sequence[float], x: torch.Tensor) -> torch.Tensor:
-    """By Horner's rule, two operations a coefficient."""
+    """By Horner's rule, two operations per coefficient."""
     result = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         result.mul_(x).add_(coefficient)
@@ -113,7 +113,7 @@ def _polynomial(coefficients: Sequence[float], x: torch.Tensor) -> torch.Tensor:
 def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mantissa, between the square root of 1/2 and that of 2, and exponent, both in float64."""
     bits = x.view(torch.int64)
-    # The bits of 1.0 less those of sqrt(1/2): added, they carry into the exponent where the mantissa is above sqrt(2).
+    # The bits of 1.0 minus those of sqrt(1/2): adding them carries into the exponent if the mantissa is above sqrt(2).
     shifted = bits + 0x00095F619980C433
     exponent = shifted.bitwise_right_shift(MANTISSA_BITS).sub_(EXPONENT_BIAS)
     mantissa = bits.sub(exponent.bitwise_left_shift(MANTISSA_BITS)).view(torch.float64)

@@ -1,10 +1,10 @@
-"""Random values from where an element stands in its tensor: each rank makes its own, and no others. Layer: init.
+"""Random values computed from an element's position in its tensor, so each rank generates only its own. Layer: init.
 
-The value of an element is a function of the operation's key (64 bits, the same on all ranks) and of the element's
-number in the whole tensor (row by row, whatever its strides): a counter-based generator, here the output function of
+The value of an element is a function of the operation's key (64 bits, the same on all ranks) and of the element's index
+in the whole tensor (row by row, whatever its strides). This is a counter-based generator, with the output function of
 SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014; its mixer is Stafford's 13th).
-What makes a value of 64 random bits uses `arithmetic` only, so that the bits are the same on every device, too. One
-value takes one word, and rejects none.
+The conversion of 64 random bits to a value uses only `arithmetic`, so that the bits are also the same on every device.
+One value takes one word; none is rejected.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from fsdp2.init.owned import Owned, boxes, spans
 
 __all__ = ["DISTRIBUTIONS", "fill_by_counter", "words"]
 
-SPAN_NUMEL = 1 << 16  # values made at a time: the few float64 tensors that it takes stay in the cache
+SPAN_NUMEL = 1 << 16  # values generated at a time: the few float64 tensors for these stay in the cache
 
-# Constants of SplitMix64, as signed numbers: products wrap around in the same way.
+# Constants of SplitMix64 as signed numbers, whose products wrap around in the same way.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 MIX_2 = 0x94D049BB133111EB - 2**64
@@ -39,29 +39,29 @@ def words(numbers: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right; zeros come in, where torch's shift of a signed number brings in its sign."""
+    """Shift right, filling with zeros. torch's shift of a signed number fills with its sign."""
     return z.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _fraction(z: torch.Tensor, digits: int = 53) -> torch.Tensor:
-    """From 0 (included) to 1 (excluded), a multiple of ``2 ** -digits``."""
+    """A multiple of ``2 ** -digits``, from 0 (included) to 1 (excluded)."""
     return _shifted(z, 64 - digits).to(torch.float64).mul_(2.0**-digits)
 
 
 def _inner_fraction(z: torch.Tensor) -> torch.Tensor:
-    """Between 0 and 1, both excluded, and symmetric."""
+    """Strictly between 0 and 1, and symmetric."""
     return _shifted(z, 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def _divided(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """In place. By a tensor on the same device: by a number, CUDA multiplies with the reciprocal, whose last bit may
-    differ."""
+    """Divide in place by a tensor on the same device. With a Python number, CUDA multiplies by the reciprocal, whose
+    last bit may differ."""
     return values.div_(values.new_tensor(divisor))
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What a distribution may need to know: the dtype to fill, and the elements of a tensor argument."""
+    """What a distribution may need: the dtype to fill, and the elements of a tensor argument."""
 
     dtype: torch.dtype
     operand: torch.Tensor | None
@@ -104,7 +104,7 @@ def _bernoulli(z: torch.Tensor, request: _Request, p: float = 0.5) -> torch.Tens
 
 
 def _random(z: torch.Tensor, request: _Request, *bounds: int | None) -> torch.Tensor:
-    """``random_()``, ``random_(to)`` or ``random_(from, to)``; the last may be None, for all that the dtype has."""
+    """``random_()``, ``random_(to)`` or ``random_(from, to)``; `to` may be None, for all values of the dtype."""
     low = bounds[0] or 0 if len(bounds) == 2 else 0
     high = bounds[-1] if bounds else None
     if high is None:
@@ -121,13 +121,13 @@ def _random(z: torch.Tensor, request: _Request, *bounds: int | None) -> torch.Te
 
 
 def _last_integer(dtype: torch.dtype) -> int:
-    """Up to which a dtype has all integers, as `Tensor.random_` counts them."""
+    """The largest n such that a dtype has all integers up to n, as `Tensor.random_` counts them."""
     if dtype == torch.bool:
         return 1
     return int(2 ** DIGITS[dtype]) if dtype.is_floating_point else int(torch.iinfo(dtype).max)
 
 
-# By the name of the in-place operation; each makes values (float64, int64 or bool) of words and the call's scalars.
+# By the name of the in-place operation. Each turns words and the call's scalars into values (float64, int64 or bool).
 DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "normal_": _normal,
     "uniform_": _uniform,
@@ -152,11 +152,11 @@ def fill_by_counter(
 
     Args:
         name: of an operation in `DISTRIBUTIONS`.
-        scalars: its arguments, by position; those left out have torch's defaults.
-        key: any integer, of which 64 bits count; the same on all ranks, another for each call.
-        operand: of the shape of `local`: this rank's elements of a tensor argument.
+        scalars: its arguments, by position; missing ones have torch's defaults.
+        key: any integer, of which 64 bits are used; the same on all ranks, and different for each call.
+        operand: this rank's elements of a tensor argument, in the shape of `local`.
     """
-    if local.is_complex():  # a real and an imaginary part, of half the variance each
+    if local.is_complex():  # a real and an imaginary part, each with half of the variance
         if name == "normal_":
             mean = scalars[0] if scalars else 0.0
             std = scalars[1] if len(scalars) > 1 else 1.0
@@ -178,7 +178,7 @@ def fill_by_counter(
 
 
 def _numbers(owned: Owned, device: torch.device) -> list[torch.Tensor]:
-    """For each dim, what each of this rank's entries adds to the number of an element in the whole tensor."""
+    """For each dim, what each of this rank's entries adds to the index of an element in the whole tensor."""
     result = []
     for dim, intervals in enumerate(owned.intervals):
         pieces = [torch.arange(low, high, device=device) for low, high in intervals]
@@ -188,7 +188,7 @@ def _numbers(owned: Owned, device: torch.device) -> list[torch.Tensor]:
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`; to the 16-bit ones by way of float32, on every device."""
+    """Convert to `dtype`; to 16-bit dtypes through float32, on every device."""
     if values.is_floating_point() and dtype in (torch.float16, torch.bfloat16):
         return values.to(torch.float32).to(dtype)
     return values.to(dtype)

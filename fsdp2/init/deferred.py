@@ -2,10 +2,10 @@
 
 ::
 
-    with deferred() as recording:     every tensor that is made is a stand-in; what is done to it is recorded
+    with deferred() as recording:     every new tensor is a stand-in; the operations on it are recorded
         model = Model(config)
     fully_shard(...)                  parameters are DTensors on the meta device
-    recording.replay(model)           one parameter at a time: its operations run again, this rank keeps its rows
+    recording.replay(model)           one parameter at a time: its operations run, and this rank keeps its rows
 
 Source: the deferred initialisation of PyTorch FSDP, https://arxiv.org/abs/2304.11277, section 3.1.
 """
@@ -35,7 +35,7 @@ class Recording:
     alive real tensors from outside that were read.
 
     Args:
-        tape: to which a recorder writes until the context ends.
+        tape: a recorder writes to it until the context ends.
     """
 
     def __init__(self, tape: Tape):

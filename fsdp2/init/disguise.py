@@ -1,8 +1,8 @@
-"""`Disguise`: the mode that makes stand-ins look like the tensors they stand for, to the model's own code. Layer: init.
+"""`Disguise`: the mode in which stand-ins look like the tensors that they stand for, to the model's code. Layer: init.
 
-Code that asks `weight.device` gets the device that the eager model's weight has, and goes the same way. What needs
-values in Python (`tolist`, `numpy`) gets them. It sees calls that the model makes, not those that torch's own Python
-functions make within.
+Code that reads `weight.device` gets the device that the eager model's weight has, and so takes the same branches. Code
+that needs values in Python (`tolist`, `numpy`) gets them. The mode sees calls by the model, not those inside torch's
+own Python functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Disguise(TorchFunctionMode):
     """The mode.
 
     Args:
-        recorder: whose stand-ins are disguised.
+        recorder: the recorder of the stand-ins.
     """
 
     def __init__(self, recorder: Recorder):
@@ -60,7 +60,7 @@ class Disguise(TorchFunctionMode):
         before, recorder.meta_means = recorder.meta_means, cell.device
         try:
             result = func(*args, **kwargs)
-            # The recorder cannot tell a copy that was asked for from one that only the meta device makes necessary.
+            # The recorder cannot tell a requested copy from one that only the meta device makes necessary.
             return result.clone() if func == _T.to and kwargs.get("copy") else result
         finally:
             recorder.meta_means = before

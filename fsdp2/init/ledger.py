@@ -1,8 +1,8 @@
-"""`Ledger`: which parameter of a model, sharded or not, is which of the recorded ones. Layer: init.
+"""`Ledger`: maps the parameters of a model, sharded or not, to the recorded ones. Layer: init.
 
-Sharding replaces parameters by others, so when the recording ends the ledger writes down every parameter of every
-module that was built, as an object (of which `fully_shard` knows what it became) and by its place (which stays when
-another tool, such as tensor parallelism, has replaced the object before).
+Sharding replaces parameters, so when the recording ends the ledger lists every parameter of every module that was
+built, by object (`fully_shard` knows what replaced it) and by place (which stays the same if another tool, such as
+tensor parallelism, has replaced the object before).
 """
 
 from collections.abc import Iterable
@@ -30,10 +30,10 @@ __all__ = ["Ledger", "ModuleWatch", "Recorded"]
 
 
 class ModuleWatch(AbstractContextManager["ModuleWatch"]):
-    """Within, notes every module that registers something, or is registered.
+    """Within this context, collects every module that registers something, or is registered.
 
     Attributes:
-        modules: these, once each.
+        modules: these modules, once each.
     """
 
     def __init__(self) -> None:
@@ -63,10 +63,10 @@ class Recorded:
     """A parameter as it was when the recording ended.
 
     Attributes:
-        param: the stand-in; kept alive, so that `managed_by` knows what it became.
-        fqn: one of its names, below the module through which it was found.
+        param: the stand-in; kept alive, so that `managed_by` knows what replaced it.
+        fqn: one of its names, relative to the module through which it was found.
         window: where its values are on the tape.
-        version: how often torch had seen it change in place.
+        version: its version counter at that time.
     """
 
     param: nn.Parameter
@@ -75,11 +75,11 @@ class Recorded:
     version: int
 
     def check(self, fqn: str, shape: tuple[int, ...]) -> Window:
-        """The window, for a parameter that is called `fqn` and has `shape` now.
+        """The window, for a parameter that is now called `fqn` and has `shape`.
 
         Raises:
-            OrderError: something was done to the stand-in that the tape does not know.
-            ArgumentError: the shape is another one.
+            OrderError: the stand-in was changed by something that is not on the tape.
+            ArgumentError: the shape has changed.
         """
         if version(self.param) != self.version:
             raise OrderError(
@@ -101,8 +101,8 @@ class Ledger:
         has_replayed: whether a model was filled from them.
 
     Args:
-        tape: that they are on.
-        modules: that were built; what is below them counts too.
+        tape: the tape of the recording.
+        modules: the modules that were built; their submodules are included.
 
     Raises:
         UnsupportedError: a parameter was distributed or sharded within the context.
@@ -112,7 +112,7 @@ class Ledger:
         self.has_replayed = False
         self._by_param: dict[torch.Tensor, Recorded] = {}
         self._by_place: WeakKeyDictionary[nn.Module, dict[str, Recorded]] = WeakKeyDictionary()
-        for top in sorted(modules, key=lambda module: -sum(1 for _ in module.modules())):  # for the longest names
+        for top in sorted(modules, key=lambda module: -sum(1 for _ in module.modules())):  # to find the longest names
             for prefix, module in top.named_modules():
                 if module in self._by_place:
                     continue
@@ -133,7 +133,7 @@ class Ledger:
             self._by_place[module][name] = recorded
 
     def get(self, param: torch.Tensor) -> Recorded | None:
-        """The entry of a parameter that was not replaced."""
+        """The entry of a parameter that was not replaced; None for others."""
         return self._by_param.get(param)
 
     def managed(self) -> dict[ManagedParameter, Recorded]:
@@ -142,14 +142,14 @@ class Ledger:
         return {managed: recorded for managed, recorded in pairs if managed is not None}
 
     def knows(self, slots: Iterable[Slot]) -> bool:
-        """Whether a recorded parameter stood at one of these places."""
+        """Whether a recorded parameter was at one of these places."""
         return any(slot.name in self._by_place.get(slot.module, {}) for slot in slots if slot.module is not None)
 
     def at(self, slots: Iterable[Slot]) -> Recorded | None:
-        """The entry of what stood at these places and has been replaced by a tool that left no trace.
+        """The entry of the parameter that was at these places, if a tool has replaced it without a trace.
 
         Raises:
-            ArgumentError: different parameters stood there.
+            ArgumentError: these places had different parameters.
         """
         found: dict[Window, Recorded] = {}
         for slot in slots:

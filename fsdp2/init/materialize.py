@@ -3,10 +3,10 @@
 ::
 
     allocate        every parameter and buffer on the meta device gets memory; the rest stays as it is
-    initialise      a recording, a function of the user's, `init_weights`, or each module's `reset_parameters`
-    look            whatever has got memory and then no values is named: garbage never trains
-    synchronise     replicas take the values of the first of them, buffers those of the first rank
-    compare         by checksums, that replicas agree
+    initialise      by a recording, a function of the user's, `init_weights`, or each module's `reset_parameters`
+    check           tensors that got memory but no values are an error, so garbage never trains
+    synchronise     replicas get the values of the first replica, buffers those of the first rank
+    compare         checksums verify that replicas are equal
 """
 
 import warnings

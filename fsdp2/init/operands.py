@@ -1,7 +1,7 @@
-"""Plain tensors together with DTensors: within `seeded` they are assumed to be whole and equal on every rank. Layer:
-init.
+"""Plain tensors in operations with DTensors: within `seeded` they are assumed to be whole and equal on all ranks.
+Layer: init.
 
-Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole.
+Every rank of a seeded context draws the same plain tensors, so a plain operand is this rank's copy of the whole tensor.
 """
 
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ __all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
-    """The values of all ranks. Collective. Detached, since what requires grad torch 2.11 cannot gather below
-    autograd: that detaches the result in place, for which its DTensor has no strategy."""
+    """The values of all ranks. Collective. Detached, because torch 2.11 cannot gather a tensor that requires grad below
+    autograd: it detaches the result in place, for which its DTensor has no strategy."""
     detached = tensor.detach()
     assert isinstance(detached, DTensor)
     return detached.full_tensor()
 
 
 def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:
-    """Copy what a rank owns of `whole` into `local`."""
+    """Copy this rank's part of `whole` into `local`."""
     for there, here in owned.within(tuple((0, size) for size in owned.shape)):
         local[here].copy_(whole[there])
 
 
 def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a tensor argument of an operation on `like`: it may be smaller than that, which expands
-    it. Collective if it is a DTensor that lies otherwise than `like`."""
+    """This rank's elements of a tensor argument of an operation on `like`, to whose shape it is expanded. Collective if
+    it is a DTensor with other placements than `like`."""
     if not isinstance(like, DTensor):
         return (whole_of(operand) if isinstance(operand, DTensor) else operand).expand(like.shape)
     if isinstance(operand, DTensor):
@@ -44,8 +44,8 @@ def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensors(args: Sequence[Any], like: DTensor) -> list[Any]:
-    """The arguments of an operation, the plain tensors among them as DTensors on the mesh of `like`: laid out as `like`
-    where they have its shape, otherwise replicated. Those without dims stay as they are: DTensor takes them."""
+    """The arguments of an operation, with plain tensors turned into DTensors on the mesh of `like`: with the same
+    placements if they have its shape, otherwise replicated. 0-dim tensors stay plain, which DTensor accepts."""
     return [
         as_dtensors(arg, like)
         if isinstance(arg, list | tuple)
@@ -57,8 +57,8 @@ def as_dtensors(args: Sequence[Any], like: DTensor) -> list[Any]:
 
 
 def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
-    """Run an in-place operation that DTensor cannot on the whole of `out`, and keep this rank's part. Collective: the
-    whole is gathered, of the tensors in `args` as well.
+    """Run an in-place operation that DTensor does not support on the whole of `out`, and keep this rank's part.
+    Collective: gathers `out` and the tensors in `args`.
 
     Args:
         args: without the tensor that is written, which comes first.
@@ -70,8 +70,8 @@ def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
 
 
 def number_of(tensor: DTensor) -> Any:
-    """``tensor.item()``, where torch 2.13 gives each rank the number of its own part (so that the ranks of
-    `nn.init.trunc_normal_` would end their loops at different times). Collective."""
+    """``tensor.item()`` of the whole tensor. In torch 2.13 each rank gets the number of its own part, so that the ranks
+    of `nn.init.trunc_normal_` would end their loops at different times. Collective."""
     if any(placement.is_partial() for placement in tensor.placements) and tensor.dtype == torch.bool:
         terms = DTensor.from_local(
             local_tensor(tensor).to(torch.int32), tensor.device_mesh, tensor.placements, run_check=False

@@ -1,8 +1,7 @@
-"""Which elements of a tensor a rank owns, and where they lie in spans of it. Pure geometry. Layer: init.
+"""Which elements of a tensor a rank owns, and where they are within spans of it. Pure geometry. Layer: init.
 
-A rank owns, of each dim, one or more intervals: one for any nesting of `Shard`, and for FSDP on top of TP on the same
-dim (which `_StridedShard` says); several for a `_StridedShard` that stands alone. The product of its intervals is what
-it owns of the tensor.
+In each dim, a rank owns one or more intervals: one for any nesting of `Shard`, and for FSDP on top of TP on the same
+dim (expressed by `_StridedShard`); several for a `_StridedShard` alone. The rank owns the product of its intervals.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +23,13 @@ Box = tuple[Interval, ...]  # one interval for each dim
 
 @dataclass(frozen=True)
 class Cut:
-    """What one mesh axis does to a tensor.
+    """How one mesh axis cuts a tensor.
 
     Attributes:
         dim: of the tensor.
         parts: the size of the axis.
-        index: of this rank on it; None for a rank that is not in the mesh.
-        before: None for `Shard`. For `_StridedShard` its split factor: the pieces that `dim` is in before this cut.
+        index: of this rank on the axis; None for a rank that is not in the mesh.
+        before: None for `Shard`. For `_StridedShard` its split factor: the number of pieces of `dim` before this cut.
     """
 
     dim: int
@@ -41,7 +40,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Owned:
-    """The elements of a tensor of `shape` that one rank owns: the product of the `intervals` of each dim, which are not
+    """The elements of a tensor of `shape` that one rank owns: the product of the `intervals` of each dim. These are not
     empty, do not touch each other, and ascend."""
 
     shape: tuple[int, ...]
@@ -49,7 +48,7 @@ class Owned:
 
     @classmethod
     def of(cls, shape: Sequence[int], cuts: Sequence[Cut]) -> "Owned":
-        """What is left after all cuts, which are in the order of the mesh's axes."""
+        """What this rank owns after all cuts, which are given in the order of the mesh's axes."""
         intervals = []
         for dim, size in enumerate(shape):
             kept: list[Interval] = [(0, size)]
@@ -60,7 +59,7 @@ class Owned:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the tensor that holds these elements."""
+        """The shape of the tensor that holds these elements."""
         return tuple(sum(stop - start for start, stop in intervals) for intervals in self.intervals)
 
     @cached_property
@@ -69,17 +68,17 @@ class Owned:
         return self.local_shape == self.shape
 
     def permuted(self, order: Sequence[int]) -> "Owned":
-        """The same for the tensor with its dims in another order."""
+        """The same elements for the tensor with its dims permuted."""
         return Owned(tuple(self.shape[dim] for dim in order), tuple(self.intervals[dim] for dim in order))
 
     def within(self, box: Box) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """The parts of `box` that the rank owns: where each lies in the box, and where in the rank's local tensor."""
+        """The parts of `box` that the rank owns: their place in the box, and their place in the rank's local tensor."""
         dims = [list(_overlaps(intervals, at)) for intervals, at in zip(self.intervals, box, strict=True)]
         for parts in product(*dims):
             yield tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
     def index_of(self, dim: int, position: int) -> int | None:
-        """Where the entry `position` of `dim` lies in the local tensor; None if the rank does not own it."""
+        """The index of entry `position` of `dim` in the local tensor; None if the rank does not own it."""
         before = 0
         for start, stop in self.intervals[dim]:
             if start <= position < stop:
@@ -92,10 +91,10 @@ def owned_of(tensor: DTensor, local_shape: Sequence[int]) -> Owned:
     """What this rank owns of a DTensor. No communication.
 
     Args:
-        local_shape: of its local tensor, which must hold just that.
+        local_shape: of its local tensor, which must hold exactly that.
 
     Raises:
-        UnsupportedError: a partial DTensor, or placements whose local tensors look otherwise.
+        UnsupportedError: a partial DTensor, or placements whose local tensors have another shape.
     """
     cuts = []
     coordinate = tensor.device_mesh.get_coordinate()
@@ -122,8 +121,8 @@ def owned_of(tensor: DTensor, local_shape: Sequence[int]) -> Owned:
 
 
 def spans(numel: int, size: int, least: int) -> Iterator[Interval]:
-    """`range(numel)` in pieces of `size`, but the last, which may be longer or shorter: none is shorter than `least`,
-    unless all is."""
+    """`range(numel)` in spans of `size`. The last span may be longer or shorter, so that none is shorter than `least`
+    (unless `numel` is)."""
     start = 0
     while start < numel:
         stop = start + size if numel - start - size >= least else numel
@@ -132,8 +131,8 @@ def spans(numel: int, size: int, least: int) -> Iterator[Interval]:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements `start` to `stop` of a contiguous tensor as boxes, which follow each other in memory; at most two
-    for each dim, and no more than that one.
+    """The elements `start` to `stop` of a contiguous tensor as boxes, which follow each other in memory. At most two
+    per dim, and one more.
 
     >>> list(boxes((3, 4), 2, 9))  # the end of row 0, row 1, the start of row 2
     [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
@@ -163,8 +162,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def _in_order(cuts: Sequence[Cut]) -> list[Cut]:
-    """As they are applied. An axis that cuts what those to its right have left comes after them; one whose split factor
-    says otherwise stays where it is, and is cut as `_StridedShard` defines it."""
+    """The cuts in the order in which they are applied. An axis is applied after those to its right if its split factor
+    is the product of their sizes. With any other split factor it keeps its place, and cuts as `_StridedShard` defines
+    it."""
     if not cuts:
         return []
     first, rest = cuts[0], cuts[1:]
@@ -174,7 +174,7 @@ def _in_order(cuts: Sequence[Cut]) -> list[Cut]:
 
 
 def _cut(kept: list[Interval], cut: Cut) -> list[Interval]:
-    """This rank's chunk of the entries in `kept`; with a split factor, its chunk of each of that many chunks."""
+    """This rank's chunk of the entries in `kept`; with a split factor n, its chunk of each of n chunks."""
     assert cut.index is not None
     size = sum(stop - start for start, stop in kept)
     result: list[Interval] = []
@@ -186,7 +186,7 @@ def _cut(kept: list[Interval], cut: Cut) -> list[Interval]:
 
 
 def _section(kept: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """Entries `start` to `stop` of those in `kept`, counted through."""
+    """The entries numbered `start` to `stop` of those in `kept`."""
     result = []
     before = 0
     for first, last in kept:
@@ -210,7 +210,7 @@ def _joined(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def _overlaps(intervals: Sequence[Interval], at: Interval) -> Iterator[tuple[slice, slice]]:
-    """The overlaps of `at` with each interval: within `at`, and within the intervals laid end to end."""
+    """The overlaps of `at` with each interval: their place in `at`, and in the intervals laid end to end."""
     before = 0
     for start, stop in intervals:
         low, high = max(start, at[0]), min(stop, at[1])

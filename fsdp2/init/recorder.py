@@ -1,13 +1,13 @@
-"""`Recorder`: the mode in which tensors are made without memory, and what is done to them goes on a tape. Layer: init.
+"""`Recorder`: the mode that creates tensors without memory and records the operations on them on a tape. Layer: init.
 
-What a factory makes within the mode is a *stand-in*: a plain tensor on the meta device. Operations on stand-ins run on
-the meta device, which knows shapes, strides and aliases, and are put on the tape. Where a value is asked for (`item()`,
-`nonzero()`, what has no meta kernel), it is restored at once. Tensors from outside stay as they are; what is done to
-them alone is done for real, and what is written to them from a stand-in too.
+A tensor that a factory creates within the mode is a *stand-in*: a plain tensor on the meta device. Operations on
+stand-ins run on the meta device, which knows shapes, strides and aliases, and are recorded on the tape. Where a value
+is needed (`item()`, `nonzero()`, operations without a meta kernel), it is restored at once. Tensors from outside are
+ordinary tensors: operations on these alone are executed, and so are writes to them from a stand-in.
 
-Random operations. The eager model draws from one stream, so an operation can only be replayed alone if the state of the
-generator before it is known. It is noted, and the operation is run on scratch memory, which the next one overwrites:
-after it the generator is where the eager model would have left it.
+Random operations: the eager model draws from one stream, so an operation can only be replayed alone if the state of the
+generator before it is known. This state is recorded, and the operation is run on scratch memory, which is reused, so
+that the generator is then in the state in which the eager model would have left it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ __all__ = ["Recorder"]
 
 _aten = torch.ops.aten
 
-# These write every element of their first argument and read none of it.
+# These write every element of their first argument and read none of its values.
 _REPLACING = frozenset(
     getattr(_aten, name)
     for name in (
@@ -44,7 +44,7 @@ _REPLACING = frozenset(
     )
 )
 
-# These make a tensor that is shaped as their first argument, or on its device, and read none of it.
+# These create a tensor with the shape or device of their first argument, and read none of its values.
 _SHAPED = frozenset(
     getattr(_aten, name)
     for name in (
@@ -69,13 +69,13 @@ class Recorder(TorchDispatchMode):
 
     Args:
         tape: to write to.
-        seed: None: random operations draw what the eager model would. Otherwise each has a stream of its own, made of
-            the seed and its number, and recording draws nothing (but from generators that the model passes itself).
+        seed: None: random operations draw what the eager model would. Otherwise each has its own stream, derived from
+            the seed and its number, and recording draws nothing (except from generators that the model passes itself).
 
     Attributes:
-        is_paused: nothing is recorded, and nothing disguised, now.
-        meta_means: within an operation on stand-ins, the device of what they stand for: torch puts the scalars and
-            buffers that it makes on the way where it believes them to be.
+        is_paused: whether recording and disguise are off.
+        meta_means: during an operation on stand-ins, the device of what they stand for. torch creates intermediate
+            scalars and buffers on the device that the stand-ins appear to be on.
     """
 
     def __init__(self, tape: Tape, seed: int | None):
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, operations are what they are outside of the mode."""
+        """Within this context, operations behave as outside of the mode."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -97,12 +97,12 @@ class Recorder(TorchDispatchMode):
             self.is_paused = before
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a stand-in stands for, now, as a real tensor; any other tensor as it is. While paused."""
+        """The current value of a stand-in as a real tensor; any other tensor unchanged. Call it while paused."""
         window = self.tape.window_of(tensor)
         return tensor if window is None else restore(self.tape, [window], self.tape.now)[0]
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A stand-in for a copy of a real tensor, which must not change from now on. While paused."""
+        """A stand-in for a copy of a real tensor, which must not change from now on. Call it while paused."""
         return self._record(_aten.clone.default, (tensor.detach(),), {})  # type: ignore[no-any-return]
 
     def __torch_dispatch__(
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         if op is _aten.lift_fresh.default and not tensors[0].is_meta:
-            return self.adopt(tensors[0].clone())  # what torch.tensor or torch.from_numpy made: others may hold it too
+            return self.adopt(tensors[0].clone())  # from torch.tensor or torch.from_numpy: others may hold it too
         if op.overloadpacket is _aten.set_ and self._is_stand_in(tensors[0]) and _is_real_storage(*args[1:2]):
             real = torch.empty(0, dtype=tensors[0].dtype, device=args[1].device)
             return _aten.set_.source_Tensor(tensors[0], self.adopt(real.set_(*args[1:])))  # as torch.load does
@@ -132,11 +132,11 @@ class Recorder(TorchDispatchMode):
         if not all(map(self._is_stand_in, written)) or torch.Tag.data_dependent_output in op.tags:
             return op(*map_args(torch.Tensor, self.value, args), **map_args(torch.Tensor, self.value, kwargs))
         if op.name() == "aten::_to_copy" and self._moves_nowhere(tensors[0], kwargs):
-            return _aten.alias.default(tensors[0])  # as `to` of the eager model would return the very tensor
+            return _aten.alias.default(tensors[0])  # in the eager model, `to` would return the tensor itself
         return self._record(op, args, kwargs)
 
     def _wanted_device(self, kwargs: dict[str, Any]) -> torch.device:
-        """Where a factory is to put its result."""
+        """The device on which a factory must create its result."""
         device = torch.device(kwargs.get("device") or "cpu")
         return self.meta_means if device.type == "meta" and self.meta_means is not None else device
 
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.cell_of(tensor) is not None
 
     def _moves_nowhere(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether torch copies only because the stand-in is on another device than what it stands for."""
+        """Whether torch copies only because the stand-in is on another device than the tensor that it stands for."""
         cell, device = self.tape.cell_of(tensor), kwargs.get("device")
         return (
             cell is not None
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
         args, kwargs = map_args(torch.Generator, lambda _: None, (args, kwargs))
         outputs = self._on_meta(op, args, kwargs, draw)
         if torch.Tag.inplace_view in op.tags:
-            return outputs  # a window moved; the tape holds what windows show
+            return outputs  # only a window has moved; the tape records contents
         results, made = [], set()
         for output in tensors_in(outputs):
             is_known = self._is_stand_in(output)
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         return self.tape.window_of(tensor) or Constant(tensor, version(tensor))
 
     def _device_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        """Where the eager model would have the results: as told, otherwise where the first tensor with dims is."""
+        """The device of the results in the eager model: the requested one, else that of the first tensor with dims."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "meta":
             return torch.device(device)
@@ -221,13 +221,13 @@ class Recorder(TorchDispatchMode):
                 if 0 in written_arguments(op)[0]:  # in place
                     return args[0]
         args, kwargs = map_args(torch.Tensor, self.value, (args, kwargs))
-        with drawing(draw):  # again, for the results' shapes: the generator is where it should be already
+        with drawing(draw):  # again, for the shapes of the results: the generator already has its final state
             return map_args(torch.Tensor, _stand_in_for, _checked(op, op(*args, **kwargs)))
 
     # --- random numbers ----------------------------------------------------------------------------------------------
 
     def _draw(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Draw | None:
-        """Where the numbers of a random operation come from; leaves the generator as the eager operation would."""
+        """The source of a random operation's numbers. Leaves the generator as the eager operation would."""
         if torch.Tag.nondeterministic_seeded not in op.tags:
             return None
         generator = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
@@ -256,14 +256,14 @@ def _checked(op: Any, outputs: Any) -> Any:
 
 
 class _Scratch:
-    """Memory for results that nobody wants, one buffer a device. An allocation for each would leave holes in the heap
-    of a CPU process, between the small things that stay: gigabytes, for a model that has no memory at all."""
+    """Memory for results that are not used, one buffer per device. A separate allocation for each would fragment the
+    heap of a CPU process between small objects that stay: gigabytes, for a model that needs no memory."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, torch.Tensor] = {}
 
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor on `device` that lies as `tensor` does."""
+        """A tensor on `device` with the shape and strides of `tensor`."""
         nbytes = _shape_of(tensor).untyped_storage().nbytes()
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < nbytes:
@@ -279,7 +279,7 @@ def _is_real_storage(value: Any = None) -> bool:
 
 
 def _stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor that lies as `tensor` does; itself if it is one."""
+    """A meta tensor with the shape and strides of `tensor`; `tensor` itself if it is on the meta device."""
     return tensor if tensor.is_meta else _shape_of(tensor)
 
 
@@ -312,8 +312,8 @@ def _check_supported(op: Any, tensors: Sequence[torch.Tensor], is_stand_in: Call
 
 
 def _mixed(seed: int, number: int) -> int:
-    """A seed for stream `number`: two rounds of splitmix64, so that its low 32 bits, all that torch's CPU generator
-    takes, depend on every bit of both."""
+    """A seed for stream `number`: two rounds of splitmix64, so that its low 32 bits, which are all that torch's CPU
+    generator uses, depend on every bit of both."""
     mask = (1 << 64) - 1
     state = seed & mask
     for _ in range(2):

@@ -1,7 +1,7 @@
 """Fill a model from a tape: restore each recorded tensor that it holds, and keep what this rank owns. Layer: init.
 
-All is looked up and checked before anything changes. Then the model is filled cell by cell, so that of what is sharded
-one parameter is whole at a time (all that share its memory), and freed before the next.
+Everything is looked up and checked before anything changes. Then the model is filled cell by cell: only one sharded
+parameter (with all that share its memory) is whole at a time, and it is freed before the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,19 +69,19 @@ def _fill_cell(targets: "Sequence[_Target]", tape: Tape) -> None:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor of the model that is to be filled: with what, and how."""
+    """A tensor of the model to be filled, and how."""
 
     window: Window
     put: Callable[[torch.Tensor], None]
 
 
 class _Search:
-    """What there is to fill in a module.
+    """The tensors to fill in a module.
 
     Attributes:
-        targets: these, sharded parameters first, in the order of the units.
-        missing: names of what is on the meta device and not on the tape.
-        already_real: whether a recorded parameter is not on the meta device any more.
+        targets: these tensors, sharded parameters first, in the order of the units.
+        missing: names of tensors on the meta device that are not on the tape.
+        already_real: whether a recorded parameter is no longer on the meta device.
     """
 
     def __init__(self, module: nn.Module, tape: Tape, ledger: Ledger, device: torch.device | None):
@@ -100,7 +100,7 @@ class _Search:
             for unit in units_below(module)
             for group in unit.groups
         )
-        self._filled: dict[torch.Tensor, torch.Tensor] = {}  # what took their places
+        self._filled: dict[torch.Tensor, torch.Tensor] = {}  # what replaced the stand-ins
 
     def _fqn(self, module: nn.Module | None, name: str) -> str:
         prefix = "" if module is None else self._names.get(module, "")
@@ -128,7 +128,7 @@ class _Search:
         self._add(param.sharded, window, partial(_put_rows, param, self._places))
 
     def unsharded(self, managed: set[nn.Parameter]) -> None:
-        """The parameters that no unit below manages."""
+        """The parameters that no unit at or below the module manages."""
         places: dict[nn.Parameter, list[Slot]] = {}
         for module in self._module.modules():
             for name, param in parameter_slots(module).items():
@@ -140,7 +140,7 @@ class _Search:
                 continue
             fqn = self._fqn(slots[0].module, slots[0].name)
             recorded = self._ledger.at(slots) if isinstance(param, DTensor) else self._ledger.get(param)
-            # Another storage below the same object: it was converted or set after the recording.
+            # Another storage in the same object: it was converted or set after the recording.
             is_same = isinstance(param, DTensor) or (recorded and recorded.window == self._tape.window_of(param))
             if recorded is None or not is_same:
                 self.missing.append(fqn)
@@ -163,12 +163,12 @@ class _Search:
                 self._add(buffer, window, partial(self._put_buffer, buffer, holders, device))
 
     def attributes(self) -> None:
-        """Tensors that modules hold otherwise."""
+        """Tensors that modules hold as plain attributes."""
         for module in self._module.modules():
             for value in _attributes(module).values():
                 for tensor in tensors_in(value):
                     window = self._tape.window_of(tensor)
-                    # A parameter in a list is one that a module holds, and follows it; if it is sharded, it is stale.
+                    # A parameter in a list is also held by a module, and filled there; if it is sharded, it is stale.
                     if window is not None and tensor not in self._planned and not isinstance(tensor, nn.Parameter):
                         self._add(tensor, window, partial(self._keep, tensor))
 
@@ -206,7 +206,7 @@ class _Search:
         return whole if self._device is None else whole.to(self._device)
 
     def mend_attributes(self) -> None:
-        """Let plain attributes hold what took the places of their stand-ins."""
+        """Replace stand-ins in plain attributes by the tensors that were filled for them."""
         for module in self._module.modules():
             for name, value in _attributes(module).items():
                 mended = map_tensors(lambda tensor: self._filled.get(tensor, tensor), value)
@@ -215,7 +215,7 @@ class _Search:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers and submodules."""
+    """The attributes of a module other than parameters, buffers and submodules."""
     own = {"_parameters", "_buffers", "_modules"}
     return {name: value for name, value in vars(module).items() if name not in own}
 
@@ -230,7 +230,7 @@ def _check_placements(fqn: str, placements: Sequence[Placement]) -> None:
 
 
 def _put_rows(param: ManagedParameter, places: Places, whole: torch.Tensor) -> None:
-    """This rank's rows of the whole, in fresh memory where sharded parameters live, padded as they are."""
+    """Put this rank's rows of the whole tensor into new memory on the shards' device, with their padding."""
     specs, before = param.plan.specs, param.sharded
     if specs.inner_mesh is not None:
         whole = _model_parallel_part(whole, specs.inner_mesh, specs.inner_placements)
@@ -247,7 +247,7 @@ def _put_rows(param: ManagedParameter, places: Places, whole: torch.Tensor) -> N
 
 
 def _model_parallel_part(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """What the model-parallel axes leave to this rank; a view."""
+    """The part of this rank along the model-parallel axes; a view."""
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
             dim: int = placement.dim  # type: ignore[attr-defined]

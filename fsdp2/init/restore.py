@@ -1,8 +1,8 @@
-"""Restore tensors from a tape: run again what made them, and nothing else. Layer: init.
+"""Restore tensors from a tape: run the operations that produced them again, and no others. Layer: init.
 
-Entries run in their recorded order, each on real tensors that lie where the recorded ones lay, with torch's default
-dtype and the random numbers of then; so what comes out is, bit for bit, what would have come out then. A cell's memory
-is freed after its last use. Neither the default dtype nor any generator is different afterwards.
+Entries run in their recorded order, on real tensors with the recorded strides, and with the default dtype and random
+numbers of that time. So the results are bitwise what they would have been then. The memory of a cell is freed after its
+last use. The default dtype and all generators are left unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,11 @@ _Memory = dict[Cell, torch.UntypedStorage]
 
 @torch.no_grad()
 def restore(tape: Tape, windows: Sequence[Window], time: int) -> list[torch.Tensor]:
-    """What `windows` showed at `time`, as plain tensors on the devices of their cells; those of one cell share memory.
-    Memory that was never written holds zeros.
+    """The contents of `windows` at `time`, as plain tensors on the devices of their cells. Those of one cell share
+    memory. Memory that was never written holds zeros.
 
     Raises:
-        OrderError: a tensor that is not of the recording, but was read by it, has changed since.
+        OrderError: a tensor from outside that the recording read has changed since.
     """
     kept = {window.cell for window in windows}
     entries = tape.needed(kept, time)
@@ -69,9 +69,9 @@ def _run(entry: Entry, memory: _Memory) -> None:
 
 
 def _look(window: Window, memory: _Memory) -> torch.Tensor:
-    """The real tensor in the place of `window`."""
+    """The real tensor for `window`."""
     cell = window.cell
-    if cell not in memory:  # what comes next writes all of it
+    if cell not in memory:  # the next entry writes all of it
         nbytes = cell.storage.nbytes()
         memory[cell] = torch.empty(nbytes, dtype=torch.uint8, device=cell.device).untyped_storage()
     tensor = torch.empty(0, dtype=window.dtype, device=cell.device)
@@ -82,7 +82,7 @@ def _look(window: Window, memory: _Memory) -> torch.Tensor:
 
 
 def _settle(output: torch.Tensor, window: Window, memory: _Memory) -> None:
-    """Make `output` the content of the window's cell; in place if it lies as the stand-in said, and owns its memory."""
+    """Make `output` the content of the window's cell, in place if it has the stand-in's strides and owns its memory."""
     storage = output.untyped_storage()
     as_said = (output.stride(), output.storage_offset()) == (window.stride, window.offset)
     is_own = all(storage is not other for other in memory.values())
@@ -122,7 +122,8 @@ def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
 
 @contextmanager
 def drawing(draw: Draw | None) -> Iterator[None]:
-    """Within, the device's default generator gives the numbers of `draw`; afterwards it is where it was."""
+    """Within this context, the device's default generator produces the numbers of `draw`; its state is restored after
+    it."""
     if draw is None:
         yield
         return

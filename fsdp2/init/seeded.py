@@ -1,8 +1,8 @@
 """Random initialisation that does not depend on the number of ranks: the context, and the operations that it replaces.
 
-Layer: init. See `sequential` and `counter` for how each of the two modes makes values. Below this context a sharded
-tensor is filled by one of them instead of by DTensor, whose ranks would each fill their part from their own generator:
-with equal seeds all ranks would get the same rows, and another number of ranks another model.
+Layer: init. `sequential` and `counter` describe how the two modes generate values. Within this context one of them
+fills a sharded tensor instead of DTensor. With DTensor each rank would fill its part from its own generator: with equal
+seeds all ranks would get the same rows, and the model would depend on the number of ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,16 +50,16 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
     ==============  =======================================================  =========================================
     `mode`          "sequential"                                             "counter"
     ==============  =======================================================  =========================================
-    values          those of torch's own operation, on a plain tensor, with  of the element's number in the tensor: the
+    values          those of torch's own operation, on a plain tensor, with  of the element's index in the tensor: the
                     the same generator                                       same on every device
     equal to        plain torch on one process, with `torch.manual_seed`     one process in the same context
     a rank makes    all values, and keeps its own                            its own
-    time (CPU)      4 to 8 ns for each element of the whole                  20 to 60 ns for each own element
+    time (CPU)      4 to 8 ns per element of the whole tensor                20 to 60 ns per own element
     extra memory    CPU: 1 MiB of float32; elsewhere one whole tensor        7 MiB
-    generator       stands where that of one process would                   moves by one value for each operation
+    generator       is in the state of the single process's                  moves by one value per operation
     ==============  =======================================================  =========================================
 
-    So "counter" is faster from about 10 ranks on (from 4 on for uniform values). In both modes, random operations on
+    So "counter" is faster from about 10 ranks on (for uniform values, from 4). In both modes, random operations on
     plain tensors work as usual (in mode "counter" the replaced operations use it for plain tensors too), and later
     operations still agree.
 
@@ -110,8 +110,8 @@ def _kept_generators() -> Iterator[None]:
 
 
 def _filled_by(name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """For a random operation that makes a tensor like its first argument: the in-place one that fills it, with its
-    arguments."""
+    """For a random operation that creates a tensor like its first argument: the in-place operation that fills it, with
+    its arguments."""
     if name == "randn_like":
         return aten.normal_.default, ()
     if name == "rand_like":
@@ -124,7 +124,7 @@ def _filled_by(name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 
 LIKE = ("randn_like", "rand_like", "randint_like", "bernoulli")
-# In-place operations that no layout of a DTensor may satisfy; they run on the whole tensor.
+# In-place operations that DTensor may not support for some placements; they run on the whole tensor.
 ON_WHOLE = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 
 
@@ -156,7 +156,7 @@ class _Filling(TorchDispatchMode):
         return self._on_dtensors(func, args, kwargs) if sharded else func(*args, **kwargs)
 
     def _on_dtensors(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operation that is not random, with a DTensor among its arguments."""
+        """A non-random operation with a DTensor among its arguments."""
         first = args[0] if args else None
         out = kwargs.get("out")
         if func is aten.eye.m_out and isinstance(out, DTensor):
@@ -200,10 +200,10 @@ class _Filling(TorchDispatchMode):
         return result
 
     def _fill(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], generator: torch.Generator | None) -> None:
-        """One random operation in place."""
+        """Run one random operation in place."""
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if local.is_meta:
-            return  # as on one process: nothing is drawn
+            return  # nothing is drawn, as on one process
         owned = owned_of(tensor, local.shape) if isinstance(tensor, DTensor) else Owned.of(tensor.shape, ())
         operand = None
         if args and isinstance(args[0], torch.Tensor):
@@ -216,7 +216,7 @@ class _Filling(TorchDispatchMode):
         if self._mode == "sequential":
             fill_sequential(Target(local, owned, tuple(tensor.stride()), operand), draw, generator)
             return
-        # For torch's own errors about a dtype or an argument that the operation does not take.
+        # To raise torch's own error for a dtype or an argument that the operation does not support.
         one = local.new_empty(1)
         draw(one, None if operand is None else torch.full_like(one, 0.5, dtype=operand.dtype), _spare(local.device))
         fill_by_counter(local, owned, func.overloadpacket.__name__, args, _key(generator), operand)
@@ -228,6 +228,6 @@ def _spare(device: torch.device) -> torch.Generator:
 
 
 def _key(generator: torch.Generator | None) -> int:
-    """64 bits of the generator given, or of the CPU's default one, whatever the device of the tensor."""
+    """64 bits from the given generator, or from the CPU's default one, whatever the device of the tensor."""
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.empty((), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator).item())

@@ -1,16 +1,16 @@
-"""The random values that one process would have made, cut to what this rank owns. Layer: init.
+"""The random values that one process would generate, cut to what this rank owns. Layer: init.
 
-One process draws a tensor's values from its generator one after the other, in the order of the tensor's memory. Here
-every rank draws all of them, in spans of bounded size, keeps its own, and so leaves its generator where that of the
-one process stands. What one draw of n values gives, several of n values together give as well: for the CPU's generator
-that is so of every operation if the pieces keep to three rules (measured, and asked again before it is relied on):
+One process draws a tensor's values from its generator one after the other, in memory order. Here every rank draws all
+of them, in spans of bounded size, keeps its own, and so leaves its generator in the state of the single process. This
+requires that several draws of n values together give the same as one draw. On the CPU that holds for every operation if
+the pieces follow three rules (measured, and tested again before it is relied on):
 
 * `normal_` works in blocks of 16, so pieces start at multiples of 16;
-* it draws the last 16 values again if their number is no multiple of 16, so the last piece has 16 values at least;
-* it takes another way (and gives other values) for tensors with gaps or another order of dims: so do the pieces.
+* it draws the last 16 values again if their number is not a multiple of 16, so the last piece has at least 16 values;
+* it uses another code path (with other values) for tensors with gaps or permuted dims, so the pieces do too.
 
-Where it is not so (on accelerators, and for `bernoulli_` and `exponential_` where torch leaves them to MKL) the tensor
-is drawn whole, on every rank, and freed.
+Otherwise (on accelerators, and for `bernoulli_` and `exponential_` where torch leaves them to MKL) every rank draws the
+whole tensor and frees it.
 """
 
 from collections.abc import Callable
@@ -28,19 +28,19 @@ SPAN_NUMEL = 1 << 18  # values drawn at a time: 1 MiB of float32, which stays in
 BLOCK_NUMEL = 16  # of `normal_`
 PROBE_NUMEL = 5 * BLOCK_NUMEL + 3
 
-# Fills the first tensor; the second has the values of the operation's tensor argument, where it has one.
+# Fills the first tensor; the second holds the values of the operation's tensor argument, if it has one.
 Draw = Callable[[torch.Tensor, torch.Tensor | None, torch.Generator | None], object]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The tensor to fill, as this rank has it.
+    """This rank's part of the tensor to fill.
 
     Attributes:
         local: this rank's elements.
-        owned: which those are, of the whole tensor.
-        stride: of the whole tensor, as one process would have it.
-        operand: of the shape of `local`: this rank's elements of a tensor argument (the probabilities of `bernoulli_`).
+        owned: their place in the whole tensor.
+        stride: of the whole tensor on one process.
+        operand: this rank's elements of a tensor argument (the probabilities of `bernoulli_`), in the shape of `local`.
     """
 
     local: torch.Tensor
@@ -54,7 +54,7 @@ def fill_sequential(target: Target, draw: Draw, generator: torch.Generator | Non
 
     Args:
         draw: the operation, for a tensor of any shape on the device of the target.
-        generator: None for the default one of that device.
+        generator: None for the default generator of that device.
     """
     shape = target.owned.shape
     if target.owned.is_whole and target.local.stride() == target.stride:
@@ -82,7 +82,7 @@ def fill_sequential(target: Target, draw: Draw, generator: torch.Generator | Non
 def _own_parts(
     piece: torch.Tensor, local: torch.Tensor, owned: Owned, start: int, stop: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of what this rank owns of the values `start` to `stop`: in `piece`, which has these, and in `local`."""
+    """Views of this rank's elements among `start` to `stop`: in `piece`, which holds that range, and in `local`."""
     result = []
     at = 0
     for box in boxes(owned.shape, start, stop):
@@ -101,17 +101,18 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _scratch(numel: int, like: torch.Tensor, dense: bool) -> torch.Tensor:
-    """1-D; with a gap after each element if not dense, so that torch takes the way that it takes for the whole."""
+    """A 1-D tensor. If not dense, it has a gap after each element, so that torch uses the same code path as for the
+    whole tensor."""
     if dense:
         return like.new_empty(numel)
     return like.new_empty(2 * numel)[::2]
 
 
 def _may_split(target: Target, draw: Draw, dense: bool) -> bool:
-    """Whether pieces give what the whole would, by drawing some values both ways from a generator of our own."""
+    """Whether pieces give the same values as the whole. Draws some values both ways from a new generator."""
     device = target.local.device
     if device.type != "cpu":
-        return False  # there a value depends on the size of the launch
+        return False  # on accelerators a value depends on the launch size
     drawn = []
     states = []
     for size in (PROBE_NUMEL, BLOCK_NUMEL):

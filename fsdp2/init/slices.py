@@ -1,10 +1,10 @@
 """Writes through a slice of a sharded tensor, which DTensor alone would lose. Layer: init.
 
-``weight[3]`` and ``weight[:2]`` are views, and what is written into them is written into `weight`. Of a DTensor that
-is cut along the sliced dim they cannot be: DTensor gathers the whole tensor and gives a copy of the slice, and what is
-then written (the zeros of `nn.Embedding`'s padding row, the ones of `nn.init.dirac_`) is lost, silently. Here such
-slices are copies as well, for which no more is gathered than the slice. They are remembered with what they are a copy
-of, and after each write the owners of the written elements take them over.
+``weight[3]`` and ``weight[:2]`` are views, so writing to them changes `weight`. For a DTensor that is cut along the
+sliced dim this fails: DTensor gathers the whole tensor and returns a copy of the slice, and what is then written to it
+(the zeros of `nn.Embedding`'s padding row, the ones of `nn.init.dirac_`) is silently lost. Here such slices are copies
+too, but only the slice is gathered. Each copy is remembered with the region that it was copied from, and after a write
+to it the owners of the elements copy them back.
 """
 
 import weakref
@@ -29,12 +29,12 @@ SLICING = (aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_wit
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a DTensor, of which there is a copy on every rank.
+    """A rectangle of a DTensor, of which every rank has a copy.
 
     Attributes:
-        entries: the entries of each dim, or the one entry of a dim that the copy does not have. None for a view of
-            another kind, through which nothing can be written.
-        reshaped: whether the copy has the rectangle's elements in their order, but another shape.
+        entries: the entries of each dim, or the one entry of a dim that the copy does not have. None for any other kind
+            of view, which cannot be written through.
+        reshaped: whether the copy has another shape than the rectangle, with the elements in the same order.
     """
 
     base: DTensor
@@ -42,7 +42,7 @@ class Region:
     reshaped: bool = False
 
     def sliced(self, func: Any, args: Sequence[Any]) -> "Region":
-        """The region of a view of this one, made by `func`."""
+        """The region of a view of this one that `func` creates."""
         if self.entries is None:
             return self
         if func in (aten.detach.default, aten.alias.default):
@@ -59,8 +59,8 @@ class Region:
         return Region(self.base, (*self.entries[:dim], new, *self.entries[dim + 1 :]))
 
     def own_part(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The elements of the rectangle that this rank owns: their places in the local tensor of `base`, and in the
-        rectangle. For each dim an index tensor, which are to be broadcast."""
+        """The elements of the rectangle that this rank owns: their index in the local tensor of `base`, and in the
+        rectangle. Each is one index tensor per dim, to be broadcast."""
         assert self.entries is not None
         owned = owned_of(self.base, local_tensor(self.base).shape)
         here, there = [], []
@@ -73,8 +73,8 @@ class Region:
         return tuple(here), tuple(there)
 
     def copied(self) -> DTensor:
-        """The copy, with the shape and strides that the view would have. Collective: an all-reduce over each mesh axis
-        that cuts the tensor, of tensors of the size of the slice."""
+        """The copy, with the shape and strides that the view would have. Collective: an all-reduce of the slice over
+        each mesh axis that cuts the tensor."""
         assert self.entries is not None
         base, local = self.base, local_tensor(self.base)
         rectangle = local.new_zeros([len(_positions(kept)) for kept in self.entries])
@@ -95,13 +95,13 @@ class Region:
 
 
 class Slices:
-    """The copies that one `seeded` context has made or seen, each as long as it lives."""
+    """The copies that one `seeded` context has created or seen, for as long as they live."""
 
     def __init__(self) -> None:
         self._regions: dict[int, tuple[weakref.ref[DTensor], Region]] = {}
 
     def take(self, func: Any, args: Sequence[Any]) -> Any:
-        """One of `SLICING` along a dim that is cut: copies, to which writes will do. Collective."""
+        """Run one of `SLICING` along a dim that is cut. Returns copies that can be written to. Collective."""
         source = args[0]
         whole = Region(source, tuple(range(size) for size in source.shape))
         if func in (aten.select.int, aten.slice.Tensor):
@@ -111,7 +111,7 @@ class Slices:
         return [self._copy(whole.sliced(*_one_of(func, args, index))) for index in range(num_pieces)]
 
     def note(self, func: Any, args: Sequence[Any], result: object) -> None:
-        """After any other view operation: remember those of its results that are copies, or views of copies."""
+        """After any other view operation: remember which of its results are copies, or views of copies."""
         source = args[0]
         region = self._of(source)
         results = result if isinstance(result, list | tuple) else [result]
@@ -127,11 +127,10 @@ class Slices:
             self._regions[id(view)] = (weakref.ref(view), found.sliced(*_one_of(func, args, index)))
 
     def wrote(self, tensor: object) -> None:
-        """After a write into `tensor`: if that is a copy, what it is a copy of gets the values, on every rank that owns
-        them.
+        """After a write into `tensor`: if it is a copy, every rank writes the values that it owns back to the original.
 
         Raises:
-            UnsupportedError: it is no copy of a rectangle.
+            UnsupportedError: it is a copy, but not of a rectangle.
         """
         region = self._of(tensor)
         if region is None:
@@ -146,7 +145,7 @@ class Slices:
             )
         local = local_tensor(base)
         here, there = region.own_part()
-        # Where the copy is cut itself this is collective: before what only some of the ranks do.
+        # Collective if the copy itself is cut, so it must come before the part that only some ranks do.
         values = whole_of(tensor).reshape([len(_positions(kept)) for kept in region.entries])
         if all(index.numel() for index in here):
             local[here] = values[there].to(local.dtype)
@@ -164,10 +163,10 @@ class Slices:
 
 
 def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
-    """``tensor.view(shape)``; gathered where DTensor refuses, as it does for a dim that is cut unevenly. Collective."""
+    """``tensor.view(shape)``; gathered if DTensor refuses, as it does for a dim that is cut unevenly. Collective."""
     try:
         view: DTensor = aten.view.default(tensor, shape)
-    except RuntimeError:  # found by its placements, so on all ranks alike
+    except RuntimeError:  # depends only on the placements, so it happens on all ranks
         mesh = tensor.device_mesh
         whole = whole_of(tensor).reshape(shape)  # torch 2.11 gathers into other strides
         view = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -175,7 +174,7 @@ def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
 
 
 def cuts_sliced_dim(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a DTensor is cut along the dim that one of `SLICING` works on."""
+    """Whether a DTensor is cut along the dim that the operation (one of `SLICING`) works on."""
     source = args[0]
     place = 2 if func in (aten.split.Tensor, aten.split_with_sizes.default) else 1
     dim = (args[place] if len(args) > place else 0) % source.ndim
@@ -186,7 +185,7 @@ def cuts_sliced_dim(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _one_of(func: Any, args: Sequence[Any], index: int) -> tuple[Any, Sequence[Any]]:
-    """The slicing that alone gives result `index` of a view operation that may have several."""
+    """The slicing that gives only result `index` of a view operation that may have several."""
     if func not in (aten.split.Tensor, aten.split_with_sizes.default):
         return func, args
     dim = args[2] if len(args) > 2 else 0
@@ -200,7 +199,7 @@ def _positions(kept: range | int) -> Sequence[int]:
 
 
 def _index(entries: Sequence[int]) -> torch.Tensor:
-    """On the CPU, whatever the default device is, such as the meta device below which a model is built."""
+    """On the CPU, even if the default device is another, such as the meta device while a model is built."""
     return torch.tensor(entries, dtype=torch.int64, device="cpu")
 
 

@@ -1,8 +1,8 @@
-"""`Tape`: what was done to the memory that a model was built in, and what of it one tensor needs. Layer: init.
+"""`Tape`: the operations on the memory in which a model was built, and which of them a tensor needs. Layer: init.
 
-The unit of memory is the *cell*: one storage. Views need no entry of their own: a tensor is a window on its cell, and
-the window says where. An entry is an operation that wrote to a cell, or made one. The state of a cell at a time is what
-the entries before that time wrote; replaying all that wrote to it, and what those read, in their order, restores it.
+The unit of memory is the *cell*: one storage. Views need no entry: a tensor is a window on its cell, which says where
+it is. An entry is an operation that wrote to a cell, or created one. The state of a cell at a time is what the entries
+before that time wrote. Replaying, in order, all entries that wrote to it, and to what those read, restores it.
 """
 
 from bisect import bisect_left
@@ -22,8 +22,8 @@ class Cell:
     """One storage.
 
     Attributes:
-        storage: of the stand-ins on the meta device: no memory, but a size, and an identity while the tape lives.
-        device: where the storage of the eager model would be.
+        storage: the stand-ins' storage on the meta device: no memory, but a size, and an identity while the tape lives.
+        device: the device of the storage in the eager model.
         writes: times of the entries that wrote to it.
     """
 
@@ -34,7 +34,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Window:
-    """A tensor as it was at some time: where in a cell, and how its elements are read."""
+    """A tensor at some time: its place in a cell, and how its elements are read."""
 
     cell: Cell
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Window:
 
     @property
     def covers_cell(self) -> bool:
-        """Whether no byte of the cell lies outside of it. (As many elements as there is room for, each once.)"""
+        """Whether it contains every byte of the cell: as many elements as there is room for, each once."""
         numel, order = 1, sorted(zip(self.stride, self.shape, strict=True))
         for stride, size in order:
             if size != 1 and stride != numel:
@@ -57,7 +57,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Constant:
-    """A real tensor that an entry reads, and its version then: it belongs to others, who must not have changed it."""
+    """A real tensor that an entry reads, and its version at that time. It belongs to others, who must not change it."""
 
     tensor: torch.Tensor
     version: int
@@ -65,11 +65,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where an entry's random numbers come from.
+    """The source of an entry's random numbers.
 
     Attributes:
         device: of the generator.
-        state: of the generator before; None where the numbers have a stream of their own.
+        state: of the generator before the operation; None if the operation has its own stream.
         seed: of that stream.
     """
 
@@ -85,11 +85,11 @@ class Entry:
     Attributes:
         op: an `OpOverload`.
         args, kwargs: with a `Window` or a `Constant` in place of each tensor.
-        results: of each tensor that it returns, the window; None for one that it was given.
-        reads: cells whose content before it matters to what it does.
-        replaces: cells of which it leaves nothing as it was.
-        default_dtype: of torch, then.
-        draw: of a random operation.
+        results: the window of each tensor that it returns; None for a tensor that was passed in.
+        reads: cells whose previous content the operation depends on.
+        replaces: cells that it overwrites completely.
+        default_dtype: torch's default dtype at that time.
+        draw: for a random operation.
     """
 
     time: int
@@ -104,14 +104,14 @@ class Entry:
 
     @cached_property
     def cells(self) -> frozenset[Cell]:
-        """All that it touches."""
+        """All cells that it touches."""
         found = {result.cell for result in self.results if result is not None}
         map_args(Window, lambda window: found.add(window.cell), (self.args, self.kwargs))
         return frozenset(found)
 
 
 class Tape:
-    """All entries in their order, and all cells.
+    """All entries in order, and all cells.
 
     Attributes:
         entries: an entry's time is its index.
@@ -127,7 +127,7 @@ class Tape:
         return len(self.entries)
 
     def add_cell(self, tensor: torch.Tensor, device: torch.device) -> Cell:
-        """The cell of a stand-in (a meta tensor) that is new, for memory on `device`."""
+        """The cell of a new stand-in (a meta tensor), for memory on `device`."""
         storage = tensor.untyped_storage()
         return self._cells.setdefault(id(storage), Cell(storage, device))
 
@@ -138,7 +138,7 @@ class Tape:
         return self._cells.get(id(tensor.untyped_storage()))
 
     def window_of(self, tensor: torch.Tensor) -> Window | None:
-        """The window of a stand-in as it is now; None for any other tensor."""
+        """The current window of a stand-in; None for any other tensor."""
         cell = self.cell_of(tensor)
         if cell is None:
             return None
@@ -153,15 +153,15 @@ class Tape:
         )
 
     def append(self, entry: Entry, written: Iterable[Cell]) -> None:
-        """Add an entry that wrote to, or made, these cells."""
+        """Add an entry that wrote to, or created, these cells."""
         assert entry.time == self.now
         self.entries.append(entry)
         for cell in set(written):
             cell.writes.append(entry.time)
 
     def needed(self, cells: Iterable[Cell], time: int) -> list[Entry]:
-        """The entries that together restore what `cells` held at `time`, in their order. What was overwritten since is
-        not among them."""
+        """The entries, in order, that restore what `cells` held at `time`, without writes that were overwritten
+        later."""
         times: set[int] = set()
         wanted = [(cell, time) for cell in cells]
         known = set(wanted)
