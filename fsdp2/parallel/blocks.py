@@ -1,7 +1,7 @@
-"""Which modules are the blocks of a model: found by a policy of `fsdp2.wrap`, or told. Layer: parallel.
+"""Find the blocks of a model, by a policy of `fsdp2.wrap` or as the user specifies. Layer: parallel.
 
-A block is what is recomputed, compiled and sharded as one. Told ways are checked: one that matches nothing is an error
-that lists what there is. Read from the module tree alone, so all ranks decide the same, and meta models work.
+A block is recomputed, compiled and sharded as one. If a specification matches nothing, the error lists what there is.
+Only the module tree is read, so all ranks decide the same, and meta models work.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Block:
     Attributes:
         fqn: its name in the model.
         module: the module.
-        options: of `fully_shard`, for this block alone.
+        options: of `fully_shard`, only for this block.
     """
 
     fqn: str
@@ -42,10 +42,10 @@ def blocks_of(model: nn.Module, told: Blocks | Sequence[Blocks] | None) -> list[
     """The blocks of `model`, children before their parents, otherwise in the order of the module tree.
 
     Args:
-        told: None for `transformer_blocks()`; or what they are, or a list of that.
+        told: None for `transformer_blocks()`; or a specification, or a list of these.
 
     Raises:
-        ArgumentError: there are none; what was told matches nothing.
+        ArgumentError: there are no blocks; or a specification matches nothing.
     """
     if told is None or isinstance(told, Policy):
         return _by_policy(model, told or transformer_blocks())
@@ -58,7 +58,7 @@ def blocks_of(model: nn.Module, told: Blocks | Sequence[Blocks] | None) -> list[
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Whether a name fits a pattern part by part: ``layers.*`` is ``layers.0``, but not ``layers.0.mlp``."""
+    """Whether a name matches a pattern part by part: ``layers.*`` matches ``layers.0``, but not ``layers.0.mlp``."""
     wanted, parts = pattern.split("."), fqn.split(".")
     return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
@@ -69,7 +69,7 @@ def _by_policy(model: nn.Module, policy: Policy) -> list[Block]:
 
 
 def _told(model: nn.Module, told: Any) -> Iterator[nn.Module]:
-    """The modules that one thing told stands for."""
+    """The modules that one specification selects."""
     if isinstance(told, nn.Module):
         found: Iterable[nn.Module] = [module for module in model.modules() if module is told]
         what = f"that is this {type(told).__name__}"
@@ -89,7 +89,7 @@ def _told(model: nn.Module, told: Any) -> Iterator[nn.Module]:
         if has_forward(module):
             yield module
             continue
-        elements = [child for child in module.children() if has_forward(child)]  # a list of blocks stands for them
+        elements = [child for child in module.children() if has_forward(child)]  # a module list stands for its blocks
         if not elements:
             raise ArgumentError(
                 f"parallelize: {what} is a {type(module).__name__} without forward, so it cannot be a block; name its "
@@ -116,7 +116,7 @@ def _what_there_is(model: nn.Module) -> str:
 
 
 def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules with their first names, each after those below it."""
+    """All modules with their first names, each after its submodules."""
     order: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
 

@@ -161,7 +161,7 @@ class ParallelConfig:
         return prod(self.degrees[name] for name in _DATA)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands on each axis of a resolved config.
+        """The position of a global rank on each axis of a resolved config.
 
         Raises:
             ArgumentError: there is no such rank.
@@ -180,7 +180,7 @@ class ParallelConfig:
 
     @property
     def checkpoint_every(self) -> int:
-        """Recompute each block with an index that this divides; 0: none."""
+        """The n such that every n-th block is recomputed; 0: none."""
         wanted = self.activation_checkpointing
         return _CHECKPOINTING[wanted] if isinstance(wanted, str) else int(wanted)
 

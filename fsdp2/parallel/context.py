@@ -95,15 +95,15 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     in the model's own forward, and when a checkpointed part of it is recomputed during backward.
 
     Adds two hooks to each module. It does not communicate or change parameters. Every rank must call it, after tensor
-    parallelism and before activation checkpointing, `torch.compile` and `fully_shard`. It has no effect on one rank.
+    Adds two hooks to each module. It does not communicate or change parameters. Every rank must call it, after tensor
 
     Args:
         model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.
-        mesh: the context axis alone, such as ``mesh["cp"]``.
+        mesh: the 1-D context axis, such as ``mesh["cp"]``.
 
     Raises:
         MisuseError: at the model's first forward, if no attention ran in it; or another context axis is active.
-        UnsupportedError: at a forward whose attention has a mask, or dropout.
+        UnsupportedError: at a forward whose attention has a mask or dropout.
 
     Example::
 
@@ -134,14 +134,14 @@ def _check_active(group_name: str) -> None:
 
 
 def _enter(group_name: str, module: nn.Module, args: Any) -> None:
-    """The outermost module of the model that runs activates the group."""
+    """Activate the group when the outermost module of the model runs."""
     if _active.group_name != group_name:
         _check_active(group_name)
         _active.group_name, _active.owner = group_name, module
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    """Runs also when forward raised."""
+    """Deactivate the group. Runs also if forward raised."""
     if _active.owner is module:
         _active.group_name, _active.owner = "", None
 
@@ -156,7 +156,7 @@ class _FirstForward:
         self.done = False
 
     def watch(self, model: nn.Module) -> None:
-        """Be called after each forward of the model that returned."""
+        """Run this check after each forward of the model that returned."""
         model.register_forward_hook(self)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -200,7 +200,7 @@ def _attention(
 
 
 def _install() -> None:
-    """Replace the function by `_attention` in all loaded modules. Modules that are loaded later find it in torch."""
+    """Replace the function by `_attention` in all loaded modules. Modules loaded later get it from torch."""
     if F.scaled_dot_product_attention is _attention:
         return
     for name, module in list(sys.modules.items()):

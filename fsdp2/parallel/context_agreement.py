@@ -1,11 +1,11 @@
-"""Do the ranks of a context group mean the same? Asked once for every new answer, over the store. Layer: parallel.
+"""Check that the ranks of a context group agree, once for each new combination, through the store. Layer: parallel.
 
-Rings of messages do not notice that one rank has other shapes: they hang, or deliver garbage. So each rank writes down
-what it is about to do the first time it does such a thing, and reads what the others wrote; what it has done before
-costs a look into a set. The store is host memory: no collective runs, and no device is waited for.
+A ring of messages does not notice that one rank has other shapes: it hangs, or delivers garbage. So the first time a
+rank does something, it publishes what it is about to do and reads what the others published. Repetitions only cost a
+look-up in a set. The store is host memory: no collective runs, and no device is waited for.
 
 A rank that changes alone, later on, waits for the others' next answer and gives up after `TIMEOUT`, with an error that
-names who did not come. (The others are then in a ring without it; they fail when its process ends.)
+names the missing ranks. (The others are then in a ring without it; they fail when its process ends.)
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from fsdp2.errors import ArgumentError, CollectiveError
 
 __all__ = ["TIMEOUT", "agree", "ranks_agree", "tell_refusal"]
 
-# Ranks come to their first attention minutes apart when each compiles or loads; NCCL's own limit is the same.
+# If each rank compiles or loads, ranks reach their first attention minutes apart; NCCL's own limit is the same.
 TIMEOUT = timedelta(minutes=10)
 REFUSAL_TIMEOUT = timedelta(seconds=20)  # a rank that raises anyway need not wait for long
 
@@ -28,7 +28,7 @@ Facts = Mapping[str, str]
 
 
 class _Topic:
-    """What the ranks of one group have agreed on, and how often they asked each other."""
+    """What the ranks of one group have agreed on, and the number of checks so far."""
 
     def __init__(self) -> None:
         self.known: set[tuple[tuple[str, str], ...]] = set()
@@ -44,8 +44,8 @@ def ranks_agree(group: dist.ProcessGroup, topic: str) -> bool:
 
 
 def agree(group: dist.ProcessGroup, topic: str, facts: Facts, advice: str, timeout: timedelta | None = None) -> None:
-    """Go on only if every rank of `group` brings the same `facts`. Every rank calls it before the first message of what
-    `topic` names. Nothing is exchanged when this rank has brought these facts before.
+    """Continue only if every rank of `group` passes the same `facts`. Every rank must call it before the first message
+    of `topic`. Nothing is exchanged if this rank has passed these facts before.
 
     Args:
         topic: what is about to happen; begins the message.
@@ -54,8 +54,8 @@ def agree(group: dist.ProcessGroup, topic: str, facts: Facts, advice: str, timeo
         timeout: how long to wait for the others; None for `TIMEOUT`.
 
     Raises:
-        ArgumentError: ranks differ. Raised on all of them, with what each one has.
-        CollectiveError: some ranks brought nothing in time.
+        ArgumentError: the facts differ. Raised on all ranks, with the facts of each.
+        CollectiveError: some ranks did not answer in time.
     """
     timeout = TIMEOUT if timeout is None else timeout
     asked = _topics.setdefault(group, {}).setdefault(topic, _Topic())
@@ -63,10 +63,10 @@ def agree(group: dist.ProcessGroup, topic: str, facts: Facts, advice: str, timeo
     if answer in asked.known:
         return
     store = store_of(group)
-    if store is None:  # a fake process group: there is nobody to ask
+    if store is None:  # a fake process group: there are no other ranks
         return
     ranks = dist.get_process_group_ranks(group)
-    # Failed questions count too: what was written for them must not be read again.
+    # Failed checks count too, so that what was written for them is not read again.
     keys = [f"fsdp2.context/{topic}/{asked.num_asked}/{position}" for position in range(len(ranks))]
     asked.num_asked += 1
     text = "\n".join(f"{name}={value}" for name, value in facts.items())
@@ -87,14 +87,14 @@ def agree(group: dist.ProcessGroup, topic: str, facts: Facts, advice: str, timeo
 
 
 def tell_refusal(group: dist.ProcessGroup, topic: str, reason: str) -> None:
-    """Let ranks that are about to ask in this topic know that this one is not going on, so that they raise too. The
-    caller raises next, whatever the others do."""
+    """Tell ranks that are about to check this topic that this one does not continue, so that they raise too. The caller
+    raises next, whatever the others do."""
     with suppress(ArgumentError, CollectiveError):
         agree(group, topic, {"refused": " ".join(reason.split())}, "", REFUSAL_TIMEOUT)
 
 
 def _differences(found: dict[int, str]) -> dict[int, str]:
-    """Only the lines in which ranks differ."""
+    """Only the lines that differ between ranks."""
     lines = {rank: text.splitlines() for rank, text in found.items()}
     common = set.intersection(*(set(each) for each in lines.values()))
     return {rank: "\n".join(line for line in each if line not in common) for rank, each in lines.items()}

@@ -1,9 +1,9 @@
 """How a sequence is cut over the ranks of a context axis, and which blocks of attention each rank computes: pure
 geometry. Layer: parallel.
 
-The *head-tail* layout: a sequence is cut into ``2 n`` equal chunks, and rank r has chunk r and chunk ``2 n - 1 - r``.
-Under a causal mask early rows see little and late rows much; a rank with one of each kind has as much work as every
-other. With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
+The *head-tail* layout: a sequence is cut into ``2 n`` equal chunks, and rank r has chunks r and ``2 n - 1 - r``. Under
+a causal mask, early rows see few keys and late rows many. With one chunk of each kind, every rank has the same work.
+With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
 
                     k0   k3  | k1   k2
     rank 0   q0     \\    .   | .    .         step 0: own keys, causal       step 1: second half of the queries
@@ -11,8 +11,8 @@ other. With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half
     rank 1   q1     #    .   | \\    .         step 1: all queries see the    step 0: own keys, causal
              q2     #    .   | #    \\                 first half of the keys of rank 0
 
-Every step is half a full block, on every rank. Without a mask each step is a full block; the layout is the same, so
-that nothing has to be told which one a sequence was cut by.
+Every step is half a full block, on every rank. Without a mask each step is a full block. The layout is the same, so it
+need not be known by which one a sequence was cut.
 
 Source: the layout is that of "Striped Attention" (https://arxiv.org/abs/2311.09431) coarsened to two chunks, as in
 Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2).
@@ -27,13 +27,13 @@ __all__ = ["Block", "Part", "check_length", "rank_blocks", "rank_slices"]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a rank's part of a sequence, in halves: its two chunks, or one of them."""
+    """Rows of a rank's part of a sequence: both of its two chunks, or one of them."""
 
     start: int
     stop: int
 
     def rows(self, length: int) -> slice:
-        """The rows, of `length` that the rank has."""
+        """The slice of these rows, if the rank has `length` rows."""
         return slice(self.start * length // 2, self.stop * length // 2)
 
 
@@ -42,13 +42,13 @@ ALL, FIRST, SECOND = Part(0, 2), Part(0, 1), Part(1, 2)
 
 @dataclass(frozen=True)
 class Block:
-    """One step of a rank's ring: these queries of its own attend to these keys of rank `source`.
+    """One step of a rank's ring: some of its queries attend to some keys of rank `source`.
 
     Attributes:
-        source: the rank whose keys and values are at hand in this step.
+        source: the rank whose keys and values are used in this step.
         queries: which of this rank's queries take part.
         keys: which of `source`'s keys they see.
-        is_causal: row i sees rows up to i only.
+        is_causal: row i only sees rows up to i.
     """
 
     source: int
@@ -58,13 +58,13 @@ class Block:
 
     @property
     def work(self) -> float:
-        """In pairs of one chunk of queries and one chunk of keys."""
+        """The work, in pairs of one chunk of queries and one chunk of keys."""
         pairs = (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
         return pairs / 2 if self.is_causal else float(pairs)
 
 
 def rank_blocks(rank: int, size: int, is_causal: bool) -> list[Block]:
-    """The blocks that `rank` of `size` computes, in the order in which keys come round the ring.
+    """The blocks that `rank` of `size` computes, in the order in which keys arrive.
 
     >>> [(block.source, block.work) for block in rank_blocks(1, 3, is_causal=True)]
     [(1, 2.0), (0, 2.0), (2, 2.0)]
@@ -82,7 +82,7 @@ def rank_blocks(rank: int, size: int, is_causal: bool) -> list[Block]:
 
 
 def rank_slices(length: int, rank: int, size: int) -> list[slice]:
-    """The rows of a sequence of `length` that `rank` of `size` has, in its order. The length must have been checked.
+    """The rows of a sequence of `length` that `rank` of `size` has, in its order. The length must be valid.
 
     >>> rank_slices(16, 1, 2)
     [slice(4, 8, None), slice(8, 12, None)]
@@ -94,10 +94,10 @@ def rank_slices(length: int, rank: int, size: int) -> list[slice]:
 
 
 def check_length(what: str, length: int, size: int) -> None:
-    """Whether a sequence can be cut into equal chunks.
+    """Check that a sequence can be cut into equal chunks.
 
     Raises:
-        ArgumentError: it cannot; the message does the arithmetic.
+        ArgumentError: it cannot; the message shows the arithmetic.
     """
     chunks = 2 * size
     if size > 1 and length % chunks != 0:

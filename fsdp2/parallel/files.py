@@ -1,6 +1,6 @@
 """Reading a section of a TOML or YAML file. Layer: parallel; pure.
 
-The only file that knows PyYAML, which is an optional dependency (``pip install "fsdp2[yaml]"``).
+The only file that uses PyYAML, which is an optional dependency (``pip install "fsdp2[yaml]"``).
 """
 
 import tomllib
@@ -17,11 +17,11 @@ __all__ = ["read_section"]
 
 
 def read_section(path: str | PathLike[str], section: str | None) -> tuple[dict[str, Any], str]:
-    """A section of the file, and how messages call it.
+    """A section of the file, and its name for messages.
 
     Args:
         path: ends in .toml, .yaml or .yml.
-        section: its name. None: that of `SECTIONS` which is there, or the whole file if none is.
+        section: its name. None: the one of `SECTIONS` that exists, or the whole file if none does.
 
     Raises:
         ArgumentError: the file cannot be read, or has no such section, or several of `SECTIONS`.
@@ -83,7 +83,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
 
 
 def _reject_repeated_keys(path: Path, node: Any) -> None:
-    """PyYAML lets the last one win; TOML forbids it."""
+    """PyYAML uses the last one; TOML forbids repeated keys."""
     if node is None or node.id != "mapping":
         return
     seen: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The keys that a config may have, by our names and by those of other tools. Layer: parallel; pure."""
+"""The keys that a config may have: our names and those of other tools. Layer: parallel; pure."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from fsdp2.errors import ArgumentError, UnsupportedError
 
 __all__ = ["ALIASES", "SECTIONS", "fields_from"]
 
-# Sections that hold nothing but such keys: ours, Accelerate's, torchtitan's.
+# Sections that contain only such keys: ours, Accelerate's, torchtitan's.
 SECTIONS = ("parallel", "parallelism_config", "parallelism")
 
 # Other names of fields.
@@ -32,18 +32,18 @@ ALIASES = {
 }
 _PREFIX = "parallelism_config_"
 
-# How Accelerate moves keys and values, and with what code; here that is always a ring of our own, with equal results.
+# How Accelerate moves keys and values, and which code does it. Here it is always our own ring, with equal results.
 _WITHOUT_EFFECT = ("cp_comm_strategy", "cp_backend")
 
-# Keys of the same tools for what we do not have: accepted as long as they ask for nothing.
+# Keys of the same tools for features that we do not have: accepted if they do not request anything.
 _NOT_HERE = {
     "sp_size": "sequence parallelism in the manner of Ulysses; context = n splits sequences too",
     "expert_parallel_size": "expert parallelism; give experts a mesh of their own with shard_placement_fn",
     "expert_parallel_degree": "expert parallelism; give experts a mesh of their own with shard_placement_fn",
 }
 
-# A file with this key is Axolotl's: the degrees stand among all that a run has. The keys of such a file that may be
-# passed over, by their names or by how those begin.
+# A file with this key is Axolotl's: the degrees stand among all other keys of a run. Keys of such a file that may be
+# ignored, by their names or prefixes.
 _OF_AXOLOTL = "base_model"
 _PASSED_OVER = """
     base_model base_model_config base_model_ignore_patterns revision_of_base_model model_type tokenizer_type
@@ -79,7 +79,7 @@ _PASSED_OVER_BEGIN = (
     "galore_", "liger_", "cut_cross_entropy", "flash_attn_", "unsloth_", "llmcompressor", "gradio_", "use_wandb",
     "use_mlflow", "use_comet", "use_tensorboard", "kd_", "image_", "vllm", "chunked_cross_entropy", "spectrum_",
 )  # fmt: skip
-# Those of them that say how to shard, and what says it here.
+# The ignored keys that say how to shard, and the key that says it here.
 _SAID_HERE_BY = {
     "fsdp": "reshard_after_forward",
     "fsdp_config": "blocks, reshard_after_forward, cpu_offload",
@@ -88,22 +88,22 @@ _SAID_HERE_BY = {
     "torch_compile": "compile",
 }
 
-_MOST_UNKNOWN = 5  # that a message lists; the whole file of another tool may have a hundred
+_MOST_UNKNOWN = 5  # listed in a message: the whole file of another tool may have a hundred
 
 
 def fields_from(values: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, Any]:
-    """The values under the names of our fields, as the dataclass wants them.
+    """The values under the names of our fields, in the form that the dataclass takes.
 
     Args:
         values: as read from a file. None counts as absent.
         names: of the fields.
-        source: what messages begin with.
+        source: the beginning of messages.
 
-    A file of Axolotl's may have all its other keys; a warning counts them, and names those that would shard otherwise.
+    A file of Axolotl's may have all its other keys. A warning counts them, and names those that would shard otherwise.
 
     Raises:
-        ArgumentError: a key is unknown, or two keys give one field two values.
-        UnsupportedError: a key asks for something that we do not have.
+        ArgumentError: a key is unknown, or two keys give one field different values.
+        UnsupportedError: a key requests something that we do not have.
     """
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -133,7 +133,7 @@ def fields_from(values: Mapping[str, Any], names: Sequence[str], source: str) ->
 
 
 def _as_field(name: str, value: Any) -> Any:
-    """What files can say only in another way."""
+    """Convert values that files can only express in another way."""
     if name == "blocks":
         return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
     if name == "reshard_after_forward" and value == "auto":

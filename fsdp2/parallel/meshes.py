@@ -1,6 +1,6 @@
 """The device meshes of a `ParallelConfig`: one root mesh with named axes, and its parts. Layer: parallel.
 
-Axes, outermost first; those of degree 1 are left out (``dp_shard`` stays where no data axis is left)::
+Axes, outermost first; those of degree 1 are left out (``dp_shard`` stays if there is no other data axis)::
 
     pp            dp_replicate   dp_shard   cp        tp
     pipeline      replicate      shard      context   tensor
@@ -40,7 +40,7 @@ class Meshes:
         rank: this rank among all ranks.
         root: all ranks; its axes are those of the module's table.
         data: for `fully_shard`: 1-D, or 2-D (replicate, shard), with context folded into the shard axis.
-        loss: 1-D, the ranks of `data`: those over which losses and counts of tokens are averaged.
+        loss: 1-D, the ranks of `data`: those over which losses and token counts are averaged.
         tensor, context, pipeline: 1-D; None where the degree is 1.
     """
 
@@ -60,8 +60,8 @@ class Meshes:
 
     @property
     def data_rank(self) -> int:
-        """Which of these batches this rank works on; the same on the ranks of tensor, context and pipeline
-        parallelism."""
+        """Which of these batches this rank works on. It is the same on ranks that differ only in tensor, context and
+        pipeline parallelism."""
         return self.config.data_rank(self.rank)
 
     @property
@@ -71,11 +71,11 @@ class Meshes:
 
     @property
     def stage(self) -> int:
-        """This rank's place in its pipeline; 0 without one."""
+        """This rank's position in its pipeline; 0 without one."""
         return self.config.coordinates(self.rank)["pipeline"]
 
     def stage_indices(self, num_stages: int | None = None, style: str = "loop") -> tuple[int, ...]:
-        """Which stages of a pipeline this rank runs.
+        """The stages of a pipeline that this rank runs.
 
         Args:
             num_stages: the stages of the whole pipeline, a multiple of the pipeline degree, which is the default.
@@ -157,7 +157,7 @@ def _make(config: ParallelConfig, device_type: str) -> Meshes:
     root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def part(*axes: str) -> DeviceMesh | None:
-        """The existing ones of these axes of the root, flattened to one axis."""
+        """Those of these axes that the root has, flattened to one axis."""
         there = tuple(axis for axis in axes if axis in sizes)
         return flatten_mesh(root[there]) if there else None
 

@@ -1,18 +1,17 @@
 """Activation checkpointing and compilation, block by block. Layer: parallel.
 
-What a call of a block does, from the outside::
+What a call of a block does, from the outside in::
 
-    checkpoint           keeps the inputs alone for backward, and runs what is inside again there
-      hooks              of the block: fully_shard gathers its parameters, context parallelism takes over attention
-        forward          compiled, together with the hooks of the modules below (tensor and context parallelism)
+    checkpoint           keeps only the inputs for backward, and runs everything inside again then
+      hooks              of the block: fully_shard gathers its parameters, context parallelism replaces attention
+        forward          compiled, together with the hooks of submodules (tensor and context parallelism)
 
-The checkpoint is outermost, so that what is run again is all that ran. Parameters are gathered for backward before, so
-that running the hooks again gathers nothing. Compilation is inside: torch 2.13 cannot compile a checkpoint over
-DTensors ("expected all tensors_saved_with_vc_check to be Tensors"), and the hooks of `fully_shard` need not be traced
-either.
+The checkpoint is outermost, so that everything that ran is run again. Parameters are gathered for backward before that,
+so the repeated hooks gather nothing. Compilation is inside: torch 2.13 cannot compile a checkpoint over DTensors
+("expected all tensors_saved_with_vc_check to be Tensors"), and the hooks of `fully_shard` then need not be traced.
 
-As with `fully_shard`, the block's class is exchanged for a subclass: names of parameters and `isinstance` stay as they
-are, and nothing refers back to the block (a forward set on the object would, and keep it alive).
+As with `fully_shard`, the block's class is replaced by a subclass. Names of parameters and `isinstance` stay valid, and
+nothing refers back to the block (a forward set on the object would, and so keep it alive).
 
 Source: Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174.
 """
@@ -38,10 +37,10 @@ _classes: dict[tuple[type[nn.Module], bool, bool | str], type[nn.Module]] = {}
 
 
 def check_plain(blocks: Sequence[Block]) -> None:
-    """That the blocks have their own forward still.
+    """Check that the blocks still have their own forward.
 
     Raises:
-        MisuseError: one is checkpointed or compiled already.
+        MisuseError: a block is checkpointed or compiled already.
     """
     for block in blocks:
         if isinstance(block.module, Treated):
@@ -51,8 +50,8 @@ def check_plain(blocks: Sequence[Block]) -> None:
 def recompute_and_compile(blocks: Sequence[Block], every: int, compile: bool | str) -> None:
     """Recompute every `every`-th of the blocks in backward, from the first (0: none), and compile each.
 
-    Blocks that hold others do not count: what is below them is treated. Nothing is traced before the first forward;
-    blocks of one class share their graphs.
+    Only the innermost blocks are treated and counted. Nothing is traced before the first forward; blocks of one class
+    share their graphs.
 
     Args:
         compile: False does nothing; a string names the backend of `torch.compile`.

@@ -1,26 +1,26 @@
 """`ring_attention`: attention over a sequence that is cut over ranks. Layer: parallel.
 
-Every rank keeps its queries; keys and values go round a ring. While a rank computes with the block at hand, the next
-one is on its way::
+Every rank keeps its queries; keys and values go round a ring. While a rank computes with one block, the next one is
+being sent::
 
     step            0              1              2                    n ranks, here 3; rank r's block is K_r
     rank 0     q0 x K_0       q0 x K_2       q0 x K_1                  forward: n - 1 messages of one K and V
     rank 1     q1 x K_1       q1 x K_0       q1 x K_2
     rank 2     q2 x K_2       q2 x K_1       q2 x K_0
 
-The backward goes the same way once more. The gradients of a block's keys and values travel one step behind it, each
-rank adds its part, and after n messages they are home. They are float32 (float64 for float64) on the way, as all sums
-over blocks are.
+The backward goes round once more. The gradients of a block's keys and values travel one step behind it, and each rank
+adds its part. After n messages they are back at the owner. While they travel they are float32 (float64 for float64), as
+are all sums over blocks.
 
-Memory: a rank holds its own keys and values, the block at hand and the one that arrives; backward as much again for
-gradients. Nothing has the whole sequence's length.
+Memory: a rank holds its own keys and values, the current block and the one that is arriving; backward needs as much
+again for gradients. Nothing has the whole sequence's length.
 
 Messages are `batch_isend_irecv` on the group of the context axis, in the same order on every rank. On NCCL the kernels
-of a step are launched after the messages of the step and run beside them; a buffer that was received is used after
-`wait`, and one that was sent is kept until the message is through. On gloo `wait` blocks.
+of a step are launched after the messages of the step and run concurrently. A received buffer is used after `wait`, and
+a sent one is kept until the message has completed. On gloo `wait` blocks.
 
-Two operators for torch (``fsdp2::ring_attention`` and its backward), so that `torch.compile` and policies of selective
-checkpointing see one node each.
+These are two torch operators (``fsdp2::ring_attention`` and its backward), so that `torch.compile` and policies of
+selective checkpointing see one node each.
 
 Source: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889.
 """
@@ -43,7 +43,7 @@ from fsdp2.parallel.ring_attention_blocks import Merged, accumulation_dtype, blo
 
 __all__ = ["context_group", "num_ring_attentions", "refuse", "ring_attention", "ring_attention_over"]
 
-_KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's own messages in this group
+_KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004
 _ADVICE = (
     "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; ranks "
@@ -65,26 +65,26 @@ def ring_attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` of sequences that are cut over the ranks of `mesh` by `shard_sequence`.
 
-    Collective: every rank of `mesh` calls it in the same order, and backward with it. The first call with new shapes,
-    dtypes or options compares them over the ranks.
+    Collective: every rank of `mesh` must call it, and its backward, in the same order. The first call with new shapes,
+    dtypes or options compares them across the ranks.
 
     Args:
         query: ``[batch, query heads, rows, head dim]``, this rank's rows of the whole sequence, on the device of the
             mesh. Floating point.
         key: ``[batch, key heads, key rows, head dim]``; as many rows as `query` if `is_causal`.
         value: ``[batch, key heads, key rows, value head dim]``.
-        mesh: the context axis alone, such as ``mesh["cp"]``.
-        is_causal: a row of the *whole* sequence sees the rows up to itself.
+        mesh: the 1-D context axis, such as ``mesh["cp"]``.
+        is_causal: a row of the *whole* sequence only sees the rows up to itself.
         scale: of the scores; None for ``1 / sqrt(head dim)``.
-        enable_gqa: key heads may be fewer than query heads, and divide them.
+        enable_gqa: allow fewer key heads than query heads; their number must divide that of the query heads.
 
     Returns:
         ``[batch, query heads, rows, value head dim]``, this rank's rows of the whole result, in the queries' dtype.
-        Sums over blocks are made in float32, or float64 for float64.
+        Sums over blocks are computed in float32, or float64 for float64.
 
     Raises:
-        ArgumentError: shapes or dtypes do not fit each other, or differ over the ranks.
-        UnsupportedError: DTensors. Take `to_local()` of heads that tensor parallelism shards.
+        ArgumentError: shapes or dtypes do not fit each other, or differ between the ranks.
+        UnsupportedError: DTensors. Pass `to_local()` of heads that tensor parallelism shards.
         CollectiveError: communication failed.
 
     Example::
@@ -96,7 +96,7 @@ def ring_attention(
 
 
 def context_group(mesh: DeviceMesh) -> str:
-    """The name by which `ring_attention_over` knows the group of a context axis; "" for one rank. No communication.
+    """The name of the group of a context axis for `ring_attention_over`; "" for one rank. No communication.
 
     Raises:
         ArgumentError: `mesh` has several axes.
@@ -110,7 +110,7 @@ def context_group(mesh: DeviceMesh) -> str:
 
 
 def num_ring_attentions(group_name: str) -> int:
-    """How many ring attentions have run over a group."""
+    """The number of ring attentions that have run over a group."""
     return _num_ring_attentions.get(group_name, 0)
 
 
@@ -146,7 +146,7 @@ def ring_attention_over(
 
 
 def refuse(group_name: str, reason: str) -> None:
-    """Before raising for a call that cannot be: the other ranks may be about to start the ring, and raise too."""
+    """Call before raising for an invalid call: other ranks may be about to start the ring, and then raise too."""
     if group_name:
         tell_refusal(group_named(group_name), "ring_attention", reason)
 
@@ -177,10 +177,10 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 
 
 class _Message:
-    """A tensor on its way to the next rank, while one like it comes from the previous rank."""
+    """A tensor being sent to the next rank, while one like it is received from the previous rank."""
 
     def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, tag: int):
-        self.sent = sent  # kept until the message is through
+        self.sent = sent  # kept until the message has completed
         self.received = torch.empty_like(sent)
         self.group = group
         self.works: list[dist.Work] = []
@@ -194,7 +194,7 @@ class _Message:
             raise self.failed(error) from error
 
     def wait(self) -> torch.Tensor:
-        """What came. On NCCL the stream waits, not the CPU."""
+        """The received tensor. On NCCL the stream waits, not the CPU."""
         try:
             works, self.works = self.works, []
             for work in works:
@@ -208,7 +208,7 @@ class _Message:
             keep_unwaited(self.works, self.group)
 
     def failed(self, error: RuntimeError) -> CollectiveError:
-        """The error that names this rank and its neighbours."""
+        """An error that names this rank and its neighbours."""
         ranks = dist.get_process_group_ranks(self.group)
         rank = self.group.rank()
         after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
@@ -218,24 +218,24 @@ class _Message:
 
 
 def _pack(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One flat tensor of both, to travel as one message."""
+    """One flat tensor of both, to be sent as one message."""
     return torch.cat([key.to(dtype).reshape(-1), value.to(dtype).reshape(-1)])
 
 
 def _unpack(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of what `_pack` made of tensors of these shapes."""
+    """Views of a tensor from `_pack`, given tensors of the original shapes."""
     first, second = flat.split([key.numel(), value.numel()])
     return first.view(key.shape), second.view(value.shape)
 
 
 def _rows_first(query: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Memory for a result that is ``[batch, rows, heads, head dim]`` in memory: models transpose it to that next."""
+    """Memory for a result that is ``[batch, rows, heads, head dim]`` in memory, because models transpose it to that."""
     batch, heads, rows, _ = query.shape
     return query.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
 
 
 def _parts(block: Block, query: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What of this rank's queries, and of the keys and values at hand, takes part in the block."""
+    """The parts of this rank's queries, and of the current keys and values, that take part in the block."""
     seen = block.keys.rows(keys[0].shape[2])
     return query[:, :, block.queries.rows(query.shape[2])], *(each[:, :, seen] for each in keys)
 
@@ -254,7 +254,7 @@ def ring_forward(
     merged = Merged(query, value.shape[-1])
     for block in blocks:
         message = _Message(flat, group, _KEYS_TAG) if block is not blocks[-1] else None
-        # No name is left for what this makes: two blocks are alive, not three.
+        # The result gets no name, so that only two blocks are alive, not three.
         output, lse = block_forward(_parts(block, query, _unpack(flat, key, value)), block.is_causal, scale)
         merged.add(block.queries.rows(query.shape[2]), output, lse)
         del output, lse
@@ -278,7 +278,7 @@ def ring_backward(
     grad, flat = grad.contiguous(), _pack(key, value, key.dtype)
     dq = torch.zeros(query.shape, dtype=dtype, device=query.device)
     total = torch.zeros_like(flat, dtype=dtype)
-    gradients: _Message | None = None  # `total` of the block at hand, on its way from the rank that had it before
+    gradients: _Message | None = None  # `total` of the current block, coming from the rank that had it before
     for block in blocks:
         message = _Message(flat, group, _KEYS_TAG) if block is not blocks[-1] else None
         mine, seen = block.queries.rows(query.shape[2]), block.keys.rows(key.shape[2])
@@ -294,7 +294,7 @@ def ring_backward(
         if message is not None:
             flat, message = message.wait(), None
     assert gradients is not None
-    dk, dv = _unpack(gradients.wait(), key, value)  # this rank's own: they have been everywhere
+    dk, dv = _unpack(gradients.wait(), key, value)  # this rank's own, after a full round
     return dq.to(query.dtype), dk.to(key.dtype, copy=True), dv.to(value.dtype, copy=True)
 
 
@@ -314,9 +314,9 @@ def _facts(
 def _ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp. The latter has a dim that that of `F.scaled_dot_product_attention` has not: activation
-    checkpointing compares the shapes of what forward and recomputation save, so it notices if one of them was within
-    `context_parallel` and the other was not."""
+    """Output and log-sum-exp. The latter has a dim more than that of `F.scaled_dot_product_attention`. Activation
+    checkpointing compares the shapes of what forward and recomputation save, so it notices if only one of them was
+    within `context_parallel`."""
     group = group_named(group_name)
     agree(group, "ring_attention", _facts(query, key, value, is_causal, scale), _ADVICE)
     _num_ring_attentions[group_name] = num_ring_attentions(group_name) + 1

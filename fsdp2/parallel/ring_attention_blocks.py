@@ -4,17 +4,17 @@ Layer: parallel.
 All tensors are ``[batch, heads, rows, head dim]``; a log-sum-exp is ``[batch, heads, query rows, 1]``, in float32, or
 float64 for float64. Outputs have the queries' dtype.
 
-The forward gives a block's own output and log-sum-exp, which `Merged` folds into those of all blocks so far. The
-backward is given the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)`` whichever
-block it came in, so each block's gradients are parts of sums, and no block needs what another one computed.
+The forward returns a block's own output and log-sum-exp, which `Merged` adds to those of all blocks so far. The
+backward gets the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)``, whatever its
+block. So the gradients of each block are terms of sums, and no block needs what another one computed.
 
-Which kernel computes a block depends on what can be known without asking other ranks: device, dtype and head dims.
+The kernel for a block depends on what every rank knows without communication: device, dtype and head dims.
 
 =============  =====================================================================================================
 ``flash_cpu``  CPU, every dtype
 ``flash``      CUDA, float16 and bfloat16, head dim up to 256
-``efficient``  CUDA, everything else that is aligned to 16 bytes, but float64
-``math``       the rest (keys and values of different head dims, float64 on CUDA, other devices): scores of some
+``efficient``  CUDA, everything else that is aligned to 16 bytes, except float64
+``math``       the rest (keys and values of different head dims, float64 on CUDA, other devices): the scores of some
                query rows at a time, in float32 or float64
 =============  =====================================================================================================
 
@@ -39,7 +39,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what sums over blocks are kept."""
+    """The dtype in which sums over blocks are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -57,8 +57,8 @@ class Merged:
         self.lse = query.new_full((*query.shape[:-1], 1), float("-inf"), dtype=dtype)
 
     def add(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """Fold in what one more block gave for these rows, weighted by its share of all scores so far. What the first
-        block gave stays as it is, to the bit."""
+        """Add the result of one more block for these rows, weighted by its share of all scores so far. The result of
+        the first block stays bitwise unchanged."""
         before, so_far = self.lse[:, :, rows], self.output[:, :, rows]
         so_far.lerp_(output.to(so_far.dtype), torch.sigmoid(lse - before))
         before.copy_(torch.logaddexp(before, lse))
@@ -86,9 +86,9 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
     """The block's parts of the gradients of query, key and value.
 
     Args:
-        rows: of the query's rows, over all blocks: the output's gradient, the output in the query's dtype, the
+        rows: for the query's rows, over all blocks: the output's gradient, the output in the query's dtype, the
             log-sum-exp.
-        inputs: query, and key and value of the block.
+        inputs: the query, and the block's key and value.
     """
     query, key, value = inputs
     heads = key.shape[1]
@@ -105,13 +105,14 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
 
 
 def _for_each_head(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """One key head for each query head, as not all kernels take fewer. The copy lives as long as its block."""
+    """Repeat key heads to one per query head, since not all kernels accept fewer. The copy lives as long as its
+    block."""
     groups = query.shape[1] // key.shape[1]
     return key if groups == 1 else key.repeat_interleave(groups, dim=1)
 
 
 def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-    """Which kernel; see the module docstring. "meta" stands for CUDA, whose shapes it has."""
+    """The kernel; see the module docstring. "meta" counts as CUDA, because it must give the same shapes."""
     head_dim = query.shape[-1]
     if value.shape[-1] != head_dim or any(each.stride(-1) != 1 for each in (query, key, value)):
         return "math"
@@ -131,7 +132,7 @@ def _fused_gradients(kind: str, rows: Tensors, inputs: Tensors, is_causal: bool,
         op = attention_op("flash_attention_for_cpu_backward")
         found: Tensors = op(grad, *inputs, output, lse, 0.0, is_causal, scale=scale)
         return found[:3]
-    # The state of the random generator, which nothing reads without dropout; as the forward returns it.
+    # The state of the random generator, in the form that the forward returns; it is not read without dropout.
     seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
     num_queries, num_keys = inputs[0].shape[2], inputs[1].shape[2]
     if kind == "flash":

@@ -1,7 +1,7 @@
-"""Tensor parallelism by a plan: the user's, or the one that the model brings along. Layer: parallel.
+"""Tensor parallelism by a plan: the user's, or the model's own. Layer: parallel.
 
-torch's styles do the work (`torch.distributed.tensor.parallel`). Here is what they leave out: names of styles as
-transformers writes them, a check of the whole plan before anything changes, and weights that are tied.
+torch's styles do the work (`torch.distributed.tensor.parallel`). This file adds what they lack: the names of styles
+that transformers uses, a check of the whole plan before anything changes, and tied weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ __all__ = ["TensorPlan", "apply_tensor_parallel", "check_tensor_plan"]
 TensorPlan = Mapping[str, ParallelStyle | str]
 """Styles by the names of modules; a ``*`` stands for one part of a name."""
 
-# The names of transformers (4 and 5) for what torch's styles do. The norm of single heads sees this rank's heads only,
+# transformers' names (4 and 5) for torch's styles. A norm of single heads sees only this rank's heads,
 # [batch, length, heads, head dim], so it is "sequence parallel" along the heads: its gradients are sums over ranks.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -48,13 +48,13 @@ def check_tensor_plan(
     """The style of each module that the plan names, by FQN. Changes nothing.
 
     Args:
-        plan: None for the model's own, its attribute `tp_plan` (transformers has it).
-        degree: ranks over which layers are split.
-        is_stage: `model` is a stage of a pipeline: a plan for the whole model may name modules that others have.
+        plan: None for the model's own attribute `tp_plan` (transformers models have it).
+        degree: number of ranks over which layers are split.
+        is_stage: `model` is a pipeline stage: a plan for the whole model may name modules of other stages.
 
     Raises:
-        ArgumentError: there is no plan, a name in it matches nothing, or a module cannot be split so.
-        UnsupportedError: a style of transformers that torch's do not cover.
+        ArgumentError: there is no plan, a name in it matches nothing, or a module cannot be split in this way.
+        UnsupportedError: a style of transformers without a counterpart in torch.
         MisuseError: a module is tensor parallel already.
     """
     is_own = plan is None
@@ -83,12 +83,12 @@ def check_tensor_plan(
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
-    """Split the modules over `mesh`, in place; weights that were tied stay tied.
+    """Split the modules over `mesh`, in place; tied weights stay tied.
 
     Collective over `mesh`: the values are those of its first rank (on the meta device nothing is communicated).
 
     Raises:
-        ArgumentError: names of one tied weight were to be split in different ways.
+        ArgumentError: the names of one tied weight would be split in different ways.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -122,7 +122,7 @@ def _check_module(fqn: str, module: nn.Module, style: ParallelStyle) -> None:
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:
-    """Attention of transformers would divide what it has into heads that do not exist."""
+    """Check that heads can be split: attention of transformers would otherwise compute with a wrong number of heads."""
     config: Any = getattr(model, "config", None)
     text_config = getattr(config, "get_text_config", None)
     config = text_config() if callable(text_config) else config
@@ -135,7 +135,7 @@ def _check_heads(model: nn.Module, degree: int) -> None:
 
 
 def _nearest(model: nn.Module, pattern: str) -> str:
-    """What there is at the first part of the pattern that matches nothing."""
+    """The names that exist at the first part of the pattern that matches nothing."""
     parts = pattern.split(".")
     for length in range(1, len(parts) + 1):
         prefix = ".".join(parts[:length])
@@ -148,7 +148,7 @@ def _nearest(model: nn.Module, pattern: str) -> str:
 
 
 def _tie(model: nn.Module, names: list[str], requires_grad: bool) -> None:
-    """Let all names of one parameter hold one object again."""
+    """Make all names of one parameter refer to one object again."""
     slots = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     forms = [parameter_slots(module)[name] for module, name in slots]
     first = forms[0]
