@@ -26,8 +26,7 @@ COUNTERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 MAKE_IT_LATER = "Make the optimizer after the model has its values."
 
-# How many param groups each optimizer had, and how many sharded parameters had been replaced, when it was last looked
-# at.
+# The number of param groups of each optimizer, and of sharded parameters that had been replaced, at the last check.
 _checked: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 
@@ -77,7 +76,7 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _successor(param: torch.Tensor) -> ManagedParameter | None:
-    """What manages `param` now, if the model has replaced it."""
+    """What manages `param` now, if the model has replaced it; else None."""
     managed = managed_by(param)
     return None if managed is None or managed.sharded is param else managed
 
@@ -136,7 +135,7 @@ def _piece(whole: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
 
 
 def _warn_of_stale_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Before an optimizer's step: check its parameters, unless that was done already."""
+    """Check an optimizer's parameters before its step, unless that was already done."""
     state = len(optimizer.param_groups), num_replaced()
     if _checked.get(optimizer) == state:
         return

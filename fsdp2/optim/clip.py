@@ -46,8 +46,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm before scaling: a plain 0-dim tensor, the same on every rank, on the first gradient's device, in
-        float32
-        (float64 if a parameter has that).
+        float32 (float64 if a parameter has that).
 
     Raises:
         ArgumentError: a `norm_type` that is none of the above.

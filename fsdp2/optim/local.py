@@ -5,11 +5,11 @@ everything in torch that builds on these (schedulers, `GradScaler`, `state_dict`
 Only within `step` do its param groups and its state hold plain tensors on the same memory::
 
     step    the closure, if there is one
-            param groups: DTensor parameters -> their local tensors, with the local gradients; neighbours in memory
-                          -> one tensor over all of them
-            state:        DTensors           -> their local tensors; of neighbours one
+            param groups: DTensor parameters -> their local tensors, with the local gradients; contiguous ones are
+                          merged into one tensor
+            state:        DTensors           -> their local tensors, merged likewise
             the torch optimizer's own step
-            state:        what is new -> DTensors like their parameters; param groups: as before
+            state:        new entries -> DTensors like their parameters; param groups: as before
 
 The parameters and the state that are visible from outside are authoritative (see `SteppedRun`), so replacing a
 parameter's storage or its state takes effect.
@@ -49,9 +49,9 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
-# Steady steps (no run changes) before merging is tried again for parameters that are stepped individually; four times
-# as many after each try. Runs that fail are rebuilt at once, unless they have failed repeatedly: if half of the experts
-# have no gradient, different ones each time, all runs would be rebuilt in each step.
+# The number of steady steps (no run changes) before merging is tried again for parameters that are stepped
+# individually. It grows fourfold after each try. Runs that fail are rebuilt at once, unless they have failed
+# repeatedly: if half of the experts have no gradient, different ones each time, all runs would be rebuilt in each step.
 PATIENCE = 4
 AT_ONCE, LONGEST = PATIENCE**3, PATIENCE**6
 
@@ -107,16 +107,16 @@ def local_optimizer(
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Base class of what `local_optimizer` makes, for `isinstance`."""
+    """Base class of the optimizers from `local_optimizer`, for `isinstance`."""
 
-    _joins = False  # whether neighbours may be stepped as one tensor: only what we know to be elementwise
+    _joins = False  # whether contiguous parameters may be merged: only for optimizers known to be elementwise
 
     def __init__(self, params: Params, **options: Any):
         self._taken: list[_Taken] = []
         super().__init__(params, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """After a copy, and for `load_state_dict`."""
+        """Called after a copy, and by `load_state_dict`."""
         self._taken = []
         super().__setstate__(state)
 
@@ -124,10 +124,10 @@ class LocalOptimizer(torch.optim.Optimizer):
         """One step of the torch optimizer, on local tensors.
 
         Args:
-            closure: computes the loss and the gradients again, once; it finds the optimizer in its usual form.
+            closure: computes the loss and the gradients again. It is called once, with the optimizer in its usual form.
 
         Raises:
-            ArgumentError: a DTensor parameter has a gradient that is no DTensor.
+            ArgumentError: a DTensor parameter has a gradient that is not a DTensor.
         """
         loss = None
         if closure is not None:
@@ -140,23 +140,23 @@ class LocalOptimizer(torch.optim.Optimizer):
                 for index, group in enumerate(self.param_groups)
             ]
         except BaseException:
-            self._taken = []  # and with it the gradients
+            self._taken = []  # releases the gradients too
             raise
         with _on_locals(self, self._taken):
             inner(self)
-        # As after operations on the DTensors: autograd notices the change of what it may have saved.
+        # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
         stepped = [param for each in self._taken for run in each.runs if run.has_grad for param in run.params]
         torch.autograd.graph.increment_version([*stepped, *map(local_tensor, stepped)])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the sharded gradients; warns where others wait to be reduced, which it does not clear."""
+        """Clear the sharded gradients. Warns if others wait to be reduced, which it does not clear."""
         super().zero_grad(set_to_none)
         params = (param for group in self.param_groups for param in group["params"])
         check_reduced("zero_grad", params, is_read=False)
 
     def _take(self, held: list[torch.Tensor], before: "_Taken | None") -> "_Taken":
-        """The parameters of one group with this step's gradients; runs as before, where nothing else has changed."""
+        """The parameters of one group with this step's gradients. Runs are kept if nothing else has changed."""
         if before is None or not identical(held, before.snapshot):
             return self._begin(held)
         kept: list[SteppedRun] = []
@@ -181,7 +181,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being made: then no value may be looked at."""
+    """Whether a CUDA graph is being captured; then values must not be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -192,7 +192,7 @@ def _local_class(kind: Any) -> Any:
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function below torch's wrapper: that runs the step hooks, as the wrapper of our own `step` does already."""
+    """The function inside torch's wrapper. That runs the step hooks, as the wrapper of our own `step` already does."""
     function: Any = getattr(step, "__func__", step)
     unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function
     return unwrapped
@@ -202,12 +202,12 @@ class _Taken(NamedTuple):
     """The parameters of one param group in a step.
 
     Attributes:
-        held: the group's own list.
-        snapshot: what was in it when `runs` were made.
-        runs: of the DTensors.
-        plain: the others.
-        steady: steps since runs were last made.
-        wait: so many of them until parameters without neighbours are tried again.
+        held: the list of the param group.
+        snapshot: its content when `runs` were created.
+        runs: the DTensor parameters, as runs.
+        plain: the other parameters.
+        steady: steps since runs were last created.
+        wait: the number of these after which merging is tried again.
     """
 
     held: list[torch.Tensor]
@@ -247,8 +247,8 @@ def _on_locals(optimizer: torch.optim.Optimizer, taken: Sequence[_Taken]) -> Ite
 
 
 def _give_places(state: dict[Any, Any], inner: dict[Any, Any], taken: Sequence[_Taken]) -> None:
-    """New entries of `state` in the order of the parameters, whatever runs they are in: that is the same on all ranks,
-    and who gathers the state goes by it."""
+    """Add new entries to `state` in the order of the parameters, whatever their runs. This order is the same on all
+    ranks, and code that gathers the state depends on it."""
     for each in taken:
         new: set[torch.Tensor] = {param for param in each.plain if param in inner and param not in state}
         for run in each.runs:

@@ -1,14 +1,14 @@
-"""The norm of many tensors of which each rank holds pieces: every element counts once. Layer: optim, below clip.
+"""The norm of many tensors of which each rank holds pieces, counting every element once. Layer: optim, below clip.
 
-A tensor that is cut over some mesh axes is whole only on the ranks of those axes together; along its other axes, and as
-a plain tensor, it is there several times. Of the kinds of tensors that come together (meshes, placements) each has
+A tensor that is cut over some mesh axes is complete only on the ranks of those axes together. Along its other axes, and
+as a plain tensor, it exists several times. Each kind of tensors (mesh, placements) has
 
-* *cuts*: the groups of ranks, one for each mesh axis that cuts it, over which its parts must be added up;
-* *holders*: the ranks that hold the very piece that this rank holds.
+* *cuts*: the groups of ranks, one per mesh axis that cuts it, over which its parts must be summed;
+* *holders*: the ranks that hold the same piece as this rank.
 
-Where one group of ranks will do for all kinds, there is one all-reduce of one number over it, and of each piece only
-the first holder in the group counts. That is so for FSDP, HSDP (the shard group), tensor and expert parallelism over
-all ranks. Otherwise each distinct group gets one all-reduce, of one number for each kind that it cuts.
+If one group of ranks suffices for all kinds, there is one all-reduce of one number over it, and each piece is counted
+only by its first holder in the group. This is so for FSDP, HSDP (the shard group), tensor and expert parallelism over
+all ranks. Otherwise there is one all-reduce per distinct group, with one number for each kind that it cuts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """Tensors with the same mesh and placements; for plain ones there is no mesh.
+    """Tensors with the same mesh and placements; plain tensors have no mesh.
 
     Attributes:
         indices: which of the tensors.
@@ -54,19 +54,19 @@ class Kind:
 
     @cached_property
     def is_partial(self) -> bool:
-        """Whether these are terms of sums over some axes."""
+        """Whether these are partial sums over some axes."""
         return any(placement.is_partial() for placement in self.placements)
 
     @cached_property
     def cuts(self) -> dict[Ranks, dist.ProcessGroup]:
-        """See the module docstring. By their ranks: equal meshes may have process groups of their own."""
+        """See the module docstring. Keyed by ranks, because equal meshes may have different process groups."""
         if self.mesh is None:
             return {}
         groups = [self.mesh.get_group(axis) for axis in self.cut_axes]
         return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
 
     def added_up_by(self, ranks: Ranks) -> bool:
-        """Whether a sum over `ranks`, in which each piece counts once, is the sum over the whole tensors."""
+        """Whether summing over `ranks`, counting each piece once, gives the sum over the whole tensors."""
         if not self.cuts or self.cuts.keys() == {ranks}:
             return True
         assert self.mesh is not None
@@ -85,14 +85,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors whose norm becomes one number, and the groups over which that is added up."""
+    """Tensors whose norm becomes one number, and the groups over which it is summed."""
 
     indices: list[int]
     cuts: dict[Ranks, dist.ProcessGroup]
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
-    """In the order of first appearance, which is the same on all ranks."""
+    """The kinds in the order of first appearance, which is the same on all ranks."""
     kinds: dict[tuple[int, tuple[Placement, ...]], Kind] = {}
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
@@ -110,7 +110,7 @@ def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
 
 
 def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
-    """One bucket where one group will do; otherwise one for each kind."""
+    """One bucket if one group suffices; otherwise one per kind."""
     cuts: dict[Ranks, dist.ProcessGroup] = {}
     for kind in kinds:
         for ranks, group in kind.cuts.items():
@@ -130,16 +130,16 @@ def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
 def norm_of(
     like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None], norm_type: float, foreach: bool
 ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
-    """The norm of all elements of `tensors`; 0-dim, the same on every rank. And this rank's parts of them, neighbours
-    as one tensor, where that had to be worked out.
+    """The norm of all elements of `tensors`: 0-dim, the same on every rank. Also this rank's parts of them, with
+    contiguous ones merged, if these had to be computed.
 
     Collective over the meshes of `like`, also for a rank on which all tensors are None.
 
     Args:
-        like: what decides mesh, placements and dtypes; the same on all ranks.
-        tensors: as many; None counts nothing.
+        like: determines mesh, placements and dtypes; the same on all ranks.
+        tensors: as many as `like`; None does not count.
         norm_type: above 0, or minus infinity.
-        foreach: all norms in one call.
+        foreach: compute all norms in one call.
     """
     kinds = kinds_of(given if tensor is None else tensor for given, tensor in zip(like, tensors, strict=True))
     buckets = buckets_of(kinds)
@@ -162,7 +162,7 @@ def norm_of(
 
 
 def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Lists that one foreach call can take."""
+    """Lists that one foreach call can process."""
     lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -170,7 +170,7 @@ def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.dev
 
 
 def _device_of(kinds: Sequence[Kind], like: Sequence[torch.Tensor]) -> torch.device:
-    """Where the groups reduce: with CPU offload that is not where the gradients are."""
+    """The device on which the groups reduce; with CPU offload the gradients are elsewhere."""
     kind = next((mesh.device_type for kind in kinds if (mesh := kind.mesh) is not None), None)
     if kind is None:
         return like[0].device if like else torch.device("cpu")
@@ -178,7 +178,8 @@ def _device_of(kinds: Sequence[Kind], like: Sequence[torch.Tensor]) -> torch.dev
 
 
 def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """This rank's parts. What is partial is added up first: the norm of a sum is not that of its terms."""
+    """This rank's parts. Partial sums are reduced first, because the norm of a sum is not determined by the norms of
+    its terms."""
     whole = list(tensors)
     for kind in kinds:
         if kind.is_partial:
@@ -196,7 +197,7 @@ def _power(
     """Over all elements: the sum of ``|x| ** norm_type``, the largest, or the smallest ``|x|``."""
     norms: list[torch.Tensor] = []
     for (_, kind), list_ in by_device_and_dtype(tensors).items():
-        wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # a sum of squares needs the digits
+        wider = torch.float32 if kind in (torch.bfloat16, torch.float16) else None  # for the precision of the sums
         if foreach:
             each = foreach_norm(list_, norm_type, wider)
         else:
@@ -209,12 +210,12 @@ def _power(
 
 
 def _all_reduced(parts: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Each added up (or the largest, or the smallest of each) over `group`, in one all-reduce."""
+    """Each part summed (or the maximum, or the minimum) over `group`, in one all-reduce."""
     sent = torch.stack(list(parts))
     if abs(norm_type) != inf:
         dist.all_reduce(sent, group=group)
         return list(sent)
-    # Backends differ in what MAX makes of NaN: infinities stand for it on the way, and flags say which they are.
+    # Backends differ in how MAX treats NaN, so NaN is sent as infinity, and flags mark where.
     sign = 1.0 if norm_type == inf else -1.0
     sent = torch.stack([(sign * sent).nan_to_num(nan=inf, posinf=inf, neginf=-inf), sent.isnan().to(sent)])
     dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)

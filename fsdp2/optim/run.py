@@ -1,11 +1,11 @@
 """`SteppedRun`: parameters that a local optimizer steps as one tensor. Layer: optim, below local.
 
-Shards of a group stand end to end in memory, and so do their gradients (`fsdp2.adjacent`). Elementwise optimizers may
-as well step the whole run: the same arithmetic in one call. A parameter without such neighbours is a run of its own.
+Shards of a group are contiguous in memory, and so are their gradients (`fsdp2.adjacent`). An elementwise optimizer may
+step the whole run instead: the same arithmetic in one call. A parameter without such neighbours is a run of its own.
 
-Inside, a run has one state. Outside, each parameter has a state of its own on that memory: DTensors on parts of it, and
-counters that are elements of a vector with one for each parameter. The outside is the truth. What is kept from step to
-step is compared with it, by identity and version, before it is used.
+Inside, a run has one state. Outside, each parameter has its own state on the same memory: DTensors on parts of it, and
+counters that are elements of a vector with one element per parameter. The outside is authoritative. What is kept from
+step to step is compared with it, by identity and version, before it is used.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,22 +25,22 @@ __all__ = ["SteppedRun", "identical", "runs_to_step"]
 
 State = dict[Any, Any]
 
-_Counter = tuple[torch.Tensor, torch.Tensor, int]  # the first parameter's, the others', and their version
+_Counter = tuple[torch.Tensor, torch.Tensor, int]  # the first parameter's, those of the others, and their version
 
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class SteppedRun:
-    """One parameter, or several neighbours with gradients that are neighbours too, and with like states.
+    """One parameter, or several that are contiguous, with contiguous gradients and states of the same kind.
 
     Args:
         params: in memory order.
         local: over their shards.
 
     Attributes:
-        local: what the torch optimizer sees: a tensor of its own on that memory, which can have a gradient. A 0-dim one
-            appears with one dim, so that its state differs from counters.
-        state: what the torch optimizer sees; None before there is any.
+        local: the tensor that the torch optimizer sees: a separate tensor on that memory, which can have a gradient. A
+            0-dim one gets one dim, so that its state differs from counters.
+        state: the state that the torch optimizer sees; None before there is any.
         has_grad: whether there is something to step.
     """
 
@@ -66,16 +66,16 @@ class SteppedRun:
         self.has_grad = False
         self._bases = [local_tensor(param) for param in params]
         self._pointers = [base.data_ptr() for base in self._bases]
-        self._grads: tuple[list[Any], list[int]] = [], []  # of each: its spec, bytes from the first one
+        self._grads: tuple[list[Any], list[int]] = [], []  # for each: its spec, its offset in bytes from the first
         self._outers: list[State | None] = []  # the parameters' states
-        self._values: list[Any] = []  # all values in these
+        self._values: list[Any] = []  # all values in these states
         self._inside: list[Any] = []  # the values in `state`
         self._counters: list[_Counter] = []
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def begin(self, states: Mapping[Any, State]) -> None:
-        """Take up gradients and state for the first time."""
+        """Read gradients and state for the first time."""
         grads = [param.grad for param in self.params if param.grad is not None]
         assert len(grads) == len(self.params) or len(self.params) == 1
         if len(grads) > 1:
@@ -90,8 +90,8 @@ class SteppedRun:
             self._show(outers)
 
     def enter(self, states: Mapping[Any, State]) -> bool:
-        """Take up this step's gradients, if everything else is as it was at the last step. Otherwise returns False, and
-        another run must begin in its place."""
+        """Read this step's gradients, if nothing else has changed since the last step. Otherwise returns False, and a
+        new run must begin in its place."""
         return (
             all(map(is_, map(local_of, self.params), self._bases))
             and list(map(_address_of, self._bases)) == self._pointers
@@ -128,7 +128,7 @@ class SteppedRun:
         self.has_grad = True
 
     def _joined(self, values: Sequence[Any]) -> Any:
-        """One value for the run from the values of its parameters, which are equal."""
+        """One value for the run, from the equal values of its parameters."""
         first = values[0]
         if isinstance(first, DTensor):
             locals_ = [local_tensor(value) for value in values]
@@ -148,7 +148,7 @@ class SteppedRun:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def leave(self, states: State, inner: State) -> None:
-        """Bring the state outside up to date; let go of the gradient."""
+        """Update the state outside, and release the gradient."""
         self.local.grad = None
         if inner is self.state and identical(inner.values(), self._inside):
             for index, (first, rest, _) in enumerate(self._counters):
@@ -159,7 +159,7 @@ class SteppedRun:
         self._show([states.setdefault(param, {}) for param in self.params])
 
     def _show(self, outers: Sequence[State]) -> None:
-        """Make the states outside what `state` is."""
+        """Make the states outside match `state`."""
         state = self.state
         assert state is not None
         self._counters = []
@@ -175,7 +175,7 @@ class SteppedRun:
         self._values = list(_values_of(outers))
 
     def _shown(self, key: Any, value: Any, known: Sequence[Any]) -> Sequence[Any]:
-        """What the parameters' states show of one value. `known`: what they show now, which stays if it is that."""
+        """The values for the parameters' states. `known`: their current values, which are kept if they are right."""
         assert self.state is not None
         if not isinstance(value, torch.Tensor):
             return [value] * len(self.params)
@@ -195,7 +195,7 @@ class SteppedRun:
         return [first, *vector[1:].unbind()]
 
     def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The part of each parameter in a tensor like `local`, with its shape."""
+        """Each parameter's part of a tensor like `local`, with the parameter's shape."""
         if len(self._bases) == 1:
             return [whole.view(self._bases[0].shape)]
         pieces = carve(whole, [base.numel() for base in self._bases])
@@ -229,7 +229,7 @@ def _distributed(local: torch.Tensor, param: DTensor) -> DTensor:
 
 
 def identical(these: Iterable[Any], those: Sequence[Any]) -> bool:
-    """The same objects; `==` would compare the elements of tensors."""
+    """Whether these are the same objects; `==` would compare the elements of tensors."""
     values = list(these)
     return len(values) == len(those) and all(map(is_, values, those))
 
@@ -250,10 +250,10 @@ def _local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def runs_to_step(params: Sequence[DTensor], states: Mapping[Any, State], joins: bool) -> list[SteppedRun]:
-    """The parameters of one param group as runs that have begun; each is in one.
+    """The parameters of one param group as runs that have begun; each is in exactly one run.
 
     Args:
-        joins: whether several may be one.
+        joins: whether a run may have several parameters.
     """
     found = _Candidates(params, states) if joins else None
     chunks = list(found.chunks()) if found is not None else []
@@ -266,8 +266,8 @@ def runs_to_step(params: Sequence[DTensor], states: Mapping[Any, State], joins: 
 
 
 class _Candidates:
-    """Parameters of which neighbours may be stepped as one: they have gradients in larger tensors, and states that one
-    can compare."""
+    """Parameters that may be merged with neighbours: their gradients are parts of larger tensors, and their states can
+    be compared."""
 
     def __init__(self, params: Sequence[DTensor], states: Mapping[Any, State]):
         self._params = [param for param in params if _may_have_neighbours(param) and _has_neighbourly_grad(param)]
@@ -277,12 +277,12 @@ class _Candidates:
         self._numbers = {
             id(value): number
             for values in by_device_and_dtype(counters).values()
-            for value, number in zip(values, torch.stack(values).tolist(), strict=True)  # one wait for the device
+            for value, number in zip(values, torch.stack(values).tolist(), strict=True)  # one device synchronisation
         }
         self._kinds = [self._kind_of(param, states.get(param)) for param in self._params]
 
     def _kind_of(self, param: DTensor, state: State | None) -> Hashable:
-        """Equal for states that one state can stand for."""
+        """A key that is equal for states that one state can represent."""
         if state is None:
             return None
         return tuple((key, self._kind_of_value(param, value)) for key, value in state.items())
@@ -297,7 +297,7 @@ class _Candidates:
         return value if value is None or isinstance(value, (bool, int, float, str)) else object()
 
     def chunks(self) -> Iterator[list[DTensor]]:
-        """Those that can be one, at least two each."""
+        """The groups that can be merged, of at least two parameters each."""
         for run in runs_of([local_tensor(param) for param in self._params]):
             first = 0
             for after in range(1, len(run.indices) + 1):
@@ -328,7 +328,7 @@ def _may_have_neighbours(param: DTensor) -> bool:
 
 
 def _has_neighbourly_grad(param: DTensor) -> bool:
-    """Whether the gradient is a part of a larger tensor, and lies there as the parameter lies in memory."""
+    """Whether the gradient is a part of a larger tensor, with the same layout as the parameter."""
     grad = param.grad
     if not isinstance(grad, DTensor) or grad.placements != param.placements:
         return False
