@@ -1,7 +1,7 @@
-"""``python -m fsdp2.compat [-m module | script.py] args...``: run a program with fsdp2 in the place of torch's FSDP2.
+"""``python -m fsdp2.compat [-m module | script.py] args...``: run a program with fsdp2 in place of torch's FSDP2.
 
-The Python processes that the program starts have it too. ``--path`` prints what to put on ``PYTHONPATH`` to have that
-without this command. Layer: compat.
+It also applies to Python processes that the program starts. ``--path`` prints the ``PYTHONPATH`` entry that has the
+same effect without this command. Layer: compat.
 """
 
 import runpy

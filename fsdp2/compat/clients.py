@@ -1,6 +1,6 @@
-"""Clients that are older than their use of FSDP2: said when they are imported. Layer: compat.
+"""Detect clients that are too old to use FSDP2, when they are imported. Layer: compat.
 
-Such a client runs, and never asks for the names that `install` replaces; its user would believe to train on fsdp2.
+Such a client runs but never uses the names that `install` replaces, so its user would believe to train on fsdp2.
 Nothing is imported here, and the version of a package is not looked up before the package is imported.
 """
 
@@ -23,11 +23,11 @@ __all__ = ["CLIENTS", "Client", "check_loaded", "unwatch", "watch"]
 
 @dataclass(frozen=True)
 class Client:
-    """A package, and since when it uses FSDP2.
+    """A package, and the version since which it uses FSDP2.
 
     Attributes:
         package: its name for pip.
-        oldest: the first version that takes the names of FSDP2.
+        oldest: the first version that uses the names of FSDP2.
         instead: what older ones do.
     """
 
@@ -36,8 +36,8 @@ class Client:
     instead: str
 
 
-# By the module whose import says that this part of the client is wanted. torchtitan, torchao and PEFT are not here: of
-# their versions on PyPI, none that torch 2.13 can import is too old for this.
+# By the module whose import shows that this part of the client is used. torchtitan, torchao and PEFT are not listed:
+# none of their versions on PyPI that torch 2.13 can import is too old.
 CLIENTS = {
     "accelerate": Client("accelerate", "1.6.0", "has FSDP1 only"),
     "transformers.trainer": Client("transformers", "4.51.0", "has a Trainer that cannot prepare a model for FSDP2"),
@@ -45,9 +45,9 @@ CLIENTS = {
 
 
 class _Watch(MetaPathFinder):
-    """Finds the modules of `CLIENTS` as the other finders do, and lets their import begin with a look at the version.
+    """Finds the modules of `CLIENTS` as the other finders do, and checks the version when they are imported.
 
-    To look for a module is not to import it: transformers looks for accelerate wherever it is imported.
+    Finding a module is not importing it: transformers looks for accelerate whenever it is imported.
     """
 
     def find_spec(
@@ -75,22 +75,22 @@ _the_watch = _Watch()
 
 
 def watch() -> None:
-    """From now on, look at each client's version when it is imported."""
+    """Check each client's version when it is imported, from now on."""
     if _the_watch not in sys.meta_path:
         sys.meta_path.insert(0, _the_watch)
 
 
 def unwatch() -> None:
-    """Look no more."""
+    """Stop checking."""
     if _the_watch in sys.meta_path:
         sys.meta_path.remove(_the_watch)
 
 
 def check_loaded() -> None:
-    """Look at the versions of the clients that have been imported already.
+    """Check the versions of the clients that are already imported.
 
     Raises:
-        UnsupportedError: as their import would have: see `_check`.
+        UnsupportedError: as on import: see `_check`.
     """
     for module, client in CLIENTS.items():
         if module in sys.modules:
@@ -98,10 +98,10 @@ def check_loaded() -> None:
 
 
 def _check(client: Client) -> None:
-    """Warn if the installed version is too old; a package without a version that can be read is let through.
+    """Warn if the installed version is too old. A package whose version cannot be read is accepted.
 
     Raises:
-        UnsupportedError: it is too old, and Accelerate has been told to shard (`accelerate launch --use_fsdp`).
+        UnsupportedError: it is too old, and Accelerate was told to shard (`accelerate launch --use_fsdp`).
     """
     try:
         found = metadata.version(client.package)
@@ -119,7 +119,7 @@ def _check(client: Client) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(1, 6) of "1.6.0.dev0": without the zeros at the end, so that 1.6 is 1.6.0. Empty if there are none."""
+    """(1, 6) for "1.6.0.dev0": without trailing zeros, so that 1.6 equals 1.6.0. Empty if there are no numbers."""
     release = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(number) for number in release[0].split(".")] if release else []
     while numbers and numbers[-1] == 0:

@@ -1,8 +1,8 @@
-"""How child processes come to install too: through two environment variables. Layer: compat.
+"""Make child processes install too, through two environment variables. Layer: compat.
 
-Python imports a module `sitecustomize` at its start, if it finds one. `bootstrap/` has one, which does nothing unless
-``FSDP2_COMPAT`` is 1; then it waits for torch to be imported, and installs. With that folder on ``PYTHONPATH`` every
-Python process below inherits it: the workers of torchrun or `accelerate launch`, and those that
+Python imports a module `sitecustomize` at startup if it finds one. The one in `bootstrap/` does nothing unless
+``FSDP2_COMPAT`` is 1; then it waits for torch to be imported, and installs. If that folder is on ``PYTHONPATH``, all
+Python child processes inherit it: the workers of torchrun or `accelerate launch`, and those that
 `torch.multiprocessing.spawn` starts.
 """
 
@@ -18,7 +18,7 @@ _VARIABLE = "FSDP2_COMPAT"
 
 
 def is_wanted() -> bool:
-    """Whether ``FSDP2_COMPAT`` leaves the import of `fsdp2.compat.auto` its effect: unset or 1, not 0.
+    """Whether importing `fsdp2.compat.auto` should install: ``FSDP2_COMPAT`` is unset or 1, not 0.
 
     Raises:
         ArgumentError: it has another value.
@@ -30,7 +30,7 @@ def is_wanted() -> bool:
 
 
 def for_children() -> None:
-    """Let the Python processes that this one starts from now on install as well."""
+    """Make Python processes that this one starts from now on install as well."""
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if str(BOOTSTRAP) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *paths])

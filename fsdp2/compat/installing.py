@@ -1,4 +1,4 @@
-"""`install` and `uninstall`: put our objects where torch's were, and back. Layer: compat."""
+"""`install` and `uninstall`: replace torch's objects by ours, and restore them. Layer: compat."""
 
 from collections.abc import Mapping
 from threading import RLock
@@ -25,16 +25,15 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Let the FSDP2 names of `torch.distributed.fsdp` be those of fsdp2, in this process, until `uninstall`.
+    """Make the FSDP2 names of `torch.distributed.fsdp` those of fsdp2, in this process, until `uninstall`.
 
-    Call it before anything imports these names; every rank does. Installing twice is the same as once. No
-    communication.
+    Call it on every rank, before anything imports these names. Installing twice is the same as once. No communication.
 
     Raises:
-        OrderError: a module that is not torch's has imported one of the names already; the message says which. Nothing
-            is changed then.
-        UnsupportedError: a client that was told to shard is too old to use FSDP2 (also from its own import, later);
-            a warning if it was not told to. The message says which version does.
+        OrderError: a module outside of torch has already imported one of the names; the message says which. Nothing is
+            changed then.
+        UnsupportedError: a client that was told to shard is too old to use FSDP2 (also raised later, by its own
+            import). If it was not told to shard, a warning. The message says which version does.
 
     Example::
 
@@ -58,9 +57,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give every name back to torch. Does nothing if not installed.
+    """Restore torch's names. Does nothing if not installed.
 
-    Modules that imported a name meanwhile keep ours, unless they are torch's own. What is sharded stays so.
+    Modules that imported a name meanwhile keep ours, unless they belong to torch. Sharded modules stay sharded.
     """
     with _lock:
         clients.unwatch()
@@ -70,7 +69,7 @@ def uninstall() -> None:
 
 
 def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Wherever a module of torch has the old object of a name, let it have the new one."""
+    """Replace the old object of each name by the new one in all modules of torch that hold it."""
     for holder in list(holders(old, is_torchs_own)):
         if holder.name in new:
             setattr(holder.module, holder.attribute, new[holder.name])

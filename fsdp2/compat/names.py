@@ -1,16 +1,17 @@
 """The names that `install` replaces; strings only. Layer: compat.
 
-`PUBLIC` are replaced wherever a module of torch holds them. No private name of torch's is: what real clients reach for
-by a private path either works with torch's own objects (torchtitan's `FSDPMeshInfo`), or is asked of objects that are
-ours (`MARKS`, `fully_shard.state`, `_get_fsdp_state`). `docs/compat.md` lists them all, and who asks.
+`PUBLIC` names are replaced in all modules of torch that hold them. No private name of torch's is replaced. What real
+clients access through a private path either works with torch's own objects (torchtitan's `FSDPMeshInfo`), or is an
+attribute of our objects (`MARKS`, `fully_shard.state`, `_get_fsdp_state`). `docs/compat.md` lists all of them, and
+which clients use them.
 """
 
 __all__ = ["HOME", "IMPLEMENTATION", "MARKS", "PUBLIC"]
 
-# Where client code imports FSDP2 from.
+# The module from which client code imports FSDP2.
 HOME = "torch.distributed.fsdp"
 
-# What torch's home exports of FSDP2; those that the installed torch does not have yet are skipped.
+# The FSDP2 names that it exports; those that the installed torch does not have yet are skipped.
 PUBLIC = (
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -24,7 +25,7 @@ PUBLIC = (
     "share_comm_ctx",
 )
 
-# torch's FSDP2 itself, which goes on working with its own objects.
+# torch's FSDP2 itself, which continues to work with its own objects.
 IMPLEMENTATION = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.replicate_with_fsdp")
 
 # Attributes that torch's `fully_shard` sets on every module it manages. Dynamo reads both; transformers reads the

@@ -1,6 +1,6 @@
-"""What stands in the places of torch's names. Layer: compat.
+"""The replacements for torch's names. Layer: compat.
 
-Most are the objects of fsdp2 as they are. `fully_shard` also leaves what torch's leaves for others to find.
+Most are the objects of fsdp2 themselves. `fully_shard` also leaves the marks that torch's leaves for others.
 """
 
 from functools import wraps
@@ -28,7 +28,7 @@ def fully_shard(module: Any, **kwargs: Any) -> Any:
     return sharded
 
 
-# What torch's pipelining asks about a stage. torch's own function finds our answer: `fsdp2.fully_shard` leaves it
+# torch's pipelining calls this for a stage. torch's own function finds our answer, which `fsdp2.fully_shard` leaves
 # there.
 fully_shard.state = _torch_fully_shard.state  # type: ignore[attr-defined]
 fully_shard.__module__ = __name__  # where pickle finds it

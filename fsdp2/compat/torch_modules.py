@@ -1,8 +1,8 @@
-"""The one file that looks into modules that are not ours. Layer: compat.
+"""The only file that looks into modules that are not ours. Layer: compat.
 
-fsdp2 imports nothing private below `torch.distributed.fsdp`, because its own implementation must not lean on torch's.
-Replacing a name is another matter: it has to be done wherever its readers look, and modules of torch that imported it
-are among them, private or not. So this file goes through `sys.modules`. It imports nothing and calls nothing there.
+fsdp2 imports nothing private below `torch.distributed.fsdp`, because its implementation must not depend on torch's.
+Replacing a name is different: it must be replaced wherever it is read, and that includes modules of torch that imported
+it, private or not. So this file goes through `sys.modules`. It imports nothing and calls nothing there.
 """
 
 import sys
@@ -18,7 +18,7 @@ __all__ = ["Holder", "holders", "is_fsdp2s_own", "is_torchs_own", "loaded"]
 
 @dataclass(frozen=True)
 class Holder:
-    """A module that has one of the objects that were asked for, as `attribute`; `name` is what it is called at home."""
+    """A module that has one of the requested objects as `attribute`; `name` is the object's name in its own module."""
 
     module: ModuleType
     attribute: str
@@ -39,12 +39,12 @@ def is_torchs_own(name: str) -> bool:
 
 
 def is_fsdp2s_own(name: str) -> bool:
-    """Whether a module belongs to either implementation of FSDP2, which know both."""
+    """Whether a module belongs to one of the two implementations of FSDP2, which know both."""
     return name.split(".")[0] == "fsdp2" or name.startswith(IMPLEMENTATION)
 
 
 def holders(objects: Mapping[str, Any], of: Callable[[str], bool]) -> Iterator[Holder]:
-    """Where one of `objects` (by name) is a global of a module; `of` chooses the modules by their names."""
+    """The modules with one of `objects` (by name) among their globals; `of` selects modules by name."""
     names = {id(each): name for name, each in objects.items()}
     seen = set()
     for module_name, module in list(sys.modules.items()):

@@ -1,8 +1,8 @@
 """A unit as torch's private memory tracker sees a sharded module: through `_get_fsdp_state()`. Layer: compat.
 
-`torch.distributed._tools.fsdp2_mem_tracker` takes snapshots around the forward hooks of each sharded module and around
+`torch.distributed._tools.fsdp2_mem_tracker` takes snapshots around the forward hooks of each sharded module, and around
 its `pre_backward` and `post_backward`: it removes the hooks, registers its own that call the former ones, and replaces
-the two methods. The attributes here are those that it uses, and no more: this is no general view into a unit.
+the two methods. Only the attributes that it uses are here; this is not a general view of a unit.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _views: WeakKeyDictionary[Unit, "StateView"] = WeakKeyDictionary()
 
 
 def state_view(module: nn.Module) -> "StateView":
-    """The view of the unit that manages `module`, which must be sharded; the same one at each call."""
+    """The view of the unit that manages `module`, which must be sharded; the same object at each call."""
     unit = unit_of(module)
     assert unit is not None
     if unit not in _views:
@@ -31,7 +31,7 @@ def state_view(module: nn.Module) -> "StateView":
 
 
 class ParamView:
-    """One parameter: its forms, as they are at the time of asking."""
+    """One parameter, in its current forms."""
 
     def __init__(self, param: ManagedParameter):
         self._param = param
@@ -50,7 +50,7 @@ class ParamView:
 
 
 class GroupView:
-    """All parameters of a unit, whatever their groups, and its two steps of backward, which may be replaced."""
+    """All parameters of a unit, from all its groups, and its two backward steps, which may be replaced."""
 
     def __init__(self, unit: Unit):
         self._unit = ref(unit)
@@ -68,7 +68,7 @@ class GroupView:
         unit = self._unit()
         assert unit is not None
         vars(unit).pop(name, None)
-        if step != getattr(unit, name):  # its own again: nothing that would keep the unit alive
+        if step != getattr(unit, name):  # not for its own method, which would keep the unit alive
             setattr(unit, name, step)
 
     pre_backward = property(
@@ -99,7 +99,7 @@ class _Hooks:
         self._hook = hook
 
     def remove(self) -> None:
-        """Take the hook off all modules of the unit."""
+        """Remove the hook from all modules of the unit."""
         unit = self._unit()
         for module in unit.modules if unit is not None else ():
             hooks: dict[int, Any] = vars(module)[self._registry]

@@ -1,8 +1,8 @@
-"""Imported by Python at its start where this folder is on ``PYTHONPATH``: with ``FSDP2_COMPAT=1``, install as soon as
-torch has been imported. See `fsdp2.compat.environment`. Layer: compat.
+"""Imported by Python at startup if this folder is on ``PYTHONPATH``: with ``FSDP2_COMPAT=1``, install as soon as torch
+has been imported. See `fsdp2.compat.environment`. Layer: compat.
 
-A process that does not import torch pays nothing. If installing fails, ``import torch`` fails: a program must not run
-on another implementation than it was told to.
+A process that does not import torch pays nothing. If installing fails, ``import torch`` fails, because a program must
+not run on another implementation than requested.
 """
 
 import importlib
@@ -22,12 +22,12 @@ _HERE = Path(__file__).resolve().parent
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds torch as the other finders do, and adds to what its import does."""
+    """Finds torch as the other finders do, and extends its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """torch's own spec, whose loader installs when it is through; None for all other modules."""
+        """torch's own spec, with a loader that installs afterwards; None for all other modules."""
         if fullname != "torch":
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -50,12 +50,12 @@ def _install() -> None:
     try:
         importlib.import_module("fsdp2")
     except ModuleNotFoundError:
-        sys.path.append(str(_HERE.parents[2]))  # the parent process found fsdp2 beside itself
+        sys.path.append(str(_HERE.parents[2]))  # the parent process found fsdp2 next to itself
     importlib.import_module("fsdp2.compat.auto")
 
 
 def _run_shadowed() -> None:
-    """Run the `sitecustomize` that Python would have imported without this one."""
+    """Run the `sitecustomize` that Python would have imported otherwise."""
     spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if Path(path).resolve() != _HERE])
     if spec is not None and spec.loader is not None:
         sys.modules["sitecustomize"] = module = module_from_spec(spec)
