@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["DTYPES", "ITEMSIZES", "name_of"]
 
-# What safetensors 0.8 reads back. Not complex128, not 4-bit floats: there is no torch dtype for them there.
+# What safetensors 0.8 reads back. complex128 and 4-bit floats are missing: safetensors has no torch dtype for them.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

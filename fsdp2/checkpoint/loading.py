@@ -168,12 +168,13 @@ def _load(
 def requests_for(
     catalog: Catalog, need: Need, part: Box | None = None, into: torch.Tensor | None = None
 ) -> list[Request]:
-    """What to read for a need.
+    """The reads that fill a need.
 
     Args:
-        part: a part of the whole tensor other than this rank's, which is read into `into`.
+        part: instead of this rank's part, read this part of the whole tensor into `into`.
 
     Raises:
+        CorruptError: the files do not hold all of it, or hold some of it twice.
         CorruptError: the files do not hold all of it, or hold some of it twice.
     """
     box, target = (need.entry.box, need.entry.local) if part is None or into is None else (part, into)

@@ -53,7 +53,7 @@ class Need:
 
 @dataclass
 class Matching:
-    """What is requested, compared with what is stored. Call `match`, which changes nothing, then `allocate`, fill
+    """Compares what is requested with what is stored. Call `match`, which changes nothing, then `allocate`, fill
     `needs`, and call `finish`.
 
     Args:
@@ -61,7 +61,7 @@ class Matching:
         sources: see `load`.
 
     Attributes:
-        needs: what is to be filled.
+        needs: the tensors to fill.
         twins: weights that are tied here but stored twice; both copies must have the same values.
         without_memory: keys of the model's parameters and buffers that are on the meta device.
         missing, unexpected, mismatches: as text; see `Loaded`.

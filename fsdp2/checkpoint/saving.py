@@ -1,14 +1,14 @@
 """Save: what is written, where, and when it is committed. Layer: checkpoint.
 
-Each rank, alone:                                    through the store, without waiting:
+On each rank:                                        through the store, without waiting:
 
-    looks at the model, optimizer and extra state
-    plans its files
-    [the last save failed: waits for all ranks]      one word that is in all files of this save
-    [async_op: copies its values to host memory]
-    writes and syncs its files in a temporary folder
-    says so                                          whoever says so last has the names of all files:
-    the last one: manifest, rename                   "done", for whom it concerns
+    look at the model, optimizer and extra state
+    plan its files
+    [the last save failed: wait for all ranks]       the id of this save, which all its files contain
+    [async_op: copy its values to host memory]
+    write and sync its files in a temporary folder
+    report                                           the last rank to report has the records of all ranks
+    on the last rank: write the manifest, rename     "done", for the ranks that wait
 
 A folder is a checkpoint if it has a manifest, and it gets one when everything in it is durable.
 """
@@ -211,8 +211,7 @@ def _as_int(step: SupportsIndex) -> int:
 
 
 def _tiling_for_writing(entry: Entry) -> Tiling:
-    """Replicas of a DTensor are equal, so each may write a part; plain tensors may differ, so one rank writes its
-    own."""
+    """Replicas of a DTensor are equal, so each may write a part. Plain tensors may differ: one rank writes its own."""
     if not isinstance(entry.outside, DTensor):
         return entry.tiling
     return spread_replicas(entry.tiling, entry.local.element_size())

@@ -156,7 +156,7 @@ def _parts(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 class _Files:
-    """What the reader reads from.
+    """The files that the reader reads.
 
     Raises:
         CheckpointError: as `open_catalog`.

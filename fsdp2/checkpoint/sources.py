@@ -1,4 +1,4 @@
-"""Where a tensor's values come from, when a checkpoint has them under another name or in another layout. Layer:
+"""Where a tensor's values come from, if a checkpoint has them under another name or in another layout. Layer:
 checkpoint.
 
 A source is an expression over stored tensors. It is never computed as a whole: for a box of the result, it returns
@@ -57,11 +57,11 @@ class Source(ABC):
 
     @abstractmethod
     def wanted(self, target: torch.Tensor, box: Box, tensors: Mapping[str, StoredTensorInfo]) -> Iterator[Wanted]:
-        """What to read where, for a part of the result.
+        """What to read, and where to put it, for a part of the result.
 
         Args:
-            target: what is to be filled, of the shape of `box`.
-            box: which part of the result.
+            target: the tensor to fill, of the shape of `box`.
+            box: the part of the result.
         """
 
     @abstractmethod
