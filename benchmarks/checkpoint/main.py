@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
 from benchmarks.checkpoint.ways import State, Way, evict, fetch, local, remove, ways_of
-from fsdp2.checkpoint import checksum
+from fsdp2.checkpoint.schema import checksum
 
 RESULTS = Path(__file__).parent / "results"
 

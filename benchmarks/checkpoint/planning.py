@@ -25,10 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
-from fsdp2.checkpoint.files import PlannedFile, owned_pieces, rank_file, rank_file_name
-from fsdp2.checkpoint.manifest import FORMAT, Manifest, table_of
-from fsdp2.checkpoint.state import World, model_state
-from fsdp2.checkpoint.tiling import spread_replicas
+from fsdp2.checkpoint.io.planned_files import PlannedFile, owned_pieces, rank_file, rank_file_name
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.schema.manifest import FORMAT, Manifest, table_of
+from fsdp2.checkpoint.schema.tiling import spread_replicas
+from fsdp2.checkpoint.state.model import model_state
 
 RESULTS = Path(__file__).parent / "results"
 WORLDS = (8, 64, 512, 4096)

@@ -1,12 +1,12 @@
 """Sharded checkpoints: saved without communication, loaded into any sharding, never half there."""
 
-from fsdp2.checkpoint.background import SaveHandle
-from fsdp2.checkpoint.extra import RandomState, Reshardable, Stateful
 from fsdp2.checkpoint.loading import Loaded, load
-from fsdp2.checkpoint.retention import checkpoints, latest, prune
+from fsdp2.checkpoint.run.background import SaveHandle
+from fsdp2.checkpoint.run.retention import checkpoints, latest, prune
 from fsdp2.checkpoint.saving import Saved, save
 from fsdp2.checkpoint.scattering import load_from_rank
-from fsdp2.checkpoint.sources import Source, concatenated, stacked, stored
+from fsdp2.checkpoint.state.extra import RandomState, Reshardable, Stateful
+from fsdp2.checkpoint.state.sources import Source, concatenated, stacked, stored
 from fsdp2.checkpoint.tools.comparing import Difference, diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import Description, describe

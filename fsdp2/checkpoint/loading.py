@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.checkpoint.agreement import Agreement, world_of
-from fsdp2.checkpoint.box import Box, Cover
-from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.memory import uncollected, wait_for
+from fsdp2.checkpoint.io.reading import Request, read_all
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.memory import uncollected, wait_for
-from fsdp2.checkpoint.optimizers import Optimizers
-from fsdp2.checkpoint.reading import Request, read_all
-from fsdp2.checkpoint.replacing import READS, not_replaced
-from fsdp2.checkpoint.sources import Sources
-from fsdp2.checkpoint.state import World
-from fsdp2.checkpoint.storage import Storage, storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.run.replacing import READS, not_replaced
+from fsdp2.checkpoint.schema.box import Box, Cover
+from fsdp2.checkpoint.state.optimizers import Optimizers
+from fsdp2.checkpoint.state.sources import Sources
+from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 

@@ -8,26 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
-from fsdp2.checkpoint.optimizer import OptimizerTarget, named_params
-from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, tables_of
-from fsdp2.checkpoint.sources import Source, Sources, source_of
-from fsdp2.checkpoint.sources import stored as from_stored
-from fsdp2.checkpoint.state import (
-    Entry,
-    State,
-    World,
-    entry_of,
-    model_state,
-    named_as_in,
-    ranks_of,
-    unwrapped,
-    within,
-)
-from fsdp2.checkpoint.tree import at_path, decode
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.ranks.entry import Entry
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.schema.tree import at_path, decode
+from fsdp2.checkpoint.state.model import State, entry_of, model_state, named_as_in, ranks_of, unwrapped, within
+from fsdp2.checkpoint.state.optimizer import OptimizerTarget, named_params
+from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, tables_of
+from fsdp2.checkpoint.state.sources import Source, Sources, source_of
+from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.init.allocation import allocate, tensors_of
 

@@ -30,11 +30,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.agreement import Agreement, world_of
-from fsdp2.checkpoint.background import SaveHandle, in_flight, stage
-from fsdp2.checkpoint.committing import commit, id_of, may_count
-from fsdp2.checkpoint.extra import ExtraShare, claimed, extra_shares
-from fsdp2.checkpoint.files import (
+from fsdp2.checkpoint.io.memory import blocks_of, uncollected, wait_for
+from fsdp2.checkpoint.io.planned_files import (
     Homes,
     Piece,
     PlannedFile,
@@ -47,15 +44,20 @@ from fsdp2.checkpoint.files import (
     rank_file,
     sums_file_name,
 )
-from fsdp2.checkpoint.folders import free_name, step_name, work_folder
-from fsdp2.checkpoint.lease import Lease, take_lease
-from fsdp2.checkpoint.manifest import MANIFEST, table_of
-from fsdp2.checkpoint.memory import blocks_of, uncollected, wait_for
-from fsdp2.checkpoint.optimizers import Optimizers, named_optimizers, optimizers_state
-from fsdp2.checkpoint.state import Entry, State, World, model_state, unwrapped
-from fsdp2.checkpoint.storage import Storage, storage_of
-from fsdp2.checkpoint.tiling import Tiling, spread_replicas
-from fsdp2.checkpoint.writing import write_files
+from fsdp2.checkpoint.io.writing import write_files
+from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
+from fsdp2.checkpoint.ranks.entry import Entry
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
+from fsdp2.checkpoint.run.committing import commit, id_of, may_count
+from fsdp2.checkpoint.run.folders import free_name, step_name, work_folder
+from fsdp2.checkpoint.run.lease import Lease, take_lease
+from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
+from fsdp2.checkpoint.schema.tiling import Tiling, spread_replicas
+from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
+from fsdp2.checkpoint.state.model import State, model_state, unwrapped
+from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
+from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below

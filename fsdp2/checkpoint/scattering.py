@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.checkpoint.agreement import world_of
-from fsdp2.checkpoint.box import Box, whole
-from fsdp2.checkpoint.catalog import Catalog, PieceTable, StoredTensorInfo
-from fsdp2.checkpoint.formats.opening import open_catalog
+from fsdp2.checkpoint.io.catalog import Catalog, PieceTable, StoredTensorInfo
+from fsdp2.checkpoint.io.reading import Filler
 from fsdp2.checkpoint.loading import Loaded, requests_for
-from fsdp2.checkpoint.local import LocalStorage
 from fsdp2.checkpoint.matching import Matching, Need
-from fsdp2.checkpoint.reading import Filler
-from fsdp2.checkpoint.replacing import READS, not_replaced
-from fsdp2.checkpoint.sources import Sources
-from fsdp2.checkpoint.state import World
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.ranks.agreement import world_of
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.run.replacing import READS, not_replaced
+from fsdp2.checkpoint.schema.box import Box, whole
+from fsdp2.checkpoint.state.sources import Sources
+from fsdp2.checkpoint.storage.base import storage_of
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["load_from_rank"]

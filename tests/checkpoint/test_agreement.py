@@ -20,8 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import agreement, committing, workers
-from fsdp2.checkpoint.workers import run_all
+from fsdp2.checkpoint.io import workers
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.ranks import agreement
+from fsdp2.checkpoint.run import committing
 from fsdp2.errors import ArgumentError, CheckpointError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import ArgumentError, checkpoint
-from fsdp2.checkpoint import extra as extra_module
 from fsdp2.checkpoint import saving
+from fsdp2.checkpoint.state import extra as extra_module
 from fsdp2.checkpoint.tools.converting import convert
 from tests.helpers.dcp_saves import save_dcp
 from tests.helpers.ranks import on_ranks

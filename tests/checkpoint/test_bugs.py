@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import ArgumentError, CheckpointError, MismatchError, checkpoint
-from fsdp2.checkpoint.local import LocalWriter
+from fsdp2.checkpoint.storage.local import LocalWriter
 from tests.helpers.ranks import on_ranks, run_on_ranks
 from tests.helpers.source_tree import ROOT
 

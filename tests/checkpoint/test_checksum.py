@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from fsdp2.checkpoint import checksum as module
-from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, num_blocks
+from fsdp2.checkpoint.schema import checksum as module
+from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, num_blocks
 
 
 def test_crc32_is_the_one_of_everybody() -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import committing
-from fsdp2.checkpoint.folders import delete, find, replace_folder, sweep
-from fsdp2.checkpoint.lease import take_lease
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.run import committing
+from fsdp2.checkpoint.run.folders import delete, find, replace_folder, sweep
+from fsdp2.checkpoint.run.lease import take_lease
+from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 from tests.helpers.ranks import on_ranks
 
@@ -26,7 +26,7 @@ pytest.importorskip("fsspec")
 
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fsdp2.checkpoint.remote import RemoteStorage
+from fsdp2.checkpoint.storage.remote import RemoteStorage
 from tests.helpers.object_store import Bucket, bucket
 
 NONCES = ["000000000000", "ffffffffffff"]  # of names that come before and after all others

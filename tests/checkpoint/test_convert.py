@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
-from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import direct, local
-from fsdp2.checkpoint.direct import PAGE, open_direct
-from fsdp2.checkpoint.local import LocalStorage, LocalWriter
-from fsdp2.checkpoint.workers import run_all
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.storage import direct, local
+from fsdp2.checkpoint.storage.direct import PAGE, open_direct
+from fsdp2.checkpoint.storage.local import LocalStorage, LocalWriter
 from tests.helpers.ranks import on_ranks
 
 PWriteV = Callable[[int, list[memoryview], int], int]

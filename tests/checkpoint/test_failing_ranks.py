@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import committing, saving
+from fsdp2.checkpoint import saving
+from fsdp2.checkpoint.run import committing
 from fsdp2.errors import CheckpointError
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
 from tests.helpers.mortal_saves import RANKS, check, save, tensors

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import box
-from fsdp2.checkpoint.box import Box, Cover
-from fsdp2.checkpoint.formats.opening import open_catalog
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
-from fsdp2.checkpoint.header import parse_header, parse_json
-from fsdp2.checkpoint.manifest import Manifest
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.schema import box
+from fsdp2.checkpoint.schema.box import Box, Cover
+from fsdp2.checkpoint.schema.header import parse_header, parse_json
+from fsdp2.checkpoint.schema.manifest import Manifest
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError
 from tests.helpers.deepspeed_saves import write_ranks, write_universal
 from tests.helpers.hostile_checkpoints import edit_body, whole

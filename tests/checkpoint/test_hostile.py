@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.header import parse_header
-from fsdp2.checkpoint.manifest import Manifest
+from fsdp2.checkpoint.schema.header import parse_header
+from fsdp2.checkpoint.schema.manifest import Manifest
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
 from tests.checkpoint.fuzz import Corpus, Everything, fuzz, guarded
 from tests.helpers.hostile_checkpoints import (

@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.dtypes import DTYPES
 from fsdp2.checkpoint.formats import dcp_export
 from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.dcp_export import write_dcp
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.schema.dtypes import DTYPES
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CheckpointError, MismatchError
 from tests.helpers.dcp_saves import save_dcp, save_dcp_without_collectives
 from tests.helpers.ranks import run_on_ranks

@@ -21,7 +21,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.foreign_state import find_model
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError, MismatchError, UnsupportedError
 from tests.helpers.dcp_saves import save_dcp, save_dcp_without_collectives
 from tests.helpers.ranks import run_on_ranks

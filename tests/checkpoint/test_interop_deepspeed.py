@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError, UnsupportedError
 from tests.helpers.deepspeed_saves import loads, write_ranks, write_universal
 from tests.helpers.ranks import run_on_ranks

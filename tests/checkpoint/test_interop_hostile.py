@@ -19,8 +19,8 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.torch_files import read_torch_file
 from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.storage.base import storage_of
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 from tests.helpers.dcp_saves import save_dcp
 

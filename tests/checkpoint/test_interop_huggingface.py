@@ -13,8 +13,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CheckpointError, CorruptError, MismatchError
 from tests.helpers.ranks import on_ranks
 

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import agreement
+from fsdp2.checkpoint.ranks import agreement
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
 from tests.helpers.mortal_saves import RANKS, TIMEOUT_S, check, save, tensors
 

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import committing, lease, local, reading
-from fsdp2.checkpoint.lease import is_leased, take_lease
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.reading import Filler
+from fsdp2.checkpoint.io import reading
+from fsdp2.checkpoint.io.reading import Filler
+from fsdp2.checkpoint.run import committing, lease
+from fsdp2.checkpoint.run.lease import is_leased, take_lease
+from fsdp2.checkpoint.storage import local
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, ReplacedError
 from tests.helpers.ranks import on_ranks
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import retention
-from fsdp2.checkpoint.folders import STALE_S, left_overs, sweep
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.lease import take_lease
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.manifest import MANIFEST
+from fsdp2.checkpoint.run import retention
+from fsdp2.checkpoint.run.folders import STALE_S, left_overs, sweep
+from fsdp2.checkpoint.run.lease import take_lease
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.tools.cli import main
 from fsdp2.errors import ArgumentError, CheckpointError
 

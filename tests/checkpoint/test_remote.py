@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.checkpoint import RandomState, checkpoints, convert, latest, load, prune, save, verify
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.remote import RemoteStorage
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.base import storage_of
+from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.checkpoint.storage.remote import RemoteStorage
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT

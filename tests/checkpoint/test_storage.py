@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp2.checkpoint.local import LocalStorage
-from fsdp2.checkpoint.remote import RemoteStorage
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.checkpoint.storage.remote import RemoteStorage
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
 pytest.importorskip("fsspec")
@@ -226,7 +226,7 @@ def test_threads_read_one_file(place: Place) -> None:
 
 
 def test_reads_larger_than_a_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp2.checkpoint.remote.REQUEST_BYTES", 1000)
+    monkeypatch.setattr("fsdp2.checkpoint.storage.remote.REQUEST_BYTES", 1000)
     storage, root = place
     storage.make_folder(root)
     content = os.urandom(2500)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp2
 import fsdp2.checkpoint
 from benchmarks.gpu import groups
-from fsdp2.checkpoint import background
+from fsdp2.checkpoint.run import background
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.manifest import Manifest
+from fsdp2.checkpoint.schema.manifest import Manifest
 from tests.helpers.ranks import run_on_ranks
 
 __all__ = [

@@ -133,7 +133,7 @@ def _nursery() -> Nursery:
 def _tend(connection: Connection, port: int) -> None:
     """Process entry: for each lot of cases, fork workers that share it."""
     torch.set_num_threads(1)
-    importlib.import_module("fsdp2.checkpoint.committing")
+    importlib.import_module("fsdp2.checkpoint.run.committing")
     importlib.import_module("fsdp2")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     while True:

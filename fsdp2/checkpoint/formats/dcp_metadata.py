@@ -18,9 +18,6 @@ from typing import Any
 import torch
 
 from fsdp2._torch import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
-from fsdp2.checkpoint.box import Box
-from fsdp2.checkpoint.catalog import StoredTensorInfo
-from fsdp2.checkpoint.dtypes import DTYPES
 from fsdp2.checkpoint.formats.foreign_state import (
     ForeignOptimizer,
     Path,
@@ -31,8 +28,11 @@ from fsdp2.checkpoint.formats.foreign_state import (
     within_value,
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
-from fsdp2.checkpoint.state import within
-from fsdp2.checkpoint.storage import Reader, check_file_name
+from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.schema.box import Box
+from fsdp2.checkpoint.schema.dtypes import DTYPES
+from fsdp2.checkpoint.state.model import within
+from fsdp2.checkpoint.storage.base import Reader, check_file_name
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 
 __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.formats.deepspeed_states import ModelStates, is_size, states_of
 from fsdp2.checkpoint.formats.foreign_state import state_name
 from fsdp2.checkpoint.formats.native import read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
-from fsdp2.checkpoint.storage import Storage, check_file_name
+from fsdp2.checkpoint.io.catalog import PieceTable, StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 
 __all__ = ["is_deepspeed", "open_deepspeed"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.catalog import PieceTable, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.formats.foreign_state import ForeignOptimizer, state_name
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import plain, shown
-from fsdp2.checkpoint.header import MAX_DIMS
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.io.catalog import PieceTable, StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.schema.header import MAX_DIMS
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["ModelStates", "is_size", "states_of"]

@@ -11,9 +11,9 @@ from urllib.parse import quote
 
 import torch
 
-from fsdp2.checkpoint.catalog import StoredTensorInfo
-from fsdp2.checkpoint.dtypes import name_of
-from fsdp2.checkpoint.tree import canonical, encode
+from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.schema.dtypes import name_of
+from fsdp2.checkpoint.schema.tree import canonical, encode
 from fsdp2.errors import ArgumentError, MismatchError
 
 __all__ = [

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.folders import discard, left_overs
-from fsdp2.checkpoint.formats.opening import checkpoints_in, is_checkpoint
-from fsdp2.checkpoint.retention import checkpoints, prune, superseded
-from fsdp2.checkpoint.storage import storage_of
+from fsdp2.checkpoint.opening import checkpoints_in, is_checkpoint
+from fsdp2.checkpoint.run.folders import discard, left_overs
+from fsdp2.checkpoint.run.retention import checkpoints, prune, superseded
+from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools import screen
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert

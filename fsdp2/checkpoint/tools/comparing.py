@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.box import whole
-from fsdp2.checkpoint.catalog import Catalog, StoredTensorInfo
-from fsdp2.checkpoint.dtypes import ITEMSIZES
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.optimizer import check_table
-from fsdp2.checkpoint.storage import Folder, storage_of
+from fsdp2.checkpoint.io.catalog import Catalog, StoredTensorInfo
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.schema.box import whole
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
+from fsdp2.checkpoint.state.optimizer import check_table
+from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.checkpoint.tools.describing import tensor_nbytes
 from fsdp2.checkpoint.tools.elements import Distance, distance_of, joined
 from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter, Pieces, Progress, StoredValues
-from fsdp2.checkpoint.workers import run_all
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 

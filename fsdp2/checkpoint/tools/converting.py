@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import torch
 
-from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.committing import id_of
-from fsdp2.checkpoint.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.lease import LEASE_S, Lease, check_lease, take_lease
-from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.run.committing import id_of
+from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
+from fsdp2.checkpoint.run.lease import LEASE_S, Lease, check_lease, take_lease
+from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
 from fsdp2.checkpoint.tools.streaming import Progress
 from fsdp2.errors import ArgumentError

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.box import whole
-from fsdp2.checkpoint.catalog import Catalog
-from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.checkpoint.folders import find, is_complete
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.manifest import MANIFEST, Manifest
-from fsdp2.checkpoint.replacing import open_found
-from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.run.folders import find, is_complete
+from fsdp2.checkpoint.run.replacing import open_found
+from fsdp2.checkpoint.schema.box import whole
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
+from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import CheckpointError
 
 __all__ = ["Description", "TensorEntry", "describe", "open_native", "stray_files", "tensor_nbytes"]

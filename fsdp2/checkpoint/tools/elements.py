@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.checkpoint.dtypes import DTYPES
+from fsdp2.checkpoint.schema.dtypes import DTYPES
 
 __all__ = ["Distance", "distance_of", "joined"]
 

@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from fsdp2.checkpoint.box import Box, Cover, whole
-from fsdp2.checkpoint.catalog import Catalog, StoredPiece
-from fsdp2.checkpoint.files import sums_file_name
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
-from fsdp2.checkpoint.formats.opening import open_catalog
-from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.reading import OpenFiles, PieceBytes
-from fsdp2.checkpoint.replacing import READS, id_at
-from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
+from fsdp2.checkpoint.io.planned_files import sums_file_name
+from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.opening import open_catalog
+from fsdp2.checkpoint.run.replacing import READS, id_at
+from fsdp2.checkpoint.schema.box import Box, Cover, whole
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
-from fsdp2.checkpoint.workers import run_all
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError
 
 __all__ = ["Damage", "Report", "find_damage", "verify"]

@@ -9,12 +9,12 @@ from threading import Lock
 
 import torch
 
-from fsdp2.checkpoint.box import Box, Cover, boxes_of_flat_range
-from fsdp2.checkpoint.catalog import StoredPiece
-from fsdp2.checkpoint.checksum import BLOCK
-from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.reading import Filler, Request
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.io.catalog import StoredPiece
+from fsdp2.checkpoint.io.reading import Filler, Request
+from fsdp2.checkpoint.schema.box import Box, Cover, boxes_of_flat_range
+from fsdp2.checkpoint.schema.checksum import BLOCK
+from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.storage.base import Storage
 
 __all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
 

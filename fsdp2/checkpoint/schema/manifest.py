@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.checksum import ALGORITHM
-from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.checkpoint.header import MAX_DIMS, parse_json
-from fsdp2.checkpoint.storage import check_file_name
-from fsdp2.checkpoint.tiling import Grid, Tiling
+from fsdp2.checkpoint.schema.checksum import ALGORITHM
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
+from fsdp2.checkpoint.schema.header import MAX_DIMS, parse_json
+from fsdp2.checkpoint.schema.tiling import Grid, Tiling
+from fsdp2.checkpoint.storage.base import check_file_name
 from fsdp2.errors import CorruptError
 
 __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "table_of"]

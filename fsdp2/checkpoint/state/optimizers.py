@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.optimizer import check_table, optimizer_state
-from fsdp2.checkpoint.state import State, World, check_name, check_text
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.state.model import State, check_name, check_text
+from fsdp2.checkpoint.state.optimizer import check_table, optimizer_state
 from fsdp2.errors import ArgumentError
 
 __all__ = ["Optimizers", "named_optimizers", "optimizers_state", "tables_of"]

@@ -25,9 +25,9 @@ from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.lease import LEASE_NAME, has_lease, is_leased, lease_name
-from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.run.lease import LEASE_NAME, has_lease, is_leased, lease_name
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CheckpointError
 
 __all__ = [

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from fsdp2.checkpoint.extra import ExtraShare
-from fsdp2.checkpoint.files import Piece
-from fsdp2.checkpoint.memory import new_buffer, wait_for
+from fsdp2.checkpoint.io.memory import new_buffer, wait_for
+from fsdp2.checkpoint.io.planned_files import Piece
+from fsdp2.checkpoint.state.extra import ExtraShare
 from fsdp2.errors import CheckpointError
 
 __all__ = ["SaveHandle", "in_flight", "stage"]

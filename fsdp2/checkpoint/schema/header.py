@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.dtypes import ITEMSIZES
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["MAX_DIMS", "MAX_HEADER_BYTES", "Header", "StoredTensor", "encode_header", "parse_header", "parse_json"]

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.checkpoint.box import Box, boxes_of_flat_range, flat_range_within
-from fsdp2.checkpoint.catalog import StoredPiece
-from fsdp2.checkpoint.checksum import BLOCK, WIDTH, checksum, crc32, text_of
-from fsdp2.checkpoint.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
-from fsdp2.checkpoint.storage import Reader, Storage
-from fsdp2.checkpoint.workers import run_all
+from fsdp2.checkpoint.io.catalog import StoredPiece
+from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
+from fsdp2.checkpoint.io.workers import run_all
+from fsdp2.checkpoint.schema.box import Box, boxes_of_flat_range, flat_range_within
+from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
+from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
+from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Callable
 
-from fsdp2.checkpoint.catalog import Catalog
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
 from fsdp2.checkpoint.formats.deepspeed import is_deepspeed, open_deepspeed
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
-from fsdp2.checkpoint.manifest import MANIFEST
-from fsdp2.checkpoint.replacing import open_found
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.run.replacing import open_found
+from fsdp2.checkpoint.schema.manifest import MANIFEST
+from fsdp2.checkpoint.storage.base import Storage
 
 __all__ = ["checkpoints_in", "is_checkpoint", "open_catalog"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdp2.checkpoint.box import Box
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.schema.box import Box
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
 
 __all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp2._torch import store_of
-from fsdp2.checkpoint.state import World
+from fsdp2.checkpoint.ranks.world import World
 from fsdp2.errors import CheckpointError, CorruptError, MismatchError, ReplacedError
 
 __all__ = ["Agreement", "world_of"]

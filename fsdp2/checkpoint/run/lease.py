@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError
 
 __all__ = [

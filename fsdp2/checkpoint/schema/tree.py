@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from fsdp2.checkpoint.containers import KINDS, kind_of
+from fsdp2.checkpoint.schema.containers import KINDS, kind_of
 from fsdp2.errors import ArgumentError, CorruptError
 
 __all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]

@@ -21,12 +21,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
-from fsdp2.checkpoint.catalog import StoredTensorInfo
-from fsdp2.checkpoint.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.optimizer_kinds import kinds_of, stranger, unsure
-from fsdp2.checkpoint.state import Entry, State, World, check_name, checked, clean_name, entry_of, ranks_of
-from fsdp2.checkpoint.tiling import tiling_from
-from fsdp2.checkpoint.tree import at_path, canonical, decode, encode
+from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.ranks.entry import Entry
+from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
+from fsdp2.checkpoint.schema.tiling import tiling_from
+from fsdp2.checkpoint.schema.tree import at_path, canonical, decode, encode
+from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, ranks_of
+from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, stranger, unsure
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS

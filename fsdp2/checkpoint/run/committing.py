@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.agreement import FAILED, GO, Agreement
-from fsdp2.checkpoint.checksum import ALGORITHM
-from fsdp2.checkpoint.dtypes import ITEMSIZES
-from fsdp2.checkpoint.files import Homes
-from fsdp2.checkpoint.folders import delete, is_complete, replace_folder, sweep
-from fsdp2.checkpoint.lease import check_lease, end_lease
-from fsdp2.checkpoint.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from fsdp2.checkpoint.memory import uncollected
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.io.memory import uncollected
+from fsdp2.checkpoint.io.planned_files import Homes
+from fsdp2.checkpoint.ranks.agreement import FAILED, GO, Agreement
+from fsdp2.checkpoint.run.folders import delete, is_complete, replace_folder, sweep
+from fsdp2.checkpoint.run.lease import check_lease, end_lease
+from fsdp2.checkpoint.schema.checksum import ALGORITHM
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
+from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, CorruptError, FSDPError
 
 __all__ = ["commit", "huggingface_index", "id_of", "may_count", "write_manifest"]

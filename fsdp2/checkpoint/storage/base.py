@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from fsdp2.checkpoint.local import LocalStorage
+from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
 
 __all__ = ["Folder", "PinnedStorage", "Reader", "Storage", "Writer", "check_file_name", "storage_of"]
@@ -154,7 +154,7 @@ def storage_of(folder: Folder) -> tuple[Storage, str]:
         path = path.removeprefix(scheme)
     if "://" in path:
         # Imported only when needed: fsspec is optional.
-        from fsdp2.checkpoint.remote import RemoteStorage
+        from fsdp2.checkpoint.storage.remote import RemoteStorage
 
         storage = RemoteStorage(path)
         return storage, storage.root

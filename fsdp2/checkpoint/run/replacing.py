@@ -8,9 +8,9 @@ again.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fsdp2.checkpoint.folders import find
 from fsdp2.checkpoint.formats.native import NativeCatalog, read_manifest
-from fsdp2.checkpoint.storage import Storage
+from fsdp2.checkpoint.run.folders import find
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 
 __all__ = ["READS", "id_at", "not_replaced", "open_found"]

@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from fsdp2.checkpoint.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.lease import is_leased
-from fsdp2.checkpoint.replacing import id_at, open_found
-from fsdp2.checkpoint.storage import Folder, Storage, storage_of
+from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
+from fsdp2.checkpoint.run.lease import is_leased
+from fsdp2.checkpoint.run.replacing import id_at, open_found
+from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]

@@ -1,0 +1,1 @@
+"""Read and write parts of tensors, on several threads. Layer: checkpoint."""

@@ -1,0 +1,94 @@
+"""The ranks that save or load together, and where a rank's part of a tensor belongs. Layer: checkpoint."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_tensor, root_mesh
+from fsdp2.checkpoint.schema.box import Box
+from fsdp2.checkpoint.schema.tiling import Grid, Tiling, grid_of, tiling_of, with_siblings
+from fsdp2.errors import ArgumentError
+
+__all__ = ["Place", "World"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that save or load together.
+
+    Attributes:
+        rank: this one, counted within the group.
+        ranks: their global ranks.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def grid(self, grid: Grid, name: str) -> Grid:
+        """A mesh with its ranks counted within this group."""
+        if grid not in self._grids:
+            self._grids[grid] = self._numbered(grid, name)
+        return self._grids[grid]
+
+    def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
+        """Where this rank's part of a DTensor belongs, in a model that `ranks` have. Cached, because models have many
+        tensors of the same kind."""
+        mesh = tensor.device_mesh
+        # Ids, not the mesh and the ranks: hashing thousands of ranks per tensor would take as long as everything else.
+        key = (id(mesh), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
+        if key not in self._places:
+            self._places[key] = self._place(tensor, name, ranks), (mesh, ranks)
+        return self._places[key][0]
+
+    def _place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
+        tiling = tiling_of(tensor, name)
+        own, root = self.grid(tiling.grid, name), grid_of(root_mesh(tensor.device_mesh))
+        if own is not tiling.grid:
+            tiling = replace(tiling, grid=own)
+        if len(own.ranks) < len(ranks) and set(root.ranks) <= set(self.ranks):
+            tiling = with_siblings(tiling, self.grid(root, name), frozenset(ranks))
+        has_siblings = len(own.ranks) < len(tiling.grid.ranks)
+        copy = own.ranks.index(self.rank) if has_siblings and self.rank in own.ranks else None
+        return Place(tiling, tiling.box_of(self.rank), copy)
+
+    @cached_property
+    def _grids(self) -> dict[Grid, Grid]:
+        return {}
+
+    @cached_property
+    def _places(self) -> dict[Any, tuple["Place", object]]:
+        """The values hold references to what the ids in the keys belong to, so that the ids stay valid."""
+        return {}
+
+    def _numbered(self, grid: Grid, name: str) -> Grid:
+        if self.ranks == tuple(range(self.size)) and max(grid.ranks) < self.size:
+            return grid
+        positions = {rank: index for index, rank in enumerate(self.ranks)}
+        try:
+            return Grid(grid.shape, tuple(positions[rank] for rank in grid.ranks))
+        except KeyError as error:
+            raise ArgumentError(
+                f"'{name}': its mesh has rank {error.args[0]}, which is not among the ranks {self.ranks} that save or "
+                "load: pass a process_group with all ranks of the meshes"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's part of a tensor belongs.
+
+    Attributes:
+        tiling, copy: see `Entry`.
+        box: likewise; None if the rank has no part.
+    """
+
+    tiling: Tiling
+    box: Box | None
+    copy: int | None = None

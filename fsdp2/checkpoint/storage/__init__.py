@@ -1,0 +1,1 @@
+"""Where bytes are: local folders, remote object stores. Layer: checkpoint."""
