@@ -11,7 +11,7 @@ Picture for two ranks, ``|`` between the ranges::
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
 A reduce-scatter's sources may have a narrower dtype than its outputs. Then the rows are sent in that dtype, and summed
-and divided in the outputs' dtype: half the bytes on the wire, and no rounding but that of the rows. See `comm.wire`.
+and divided in the outputs' dtype: half the bytes on the wire, and only the rows are rounded. See `comm.wire`.
 
 Methods return a `Pending`; the result may be read after its `wait`. On an accelerator `wait` only makes the current
 stream wait, on the CPU it blocks.
@@ -76,14 +76,14 @@ class Pending(Protocol):
     """Communication in flight."""
 
     def wait(self) -> None:
-        """Return when the results may be read by what the caller enqueues next. Call it once."""
+        """Return when work that the caller enqueues next may read the results. Call it once."""
 
 
 class Works:
-    """A `Pending` of torch's own work handles, and of what is done here once these are done.
+    """A `Pending` that waits for torch's work handles and then completes the results locally.
 
     Args:
-        outputs: what to divide by `divisor`, where the backend does not divide.
+        outputs: tensors to divide by `divisor` after the wait, where the backend does not divide.
     """
 
     def __init__(self, works: Sequence[dist.Work], outputs: Sequence[torch.Tensor] = (), divisor: int = 1):
@@ -101,7 +101,7 @@ class Works:
                 output.div_(self.divisor)
 
     def complete(self) -> None:
-        """What an implementation has left to do with the data."""
+        """Process the received data; implementations override it."""
 
 
 class Comm(ABC):
@@ -124,11 +124,11 @@ class Comm(ABC):
         return self.direct_min_bytes
 
     def gather_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
-        """How a parameter of this layout travels in an all-gather, with `itemsize` bytes an element."""
+        """The lane of a parameter with this layout in an all-gather, at `itemsize` bytes per element."""
         return choose_lane(layout, itemsize, self.direct_min_bytes, self.direct_allows_uneven)
 
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
-        """The same for its gradient in a reduce-scatter."""
+        """The lane of its gradient in a reduce-scatter."""
         return choose_lane(layout, itemsize, self.scatter_direct_min_bytes, self.direct_allows_uneven)
 
     def with_direct_min_bytes(self, num_bytes: int | None) -> Self:
@@ -146,14 +146,14 @@ class Comm(ABC):
 
     @abstractmethod
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """Sum every source over the ranks and put this rank's range into its output, divided by the group's size
-        with `average`. Sources must not be changed until the wait.
+        """Sum every source over the ranks and write this rank's range to its output; with `average`, divide by the
+        group's size. Sources must not be changed until the wait.
 
-        All scatters of a call have the same two dtypes, of source and of output.
+        All scatters of a call have the same source dtype and the same output dtype.
         """
 
     def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
-        """Sum `tensor` over the ranks in place, divided by the group's size with `average`."""
+        """Sum `tensor` over the ranks in place; with `average`, divide by the group's size."""
         native = average and self.has_average
         work = dist.all_reduce(tensor, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, group, async_op=True)
         assert work is not None

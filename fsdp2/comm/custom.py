@@ -39,7 +39,7 @@ class AllGather(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of `size` (1-D), of any content: the output of the call that follows. It is dropped when
+        """Return a contiguous 1-D tensor of `size` with any content: the output of the next call. It is dropped when
         it has been copied out; an implementation that reuses it must not return it again before that."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class AllGather(ABC):
 
         Returns:
             A handle whose `wait` is called before the output is read, or None if it may be read at once (on an
-            accelerator: by what is enqueued next on the current stream).
+            accelerator: by work enqueued next on the current stream).
         """
 
 
@@ -67,7 +67,8 @@ class ReduceScatter(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of `size` (1-D), of any content. It is dropped when the output has been copied out."""
+        """Return a contiguous 1-D tensor of `size` with any content. It is dropped when the output has been copied
+        out."""
 
     @abstractmethod
     def __call__(
@@ -95,7 +96,7 @@ def allocated(
     """The tensor that the user's `allocate` returns for `numel` elements.
 
     Raises:
-        ArgumentError: it is not as requested.
+        ArgumentError: the tensor is not as requested.
     """
     tensor = allocate((numel,), dtype=dtype, device=device)
     if tensor.shape != (numel,) or tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
@@ -134,7 +135,7 @@ class CopyOut(Works):
 class CustomComm(Comm):
     """`base` with its all-gather, its reduce-scatter, or both replaced by custom ones.
 
-    The direct lane is off for the replaced collectives. Every rank must replace the same.
+    The direct lane is off for the replaced collectives. Every rank must replace the same collectives.
     """
 
     def __init__(self, base: Comm, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None):

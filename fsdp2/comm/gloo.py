@@ -77,7 +77,7 @@ class Messages(Works):
 
 
 class SumInRankOrder(Messages):
-    """A reduce-scatter in flight, whose rows are summed when all are there."""
+    """A reduce-scatter in flight, whose rows are summed when all have arrived."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class GlooComm(Comm):
         return Messages(works, group)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """The first row is received in the output itself if it has the output's dtype, so
-        two ranks need no other memory."""
+        """The first row is received directly in the output if it has the output's dtype, so two ranks need no other
+        memory."""
         rank, size = group.rank(), group.size()
         scatters = [scatter for scatter in scatters if scatter.source.full.numel()]
         if size == 1:

@@ -6,8 +6,8 @@ last is a batch dim, so that the data of several ranks is dequantised in one cal
 
     x  [..., n]   ->   q int8 [..., n],  scales fp32 [..., ceil(n / block)]         x is near q * scale
 
-Scales are fp32: 1.6 % of the bytes at 256 elements a block. bf16 ones would save half of that, and round by up to a
-quarter of a step at the largest values, which are then also cut off.
+Scales are fp32: 1.6 % of the bytes at 256 elements a block. bf16 scales would save half of that, but the
+largest values would be off by up to a quarter of a step, and also be clipped.
 """
 
 import torch
@@ -47,7 +47,7 @@ def quantise(values: torch.Tensor, block: int = DEFAULT_BLOCK) -> tuple[torch.Te
     num_blocks = -(-numel // block)
     blocks = pad(values.float(), (0, num_blocks * block - numel)) if numel % block else values.float()
     blocks = blocks.unflatten(-1, (num_blocks, block))
-    largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # on the CPU a tenth of an infinity norm's time
+    largest = torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())  # on the CPU ten times as fast as an infinity norm
     # At least the smallest normal number: blocks of zeros divide by it, and subnormal scales would lose precision.
     scales = largest.div_(_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
     scales.masked_fill_(scales.isinf(), float("nan"))
@@ -66,7 +66,7 @@ def dequantise(q: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Ten
         out: ``[..., n]``, floating point, with any strides.
 
     Raises:
-        ArgumentError: the shapes do not belong together.
+        ArgumentError: the shapes do not match.
     """
     *batch, numel = q.shape
     if scales.shape != (*batch, -(-numel // block)) or out.shape != q.shape:

@@ -1,8 +1,8 @@
-"""Messages that nobody waits for any more: an exception came before their wait, and the model is gone. Layer: comm.
+"""Messages that will not be waited for: an exception was raised before their wait, and the model is gone. Layer: comm.
 
-gloo cannot withdraw a message. A receive that is freed before its message has come stops everything that comes after it
-between the two ranks, whatever its tag: the next barrier hangs (torch 2.13). So its handle, which holds its memory, is
-kept until the group is used again. By then all ranks have sent what they had begun.
+gloo cannot withdraw a message. If a receive is freed before its message arrives, all later messages between the two
+ranks are blocked, whatever their tag: the next barrier hangs (torch 2.13). So the handle of the receive, which holds
+its memory, is kept until the group is used again. By then all ranks have sent the messages that they had begun.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ _unwaited: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictio
 
 
 def keep_unwaited(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
-    """Keep what is freed without a wait."""
+    """Keep the handles of messages that are freed without a wait."""
     _unwaited.setdefault(group, []).extend(works)
 
 
 def finish_unwaited(group: dist.ProcessGroup) -> None:
-    """Wait for what was kept, and free it. Messages of a kind arrive in order, so the next ones come after these."""
+    """Wait for the kept handles and free them. Messages of one kind arrive in order, so new ones come after these."""
     if _unwaited:
         for work in _unwaited.pop(group, ()):
             work.wait()

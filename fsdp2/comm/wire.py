@@ -23,12 +23,12 @@ _BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit i
 
 
 def is_narrow(scatters: Sequence[Scatter]) -> bool:
-    """Whether rows are sent in a different dtype than the sum's (the same for all scatters of a call)."""
+    """Whether rows are sent in another dtype than that of the sum (the same for all scatters of a call)."""
     return any(scatter.source.full.dtype != scatter.output.dtype for scatter in scatters)
 
 
 def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-    """``output = rows[0] + rows[1] + ...`` in this order and in `output`'s dtype. For the CPU.
+    """``output = rows[0] + rows[1] + ...`` in this order and in `output`'s dtype. For CPU tensors.
 
     Args:
         rows: at least two, of `output`'s size and of one dtype.
