@@ -1,6 +1,7 @@
 """The hooks through which modules drive their unit, in forward and for the state dict. Layer: runtime, top.
 
-All hooks are plain functions that find the unit through the module, so that a copied module has the hooks of its copy.
+All hooks are plain functions that find the unit through the module, so the hooks of a copied module use the copied
+unit.
 """
 
 import re
@@ -20,8 +21,8 @@ from fsdp2.runtime.unit import Unit, unit_of
 
 __all__ = ["attach", "guard_state_dict", "owner_of", "owners_of", "post_forward", "pre_forward"]
 
-# torch's message for a whole tensor that is loaded into a sharded one, and our replacement. torch collects such
-# messages in a list, which pre-load hooks receive and post-load hooks do not.
+# torch's message when a whole tensor is loaded into a sharded one, and our replacement. torch collects such messages in
+# a list that it passes to pre-load hooks but not to post-load hooks.
 _PLAIN_INTO_SHARDED = re.compile(
     r'While copying the parameter named "(.+?)".*dimensions in the checkpoint are torch\.Size\(\[(.*?)\]\).*'
     r"got mixed torch\.Tensor and DTensor",
@@ -37,7 +38,7 @@ _OWNERS = "_fsdp2_owners"  # on a module that holds parameters: the units that m
 
 
 def attach(module: nn.Module, unit: Unit) -> None:
-    """Make `module` run as a module of `unit`."""
+    """Let the forward of `module` drive `unit`."""
     module.__dict__["_fsdp2_unit"] = unit
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)

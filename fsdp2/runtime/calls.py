@@ -1,7 +1,7 @@
 """Which calls are running. Layer: runtime, ground.
 
-A forward whose unit is already in a forward is either nested in it (a net that calls itself, an adapter that calls the
-whole model), or follows one that raised. Only the call stack tells which.
+If a forward starts while its unit is already in a forward, it is either nested (a net that calls itself, an adapter
+that calls the whole model) or the earlier forward raised. Only the call stack tells which.
 """
 
 import inspect
@@ -16,7 +16,7 @@ _entries: set[CodeType] = {nn.Module.__call__.__code__}  # functions whose `self
 
 
 def note_entry(function: Any) -> None:
-    """Note that `function` also runs a module, its `self`."""
+    """Register `function` as another function that runs the module `self`."""
     _entries.add(function.__code__)
 
 

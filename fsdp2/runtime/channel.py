@@ -41,14 +41,14 @@ class communication_errors:
 
 
 class Channel:
-    """What the `set_custom_*` methods and similar ones change; one per param group.
+    """How a param group communicates; the `set_custom_*` methods and similar ones change it.
 
     Attributes:
-        fqn: of the unit, relative to the root once there is one.
+        fqn: the unit's FQN, relative to the root once there is one.
         roles: mesh and axes.
-        base: the backend's.
-        comm: that, or the user's collectives around it.
-        scatter_group: the ranks of the shard axis in the process group that reduce-scatters use; None without one.
+        base: the backend's `Comm`.
+        comm: `base`, or the user's collectives around it.
+        scatter_group: the process group of the shard axis that reduce-scatters use; None without a shard axis.
     """
 
     def __init__(self, roles: MeshRoles):
@@ -61,11 +61,11 @@ class Channel:
         self._memory: tuple[AllGather | None, ReduceScatter | None] = (None, None)
 
     def comm_over(self, axis: Axis) -> Comm:
-        """What communicates over `axis`; over the replicate axis always the backend's own."""
+        """The `Comm` for `axis`; for the replicate axis always the backend's own."""
         return self.base if axis.group is self.roles.replicate_group else self.comm
 
     def like(self, other: "Channel") -> None:
-        """Take over what was set on `other`, a channel of the same roles."""
+        """Copy the settings of `other`, a channel of the same roles."""
         self.scatter_group, self._custom, self._memory = other.scatter_group, other._custom, other._memory
         self.base = other.base
         self._choose()
@@ -76,12 +76,12 @@ class Channel:
         return self._custom != (None, None)
 
     def customise(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
-        """Use these instead of the backend's, or of those set before; None changes nothing."""
+        """Use these collectives instead of the current ones; None leaves one unchanged."""
         self._custom = (all_gather or self._custom[0], reduce_scatter or self._custom[1])
         self._choose()
 
     def use_memory(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these (the backend's collectives in other memory) if the user has set none; None for both removes
+        """Use these collectives (the backend's, in other memory) where the user has set none; None for both removes
         them."""
         self._memory = (all_gather, reduce_scatter)
         self._choose()
@@ -93,12 +93,12 @@ class Channel:
         self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
 
     def set_direct_min_bytes(self, num_bytes: int | None) -> None:
-        """Set another limit between the lanes; the same on all ranks."""
+        """Change the limit between the lanes; it must be the same on all ranks."""
         self.base = self.base.with_direct_min_bytes(num_bytes)
         self._choose()
 
     def separate_reduce_scatter(self, enable: bool) -> None:
-        """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Collective
-        when it creates the group."""
+        """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Creating the
+        group is collective."""
         group = self.roles.shard_group
         self.scatter_group = separate_group(group) if enable and group is not None else group

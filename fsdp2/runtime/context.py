@@ -1,4 +1,4 @@
-"""`Context`: what the units below one root share. Layer: runtime, top.
+"""`Context`: the state that the units below one root share. Layer: runtime, top.
 
 It owns the order of the iteration, the storage that waits to be freed, and the reductions in flight, each in a separate
 object.
@@ -38,13 +38,13 @@ class Member(Protocol):
         """Issue the all-gathers that are needed."""
 
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
-        """Give unsharded parameters back."""
+        """Free the unsharded parameters."""
 
     def complete_forward(self) -> None:
-        """The root's forward is over: finish a unit if some of its modules did not run."""
+        """The root's forward is over: end the unit's forward even if some of its modules did not run."""
 
     def forget_uses(self) -> None:
-        """No backward will come to the forwards so far."""
+        """The forwards so far will have no backward."""
 
     def finish_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left."""
@@ -53,7 +53,7 @@ class Member(Protocol):
         """Raise if gradients wait for an all-reduce."""
 
     def has_unreduced(self, params: set[int]) -> bool:
-        """Whether gradients of parameters among these (their ids) wait to be reduced."""
+        """Whether gradients of parameters with these ids wait to be reduced."""
 
 
 Unit = TypeVar("Unit", bound=Member)
@@ -88,8 +88,8 @@ class Context(Generic[Unit]):
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Unit]] = deque()
-        # What the running backward calls at its end, which nothing but autograd's engine holds: it is gone if backward
-        # raised. None: no backward runs.
+        # The callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
+        # strong reference, so the weak one is dead if backward raised.
         self._end: ref[Callable[[], None]] | None = None
 
     @property
@@ -128,15 +128,15 @@ class Context(Generic[Unit]):
         self.post_optim_event = None
 
     def follow_compute(self, event: torch.Event | None = None) -> None:
-        """Let all-gathers start only after `event`, or after all work enqueued on the compute stream (it changed the
-        shards)."""
+        """Let all-gathers start only after `event`, or after all work enqueued on the compute stream so far (which may
+        have changed the shards)."""
         event = event or self.streams.record()
         with self.streams.gathering():
             self.streams.wait(event)
 
     def predict(self, unit: Unit) -> list[Unit]:
-        """`unit` starts in the root's forward: return the unit that ran after it in the last iterations, if they
-        agree."""
+        """`unit` starts in the root's forward: return the unit that ran after it in the last iterations, if their
+        order agrees."""
         root = self.root
         if not self.schedule.in_root_forward or root is None or not root.settings.predicts_forward:
             return []
@@ -167,7 +167,7 @@ class Context(Generic[Unit]):
 
         Raises:
             OrderError: the last backward raised, and `reset_iter_state` was not called.
-            UnsupportedError: it runs under compiled autograd, which never calls callbacks at the end.
+            UnsupportedError: backward runs under compiled autograd, which never runs callbacks at the end.
         """
         if self._end is None:
             if torch.compiler.is_compiling():
@@ -190,7 +190,7 @@ class Context(Generic[Unit]):
             _raise_unfinished("forward")
 
     def end_backward(self) -> None:
-        """The backward pass is over: reduce and reshard what is left; the last one waits for all reductions."""
+        """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
             self._end_backward()
 
@@ -216,7 +216,7 @@ class Context(Generic[Unit]):
         self.unreduced.after_backward(some_wait)
 
     def _find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
-        """Units that have unreduced gradients of parameters among these (their ids), and the call that left them."""
+        """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
         found = {unit.fqn: unit.left_by for unit in self.units if unit.left_by and unit.has_unreduced(params)}
         late = "set_is_last_backward(False)" if self.in_flight.ticket is None else "a handle that was not waited for"
         for fqn in self.in_flight.fqns_of(params):
@@ -230,8 +230,8 @@ class Context(Generic[Unit]):
             self.memory.free_all()
 
     def finalize(self, is_async: bool) -> Ticket | None:
-        """Reduce and reshard what manual backwards left. Returns the ticket for `finish_ticket`, None if there is
-        nothing to wait for.
+        """Reduce the gradients that manual backwards left, and reshard. Returns the ticket for `finish_ticket`; None if
+        there is nothing to wait for.
 
         Raises:
             OrderError: called at the wrong time (see `Finalization`), or HSDP gradients wait for an all-reduce.

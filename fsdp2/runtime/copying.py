@@ -1,8 +1,8 @@
 """`copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: runtime, top.
 
-A copy is a sharded module on the same mesh, with its own shards, units and hooks. No communication. `deepcopy` copies
-modules from the outside in and does not handle units, so a unit's copy starts empty (`Unit.__deepcopy__`) and is filled
-whenever one of its modules has been copied.
+A copy is a sharded module on the same mesh, with its own shards, units and hooks. Copying does not communicate.
+`deepcopy` copies modules from the outside in and does not handle units, so a unit's copy starts empty
+(`Unit.__deepcopy__`) and is filled whenever one of its modules has been copied.
 """
 
 import copy
@@ -53,8 +53,8 @@ def _lent(unit: Unit, memo: dict[int, Any]) -> list[ParamGroup]:
 
 
 def _fill(old: Unit, memo: dict[int, Any]) -> None:
-    """Give the copy of a unit the copied part of what `old` manages, and those borrowed groups whose owner has not been
-    copied."""
+    """Fill the copy of `old` with the groups that `old` manages, as far as their modules have been copied, and with
+    the borrowed groups whose owner has not been copied."""
     new: Unit = memo[id(old)]
     lent = _lent(old, memo)
     kept = []

@@ -1,9 +1,10 @@
 """Memory from `to_empty` that was never written to: detected at the first forward, before training on it. Layer:
 runtime, below the hooks.
 
-It is detected by a mark of a few bytes at both ends of each tensor: any way to fill the tensor overwrites it, including
-those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST` bytes, which
-could hold the mark by chance, and subclasses, whose memory only their operators may access, are not marked.
+A mark of a few bytes is written at both ends of each tensor. Any way of filling the tensor overwrites the mark,
+including those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST`
+bytes, which could hold the mark by chance, and subclasses, whose memory only their operators may access, are not
+marked.
 """
 
 import warnings
@@ -44,7 +45,7 @@ def mark(tensor: torch.Tensor) -> None:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether it has not been written to since."""
+    """Whether `tensor` has not been written to since it was marked."""
     if not can_mark(tensor):
         return False
     with torch.inference_mode():
@@ -75,7 +76,7 @@ def places_left(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], r
 
 
 def mark_left(module: nn.Module, places: set[Place], recurse: bool) -> None:
-    """Mark them afterwards."""
+    """After `_apply`, mark the tensors that `places_left` returned."""
     unit = unit_of(module)
     if unit is not None and places:
         unit.was_emptied = True
@@ -111,7 +112,7 @@ def check_filled(unit: Unit) -> None:
     units = [one for each in below if (one := unit_of(each)) is not None]
     sharded: dict[torch.Tensor | None, torch.Tensor] = {
         param.unsharded: param.sharded for one in units for param in one.params
-    }  # where unsharded by hand
+    }  # for units that were unsharded by hand
     for each, prefix in below.items():
         for (_, name), tensor in _tensors(each, recurse=False):
             if is_marked(sharded.get(tensor, tensor)):

@@ -1,10 +1,10 @@
-"""`ExtendedGather`: the all-gather of one parameter with all-gather hooks; see `extension`. Layer: runtime, below the
-param group.
+"""`ExtendedGather`: the all-gather of one parameter that has all-gather hooks; see `extension`. Layer: runtime, below
+the param group.
 
 ::
 
     shard --pre--> tensors ==collective==> `raw` --post--> unsharded parameter
-                                           (may hold its data itself, or in tensors that `post` made)
+                                           (its data may be in `raw` or in tensors that `post` made)
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ __all__ = ["ExtendedGather"]
 class ExtendedGather:
     """The gather of one parameter. It is a `Storage`: allocated before the gather and freed when the group reshards.
 
-    `raw` and what `post` allocates are owned by the all-gather stream, like all unsharded storage.
+    `raw` and the tensors that `post` allocates are owned by the all-gather stream, like all unsharded storage.
 
     Attributes:
         param: the parameter with the hooks.
-        layouts: of the gathered tensors.
+        layouts: the layouts of the gathered tensors.
         fulls: the gathered tensors, views of `raw`.
     """
 
@@ -52,22 +52,22 @@ class ExtendedGather:
 
     @property
     def _extension(self) -> Extension:
-        """The current hooks of the sharded parameter, which may have been replaced by another of its kind."""
+        """The hooks of the current sharded parameter, which may have been replaced by another of its kind."""
         if self._quantised is not None:
             return self._quantised
         assert self.param.extension is not None
         return self.param.extension
 
     def sources(self) -> list[torch.Tensor]:
-        """What this rank sends; the hook runs once per all-gather. Raises like `_call_pre`."""
+        """The tensors that this rank sends; the hook runs once per all-gather. Raises like `_call_pre`."""
         first, self._first = self._first, None
         return self._call_pre() if first is None else first
 
     def _call_pre(self) -> list[torch.Tensor]:
-        """Run the hook.
+        """Run `fsdp_pre_all_gather`.
 
         Raises:
-            MisuseError: with uneven shards, `fsdp_pre_all_gather` left the padding out on a rank that has some.
+            MisuseError: with uneven shards, the hook omitted the padding on a rank that has some.
         """
         param, specs = self.param, self.param.plan.specs
         shares, self._metadata = call_pre(

@@ -2,8 +2,8 @@
 runtime, below the parameter.
 
 A sharded parameter's local tensor may be of a subclass with these methods (an fp8 or a quantised weight), or have them
-as attributes. Then its all-gather sends what `pre` returns, and `post` makes the unsharded tensor from what is
-received::
+as attributes. Then its all-gather sends the tensors that `pre` returns, and `post` makes the unsharded tensor from the
+received ones::
 
     pre(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     post(gathered tensors, metadata, param_dtype)          -> (unsharded tensor, tensors that it keeps its data in)
@@ -33,11 +33,11 @@ class Extension(Protocol):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[Sequence[torch.Tensor], Any]]:
-        """What this rank sends."""
+        """Returns the tensors that this rank sends."""
 
     @property
     def fsdp_post_all_gather(self) -> Callable[..., Any]:
-        """Makes the unsharded tensor from what is received."""
+        """Makes the unsharded tensor from the received ones."""
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

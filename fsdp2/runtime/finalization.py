@@ -19,8 +19,8 @@ class Ticket:
     """An asynchronous finalisation that must be waited for.
 
     Attributes:
-        owner: the finalization of the root that was finalised, weak: a root may go without having been waited for.
-        is_void: its reductions were thrown away.
+        owner: a weak reference to the finalization of the root; a root may be freed without having been waited for.
+        is_void: its reductions were discarded.
     """
 
     def __init__(self, owner: "Finalization"):
@@ -32,10 +32,10 @@ class Finalization:
     """The finalisation of one root.
 
     Attributes:
-        is_manual: backward leaves gradients as they are; fixed when a backward begins, until they are finalised.
-        is_due: a backward ran that was not finalised.
+        is_manual: backward leaves gradients unreduced; fixed from the first backward until they are finalised.
+        is_due: a backward ran and has not been finalised.
         is_ending: the gradients of manual backwards are being reduced now.
-        awaits_backward: the root's forward ran with gradients, and no backward has come to it yet.
+        awaits_backward: the root's forward ran with gradients, and its backward has not begun yet.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Finalization:
         self.awaits_backward = False
 
     def begin_backward(self, wanted: bool) -> None:
-        """A backward reached the root's units; the user `wanted` manual mode, or not."""
+        """A backward reached the root's units; `wanted`: the user has turned manual mode on."""
         if not self.is_due:
             self.is_manual = wanted
         self.is_due = self.is_due or self.is_manual
@@ -66,5 +66,5 @@ class Finalization:
             raise OrderError(f"{where}: a forward has run, but not its backward; call it after the last backward")
 
     def end(self) -> None:
-        """The gradients are being reduced, or were thrown away."""
+        """The gradients are being reduced, or were discarded."""
         self.is_manual = self.is_due = self.awaits_backward = False

@@ -31,7 +31,7 @@ _Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 class Gather:
     """The all-gather of several tensors over one axis of a mesh.
 
-    Must be made while `fulls` have storage, and outside of inference mode.
+    Must be created while `fulls` have storage, and outside of inference mode.
 
     Args:
         layouts: how each tensor is split over `axis.size` ranks.
@@ -39,9 +39,9 @@ class Gather:
             memory, so that autograd does not see filling as a modification of the parameters.
 
     Attributes:
-        operands: of the collective.
-        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory only from then
-        on.
+        operands: the operands of the collective.
+        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory only once the
+            collective has finished.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, channel: Channel):
@@ -66,7 +66,7 @@ class Gather:
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]
-        # One call per dtype: one for several wrote garbage on CUDA until
+        # One call per dtype: a call with several dtypes wrote garbage on CUDA until
         # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
         self._known: tuple[list[int], list[_Copies]] = [], []
@@ -89,7 +89,7 @@ class Gather:
         }
         for index, offset in zip(indices, offsets, strict=True):
             layout, full = layouts[index], fulls[index]
-            columns = views[full.dtype]  # one for all of a dtype: its parts are contiguous
+            columns = views[full.dtype]  # one view for all tensors of a dtype, whose parts are contiguous
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
             for source, destination in interleave(columns, start, full, layout):
@@ -103,11 +103,11 @@ class Gather:
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
     def start(self, shards: Sequence[torch.Tensor], stay: bool = False) -> Callable[[], None]:
-        """Copy this rank's flat `shards` in and issue the collective. Returns what waits for it and copies out of the
-        packed buffer; to be called on the same stream.
+        """Copy this rank's flat `shards` in and issue the collective. Returns a function that waits for it and copies
+        out of the packed buffer; call it on the same stream.
 
         Args:
-            stay: the same tensors will be passed next time, so what is derived from them is cached.
+            stay: the same tensors will be passed next time, so the copies derived from them are cached.
         """
         if self._packed is not None:
             self._packed.alloc()
@@ -125,7 +125,7 @@ class Gather:
         self._known = [], []
 
     def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> "list[_Copies]":
-        """The copies in, grouped by dtype; with `stay` as few as possible."""
+        """The copies in, grouped by dtype; with `stay`, adjacent ones are merged."""
         addresses = addresses_of(shards) if stay else None
         if addresses is not None and addresses == self._known[0]:
             return self._known[1]

@@ -19,13 +19,13 @@ class Geometry:
 
     Args:
         data: the whole parameter.
-        dim: to shard, of `data` as it is.
+        dim: the dim of `data` to shard.
 
     Attributes:
-        layout: how it is split over the shard axis, dims in memory order. A scalar counts as ``(1,)``.
+        layout: how it is split over the shard axis, dims in memory order. A scalar has shape ``(1,)``.
         outer: with sharded replicas, how this rank's piece is split again; otherwise None.
-        local: the layout of the sharded parameter, and which piece of it is this rank's.
-        local_numel: of that piece.
+        local: the layout of the sharded parameter, and the index of this rank's piece in it.
+        local_numel: number of elements of that piece.
         as_is: the user's dims are already in memory order.
     """
 
@@ -60,15 +60,15 @@ class Geometry:
         return tensor.permute(self._back) if self._order else tensor.view(())
 
     def local_view(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """The local piece as the user sees it, which starts in the storage of `flat` (1-D) at element `offset`. One
-        call instead of three (slice, view, permute), because gradients need it in each step."""
+        """The local piece with the user's dims; it starts at element `offset` in the storage of `flat` (1-D). One call
+        instead of three (slice, view, permute), because it runs for each gradient in each step."""
         shape, stride = self._view
         return flat.as_strided(shape, stride, offset)
 
     def cut(self, data: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the whole, dims in memory order."""
+        """This rank's rows of the whole parameter, dims in memory order."""
         dim, rank = self.layout.dim, self._shard_rank
-        if is_wrapper(data):  # these support chunk rather than narrow
+        if is_wrapper(data):  # tensor subclasses support chunk rather than narrow
             chunks = torch.chunk(data, self.layout.parts, dim)
             return chunks[rank] if rank < len(chunks) else data.narrow(dim, 0, 0)
         piece = self.to_memory(data).narrow(dim, self.layout.bounds[rank], self.layout.local_size(rank))

@@ -1,15 +1,14 @@
-"""`Gradients`: when a group's gradients are complete, and which are reduced then. Layer: runtime, below the param
-group.
+"""`Gradients`: detects when a group's gradients are complete, and takes them for reduction. Layer: runtime, below the
+param group.
 
 Autograd accumulates into the unsharded parameters' `.grad`, in the reduce dtype. A hook on each of them detects when
-the last has arrived, so that the reduction starts then and not only at the end of the unit's backward. Our hook is the
-last of a parameter's hooks, because it takes the gradient, which the model's own hooks may change. Gradients that are
-not to be reduced yet simply stay there.
+the last gradient has arrived, so that the reduction starts then and not only at the end of the unit's backward. Our
+hook is the last of a parameter's hooks, because it takes the gradient, which the model's own hooks may change.
+Gradients that are not reduced yet stay in `.grad`.
 
-A gradient may also be written without the hook running, by a custom backward, so `take` takes all gradients that exist.
-Such a backward may also run further backwards inside itself, for instance one per tile of a sequence. Which of them is
-the last cannot be seen from a gradient, so gradients from a backward nested in the unit's own wait for the end of the
-latter.
+A custom backward may write a gradient without running the hook, so `take` takes all gradients that exist. Such a
+backward may also run further backwards inside itself, for instance one per tile of a sequence. A gradient does not show
+which of them is the last, so gradients from a backward nested in the unit's own wait for the end of the unit's.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ class Gradients:
         self._params = params
         self._channel = channel
         self._on_ready = on_ready
-        self._trainable: list[bool] = []  # of both forms, once there are unsharded parameters
+        self._trainable: list[bool] = []  # for both forms, once there are unsharded parameters
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self._missing: set[int] = set()
         self._backward: int | None = None
@@ -85,7 +84,7 @@ class Gradients:
         return any(self._trainable)
 
     def forget_unsharded(self) -> None:
-        """The unsharded parameters will be created again, unless they match again by then."""
+        """Forget the unsharded parameters: they will be created again, unless they match by the next unshard."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -95,7 +94,7 @@ class Gradients:
         self.expect_all()
 
     def forget_plans(self) -> None:
-        """Dtypes or the channel may have changed."""
+        """Drop the plans, because dtypes or the channel may have changed."""
         self._plans = {}
 
     @property
@@ -104,7 +103,7 @@ class Gradients:
         return bool(self._missing) and len(self._missing) == sum(self._trainable)
 
     def expect_all(self) -> None:
-        """No gradient has arrived yet."""
+        """Start counting again: no gradient has arrived yet."""
         self._missing = set(compress(count(), self._trainable))
 
     def begin_backward(self) -> None:
@@ -124,8 +123,8 @@ class Gradients:
             gradients = weak_self()
             if gradients is not None and gradients._backward in (None, running_backward()):
                 gradients._missing.discard(index)
-                # Not the last only if the model added a hook since backward began: then the end of the unit's backward
-                # reduces.
+                # Our hook is not the last only if the model added one since backward began. Then the gradients are
+                # reduced at the end of the unit's backward.
                 if not gradients._missing and gradients._is_last_hook(index, hook):
                     gradients._on_ready()
 
@@ -136,19 +135,19 @@ class Gradients:
 
     def keep_hooks_last(self) -> None:
         """Move our hooks behind hooks that the model has added to unsharded parameters since forward. The order of
-        reductions stays the same, even if only some ranks have added hooks."""
+        reductions stays the same even if only some ranks have added hooks."""
         if sum(map(len, filter(None, map(hooks_of, self._unsharded)))) != len(self._hooks):
             for index, handle in self._hooks.items():
                 handle.remove()
                 self._hook(index)
 
     def wait_for_reduction(self, params: set[int]) -> bool:
-        """Whether gradients of parameters among these (their ids) are unsharded, or wait for an all-reduce."""
+        """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
         grads = [(param.partial, param.unsharded) for param in self._params if param.is_among(params)]
         return any(partial is not None or (whole is not None and whole.grad is not None) for partial, whole in grads)
 
     def drop(self) -> None:
-        """Forget all gradients that were not reduced, and partial ones."""
+        """Drop all unreduced and partial gradients."""
         for param in self._params:
             param.partial = None
             if param.unsharded is not None:
@@ -160,8 +159,8 @@ class Gradients:
         parameters have no gradients afterwards.
 
         Args:
-            at_end: backward is over. Only then are zeros added for trainable parameters without a gradient (if the
-                settings require it), and partials without new gradients reduced: before, more gradients could still
+            at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
+                settings require it), and partials without new gradients reduced. Earlier, more gradients could still
                 arrive.
         """
         fill = at_end and settings.reduce_unused

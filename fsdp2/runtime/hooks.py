@@ -6,15 +6,14 @@
     backward     inputs <-- [_BackwardEnd] <-- the unit's modules <-- hook on each output
 
 The hook on an output runs when its gradient is available, before the unit's backward. `_BackwardEnd` passes the inputs'
-gradients through afterwards. If the inputs need no gradient there is no such end, and the root's final callback takes
-its place.
+gradients through afterwards. If no input needs a gradient, the root's final callback ends the unit's backward instead.
 
-A backward that builds a graph (``create_graph=True``) can itself be run backward. That begins where this one ended, at
-the gradients of the inputs, which therefore get the hook of an output.
+A backward that builds a graph (``create_graph=True``) can itself be differentiated. The second backward begins where
+the first one ended, at the gradients of the inputs, so these get the hook of an output.
 
-Under `torch.func` a tensor is a stack of tensors, one per transform, whose `requires_grad` refers only to the
-uppermost; in forward mode it has a tangent with a separate graph. So there the same hooks are autograd functions, which
-torch applies to every tensor at every level.
+Under `torch.func` a tensor is a stack of tensors, one per transform, and `requires_grad` refers only to the uppermost;
+in forward mode a tensor has a tangent with a separate graph. There the same hooks are autograd functions, which torch
+applies to every tensor at every level.
 """
 
 from collections.abc import Callable
@@ -33,7 +32,7 @@ Callback = Callable[[], None]
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """Identity whose backward calls `end`, and has `begin` called before a backward through itself."""
+    """Identity whose backward calls `end`; a backward through that backward first calls `begin`."""
 
     @staticmethod
     def forward(ctx: Any, end: Callback, begin: Callback, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,8 +48,8 @@ class _BackwardEnd(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _end: None, _begin: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Autograd runs last what was recorded first: everything that the unit computes from the tangents runs before
-        # this. What autograd is given must not be what it gave.
+        # Autograd runs last what was recorded first, so the backward of everything that the unit computes from the
+        # tangents runs before this one. Autograd requires that the result is not the same object as the argument.
         views = tuple(tangent.view_as(tangent) for tangent in tangents)
         return on_backward_end(ctx.end, ctx.begin, views, {})[0]
 
@@ -99,7 +98,7 @@ class _BackwardBeginOfLevels(torch.autograd.Function):
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs of a forward, such that `end` runs when backward has passed through all of them, and `begin` when a
+    """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
     backward through that backward reaches them."""
     levels = tensors_have_levels()
     matters = _is_differentiable if levels else _requires_grad
@@ -114,13 +113,13 @@ def on_backward_end(
 
 
 def on_backward_begin(callback: Callback, output: Any) -> Any:
-    """`output`, such that `callback` runs in backward when the gradient of a tensor in it is available; once for
-    each."""
+    """Hook `output`: `callback` runs in backward when the gradient of a tensor in it is available, once for each
+    tensor."""
     if tensors_have_levels():
         begin: Any = _BackwardBeginOfLevels.apply
         return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
     for tensor in tensors_in(output):
-        # A parameter that is returned unchanged has no backward of its own, and would keep the hook for life.
+        # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(lambda _grad: callback())
             base = base_of(tensor)
@@ -143,7 +142,7 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def cast_floating(dtype: torch.dtype | None, value: Any, name: str) -> Any:
-    """`value` with its floating-point tensors in `dtype`; `name` is that of the profiler's range."""
+    """`value` with its floating-point tensors in `dtype`; `name` is the name of the profiler's range."""
     if dtype is None:
         return value
     with profiler_range(name):

@@ -13,10 +13,10 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """The owner of every reduction, and so of its buffers, until it is finished. Several roots may share one.
+    """Owns every reduction, and so its buffers, until the reduction is finished. Several roots may share one.
 
     Attributes:
-        ticket: of the finalisation that must be waited for before anything else happens.
+        ticket: the ticket of the finalisation that must be waited for before anything else happens.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class InFlight:
         self._reductions: deque[Reduction] = deque()
 
     def limit(self, user: object, max_reductions: int) -> None:
-        """`user` allows this many in flight before compute waits for the oldest; the largest number of all users
-        applies."""
+        """`user` allows this many reductions in flight before compute waits for the oldest. The largest number of all
+        users applies."""
         self._limits[user] = max_reductions
         self._max_reductions = max(self._limits.values())
 
@@ -46,7 +46,7 @@ class InFlight:
             )
 
     def start(self, reductions: Sequence[Reduction]) -> None:
-        """Start reductions; those in flight advance, and the oldest are finished if there are too many."""
+        """Start reductions. If too many are in flight, the oldest advance first."""
         for reduction in reductions:
             num_due = len(self._reductions) - self._max_reductions + 1
             if num_due > 0:
@@ -63,17 +63,17 @@ class InFlight:
         return bool(self._reductions)
 
     def fqns_of(self, params: set[int]) -> list[str]:
-        """The units of reductions in flight for parameters among these (their ids)."""
+        """The units that have reductions in flight for parameters with these ids."""
         return [each.fqn for each in self._reductions if any(param.is_among(params) for param in each.params)]
 
     def _advance_oldest(self) -> None:
-        """In a function of its own: what is finished must be freed before the next reduction makes its buffers."""
+        """A separate function, so that a finished reduction is freed before the next one allocates its buffers."""
         oldest = self._reductions.popleft()
         if oldest.advance():
             self._reductions.append(oldest)
 
     def finish_partials(self) -> None:
-        """Finish what an all-reduce that is issued next must include."""
+        """Finish the reductions whose results the next all-reduce must include."""
         while any(reduction.leaves_partials for reduction in self._reductions):
             self._reductions.popleft().finish()
 
@@ -83,6 +83,6 @@ class InFlight:
             self._reductions.popleft().finish()
 
     def abandon_all(self) -> None:
-        """The same, but no gradient changes."""
+        """Finish every reduction without changing a gradient."""
         while self._reductions:
             self._reductions.popleft().abandon()

@@ -30,7 +30,7 @@ class InnerShards:
         offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
         self._storage = FlatStorage(total, channel.roles.device)
         self._storage.alloc()
-        self._at: list[int] | None = None  # the versions of the shards that they were gathered from
+        self._at: list[int] | None = None  # the versions of the shards that were gathered
         self.flats: list[torch.Tensor] = []
         fulls = []
         for param, offset in zip(params, offsets, strict=True):
@@ -49,6 +49,6 @@ class InnerShards:
         self._at = versions
 
     def free(self) -> None:
-        """The shards will change, or have changed: gather them again next time."""
+        """Free the inner shards, because the shards will change or have changed. The next unshard gathers them."""
         self._at = None
         self._storage.free()

@@ -27,8 +27,8 @@ __all__ = ["note_ignored", "outermost_model", "warn_after_backward", "warn_in_cl
 _CALL: Any = nn.Module.__call__
 
 _known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or that were reported
-_models: WeakSet[nn.Module] = WeakSet()  # those of `outermost_model`
-_trained: WeakSet[nn.Module] = WeakSet()  # those whose backward was checked
+_models: WeakSet[nn.Module] = WeakSet()  # the models that `outermost_model` returned
+_trained: WeakSet[nn.Module] = WeakSet()  # the models whose backward was checked
 # Lists of parameters that were clipped: the id of the first, and their number. No weak references, because torch cannot
 # move parameters that have one (`module.to` swaps tensors).
 _clipped: set[tuple[int, int]] = set()
@@ -57,14 +57,14 @@ def outermost_model(module: nn.Module) -> nn.Module:
 
 
 def warn_after_backward(model: nn.Module) -> None:
-    """Warn about those in `model` that got a gradient in its first backward; called for each root in it."""
+    """Warn about parameters of `model` that got a gradient in its first backward; called for each root in it."""
     if model not in _trained:
         _trained.add(model)
         _warn("backward", [each for each in _reduced_by_nobody(model) if each[1].grad is not None])
 
 
 def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
-    """Warn about those among `params` that have a gradient; checks the same list only once."""
+    """Warn about parameters in `params` that have a gradient; checks the same list only once."""
     if not params or not _models or (id(params[0]), len(params)) in _clipped:
         return
     _clipped.add((id(params[0]), len(params)))
@@ -77,7 +77,7 @@ def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
 
 
 def warn_in_save(model: nn.Module) -> None:
-    """Warn about those in `model`, because only one rank's values will be saved."""
+    """Warn about parameters of `model`, because only one rank's values will be saved."""
     _warn("save", list(_reduced_by_nobody(model)))
 
 

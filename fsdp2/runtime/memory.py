@@ -12,11 +12,11 @@ __all__ = ["ReleasedMemory"]
 
 
 class ReleasedMemory:
-    """The owner of storage between a reshard and the moment when the all-gather stream may free it, which is when that
-    stream has waited for the event that marks compute's last use.
+    """Owns storage from a reshard until the all-gather stream may free it, which is when that stream has waited for the
+    event that marks compute's last use.
 
     Attributes:
-        streams: of the device.
+        streams: the streams of the device.
     """
 
     def __init__(self, streams: Streams):
@@ -33,7 +33,7 @@ class ReleasedMemory:
             self._free_oldest()
 
     def release(self, storage: Storage) -> None:
-        """The compute stream's use of `storage` ends with what is enqueued now."""
+        """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
         self._released.append((storage, self.streams.record()))
         if self.streams.lazy:
             self._free_oldest()

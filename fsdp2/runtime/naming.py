@@ -1,4 +1,4 @@
-"""Names relative to the root, and weights that have two. Layer: runtime, below the unit."""
+"""Names relative to the root, and weights that have two names. Layer: runtime, below the unit."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor are in a packed buffer. Layer: runtime."""
+"""The positions of a tensor's elements in a packed buffer. Layer: runtime."""
 
 from collections.abc import Sequence
 

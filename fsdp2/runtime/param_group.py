@@ -38,13 +38,13 @@ __all__ = ["Keep", "ParamGroup", "Phase"]
 class Phase(Enum):
     """Which form the parameters of a group have."""
 
-    __hash__ = object.__hash__  # in C: each step looks moves up
+    __hash__ = object.__hash__  # implemented in C, because each step looks up moves
 
     SHARDED = "sharded"
-    GATHERING = "gathering"  # the module still holds the form it had before, the all-gather is in flight
+    GATHERING = "gathering"  # the all-gather is in flight; the module still holds the previous form
     UNSHARDED = "unsharded"
     SMALLER = "smaller"  # sharded over the smaller post-forward mesh
-    INNER = "inner"  # sharded in the module; with sharded replicas, the inner shards stay
+    INNER = "inner"  # with sharded replicas: sharded in the module, but the inner shards stay
 
 
 _MOVES = {
@@ -74,7 +74,7 @@ class ParamGroup:
     Attributes:
         channel: how the parameters are communicated.
         smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
-        users: ids of units that compute with the unsharded parameters, or will. More than one if weights are tied
+        users: ids of the units that use, or will use, the unsharded parameters. More than one if weights are tied
             across units.
         keep: what reshard keeps.
     """
@@ -89,10 +89,10 @@ class ParamGroup:
         self.keep = Keep.NOTHING
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
-        self._fits = True  # it matches the current parameters
-        self.conversions = 0  # how often it was made again, because it did not
-        # Versions of the sharded parameters: those whose gathered values were kept, although they are sharded now;
-        # those, among parameters that share the unsharded ones' memory, at a forward whose backward may come.
+        self._fits = True  # whether `_unsharded` matches the current parameters
+        self.conversions = 0  # how often `_unsharded` was created again because it did not match
+        # Versions of the sharded parameters. `_kept_at`: those whose gathered values were kept at reshard. `_used_at`:
+        # at the last forward whose backward may still come, only for parameters whose unsharded form shares memory.
         self._kept_at: list[int] | None = None
         self._used_at: list[int] | None = None
         self._shards: list[torch.Tensor] = []
@@ -101,7 +101,7 @@ class ParamGroup:
 
     @property
     def fqn(self) -> str:
-        """Of the unit."""
+        """FQN of the unit."""
         return self.channel.fqn
 
     @property
@@ -130,13 +130,13 @@ class ParamGroup:
             self.conversions += 1
             self._refuse_gradients()
         streams = memory.streams
-        # Compute may still read or write these: the copies on the smaller mesh, memory that was not freed.
+        # Compute may still read or write the copies on the smaller mesh, and memory that was not freed.
         in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE
         resharded = streams.record() if in_use else None
         with without_grad(), streams.gathering():
-            # Unsharded storage and the packed buffer: allocated, filled and freed on this stream. The compute stream
-            # reads the first after waiting for `gathered`; `memory` keeps it until this stream has waited for the end
-            # of that use. The second never leaves this stream.
+            # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
+            # reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until this
+            # stream has waited for the end of that use. The packed buffer is only used on this stream.
             streams.wait(resharded)
             memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
             if self._unsharded is None:
@@ -233,7 +233,7 @@ class ParamGroup:
         return self._table
 
     def _check_slots(self) -> None:
-        """Raise if parameters were replaced in the modules, because the replacements would be ignored.
+        """Check that no parameter was replaced in the modules, because the replacement would be ignored.
 
         Raises:
             ArgumentError: a parameter was replaced.
@@ -261,16 +261,17 @@ class ParamGroup:
         return kept is not None and self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
-        """How often torch saw each sharded parameter change. Reads the DTensors, whose operators all ranks run:
-        their local tensors may change on some ranks only, and a gather that only some ranks issue would hang."""
+        """How often torch saw each sharded parameter change. Reads the DTensors' versions, because all ranks run the
+        same DTensor operators. Local tensors may change on some ranks only, and a gather that only some ranks issue
+        would hang."""
         return [version(param.sharded) for param in self.params]
 
     def _check_aliases(self) -> None:
-        """If unsharded parameters share the sharded ones' memory, changing these between forward and backward makes
-        gradients wrong. Autograd, which raises for a plain model, does not see the change.
+        """Where unsharded parameters share the memory of the sharded ones, changing the sharded ones between forward
+        and backward makes gradients wrong. Autograd, which raises for a plain model, does not see the change.
 
         Raises:
-            OrderError: that happened.
+            OrderError: sharded parameters were changed between forward and backward.
         """
         if self.roles.shard_axis is not None:
             return
@@ -284,7 +285,7 @@ class ParamGroup:
             )
 
     def forget_use(self) -> None:
-        """No backward will come to the forwards so far."""
+        """The forwards so far will have no backward."""
         self._used_at = None
 
     def _move(self, phase: Phase) -> None:
@@ -294,7 +295,7 @@ class ParamGroup:
     # --- following the sharded parameters ----------------------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any was."""
+        """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
@@ -304,15 +305,15 @@ class ParamGroup:
             if self._unsharded is not None:
                 self._unsharded.forget_shards()
         if any(changed) and self._unsharded is not None:
-            # Kept until the next unshard: if converted back by then, it matches again, and a graph may hold its
-            # parameters.
+            # `_unsharded` is kept until the next unshard: a graph may hold its parameters, and it matches again if they
+            # are converted back by then.
             self._fits = self._unsharded.follow_shards()
             if not self._fits:
                 self.gradients.forget_unsharded()
             now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
             pairs = zip(before, now, strict=True)
             if self._used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
-                self._used_at = [-1]  # other values, of any version
+                self._used_at = [-1]  # the values changed, so no version may match
         return any(changed)
 
     def lay_together(self) -> None:
@@ -332,7 +333,7 @@ class ParamGroup:
         return [param.fqn for param in self.params if self._at_rest(param).is_meta]
 
     def not_at_home(self) -> list[tuple[str, torch.device]]:
-        """FQNs and devices of parameters that are to be offloaded, but are not."""
+        """FQNs and devices of parameters that should be offloaded but are not."""
         return [
             (param.fqn, self._at_rest(param).device)
             for param in self.params

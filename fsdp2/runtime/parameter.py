@@ -10,8 +10,8 @@ resharded   `resharded`, a DTensor on the post-  this rank's rows of the smaller
             forward mesh
 ==========  ===================================  ==================================================================
 
-`sharded` and `unsharded` keep their identity for life, unless the user puts another parameter there: optimizers hold
-the former, autograd graphs the latter. The group knows which form the module currently holds.
+`sharded` and `unsharded` stay the same objects, unless the user replaces a parameter: optimizers hold `sharded`,
+autograd graphs hold `unsharded`. The group knows which form the module currently holds.
 """
 
 import copy
@@ -57,8 +57,8 @@ def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
 
 
 def num_replaced() -> int:
-    """How often a sharded parameter was replaced in this process. When it has changed, holders of parameters may hold
-    stale ones."""
+    """How often a sharded parameter was replaced in this process. If the number has changed, other holders of
+    parameters may hold stale ones."""
     return _num_replaced
 
 
@@ -68,8 +68,8 @@ class Plan:
 
     Attributes:
         roles: mesh and axes.
-        specs: of the DTensors.
-        dim: to shard, of the tensor as the user sees it.
+        specs: the specs of the DTensors.
+        dim: the dim to shard, as the user counts dims.
         policy: mixed precision.
         param_dtype: compute dtype of this parameter; None for the original dtype.
         offload: where the sharded parameter lives.
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def pins(self) -> bool:
-        """Whether that is page-locked host memory."""
+        """Whether `home` is page-locked host memory."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
 
 
@@ -104,8 +104,8 @@ class _Kind:
 
     @staticmethod
     def of(original: nn.Parameter) -> "_Kind":
-        """The kind of `original`. A tensor subclass that only poses as a parameter counts as a plain one: its data
-        keeps the class."""
+        """The kind of `original`. A tensor subclass that is only marked as a parameter counts as a plain parameter,
+        because its data keeps the class."""
         if nn.Parameter not in type(original).__mro__:
             return _Kind(nn.Parameter, {})
         return _Kind(type(original), dict(original.__dict__))
@@ -115,7 +115,7 @@ class Partial(NamedTuple):
     """A gradient that was reduce-scattered but not yet all-reduced.
 
     Attributes:
-        flat: its sum, 1-D and padded.
+        flat: the reduce-scattered sum, 1-D and padded.
         divisor: the number by which the sum over the replicas still has to be divided.
     """
 
@@ -123,8 +123,8 @@ class Partial(NamedTuple):
     divisor: float
 
     def over(self, divisor: float) -> torch.Tensor:
-        """The sum, scaled so that it still has to be divided by `divisor`. The divide factor that was set when a
-        gradient was reduce-scattered applies to it, whatever is set now."""
+        """The sum, rescaled so that it still has to be divided by `divisor`. The divide factor that was set when a
+        gradient was reduce-scattered applies to that gradient, even if the factor has changed since."""
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
@@ -135,17 +135,17 @@ class ManagedParameter:
         slots: every place that holds it.
         fqn: relative to the unit's module.
         original: the parameter that the slots hold so far.
-        data: its (tensor-parallel: its local) values, whole.
+        data: its whole values (with tensor parallelism: its whole local tensor).
 
     Attributes:
         fqn: relative to the root from the root's first forward on.
         geometry: how it is split.
-        sharded, unsharded, resharded: see the table above; the last two are None while there is none.
+        sharded, unsharded, resharded: see the table above; the last two are None while they do not exist.
         flat: 1-D storage of the local shard, padded.
-        whole: the memory of `unsharded`, dims in memory order; a separate tensor that is in no autograd graph.
+        whole: a second tensor on the memory of `unsharded`, dims in memory order, in no autograd graph.
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
-        writes_on_meta: how often the original was written to while it was on the meta device, which leaves no values.
-        extension: the user's hooks that change the all-gather of this parameter, if there are any.
+        writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
+        extension: the user's hooks that change the all-gather of this parameter, if any.
     """
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
@@ -203,8 +203,8 @@ class ManagedParameter:
         return self.geometry.layout
 
     def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a local shard to the start of fresh storage for a full one: the shard there as the user sees it, and
-        all of it flat."""
+        """Copy a local shard to the start of new storage for a full one. Returns the shard with the user's dims, and
+        the whole storage as a flat tensor."""
         home = chunk.device if chunk.is_meta else self.plan.home
         layout, _ = self.geometry.local
         if is_wrapper(chunk):
@@ -224,18 +224,18 @@ class ManagedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Original dtype: of the sharded parameter, its gradient and the optimizer's state."""
+        """Original dtype, which the sharded parameter, its gradient and the optimizer's state have."""
         return self.flat.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the unsharded parameter, hence on the wire of an all-gather."""
+        """Dtype of the unsharded parameter, and so of the data that an all-gather sends."""
         wanted = self.plan.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Dtype of the sharded gradient: what the user set as `grad_dtype`, otherwise the original dtype."""
+        """Dtype of the sharded gradient: the user's `grad_dtype` if set, otherwise the original dtype."""
         return self.sharded.grad_dtype or self.dtype
 
     @property
@@ -251,12 +251,12 @@ class ManagedParameter:
 
     @property
     def has_known_reduce_dtype(self) -> bool:
-        """Whether all ranks know it, including one without a gradient: the user may have set `grad_dtype` to None."""
+        """Whether ranks without a gradient know the reduce dtype too: the user may have set `grad_dtype` to None."""
         return self.sharded.grad_dtype is not None or self.plan.policy.reduce_dtype is not None
 
     @property
     def aliases(self) -> bool:
-        """Whether `unsharded` can be `flat` itself: nothing is sharded, cast or moved (as in DDP)."""
+        """Whether `unsharded` can use the memory of `flat`: nothing is sharded, cast or moved (as in DDP)."""
         return (
             self.roles.shard_axis is None
             and self.compute_dtype == self.dtype
@@ -272,7 +272,7 @@ class ManagedParameter:
             slot.put(form)
 
     def make_unsharded(self, data: torch.Tensor) -> nn.Parameter:
-        """Create `unsharded` on `data`, which has the compute dtype and the unsharded shape as the user sees it."""
+        """Create `unsharded` on `data`, which has the compute dtype and the user's unsharded shape."""
         before = self.unsharded
         trainable, specs = self.sharded.requires_grad, self.plan.specs
         if specs.inner_mesh is not None:
@@ -292,8 +292,9 @@ class ManagedParameter:
         return self.unsharded
 
     def make_resharded(self, roles: MeshRoles) -> torch.Tensor:
-        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, the DTensor of it (for
-        model-parallel parameters the sharded one stands for it: there is no mesh that has both)."""
+        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on these rows
+        (for model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel
+        axes)."""
         assert self.whole is not None
         layout, rank = self.layout.over(roles.shard_size), roles.shard_rank
         chunk = self.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
@@ -310,7 +311,7 @@ class ManagedParameter:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def take_grad(self) -> torch.Tensor | None:
-        """The unsharded gradient, dims in memory order; `unsharded` has none afterwards."""
+        """Remove the gradient from `unsharded` and return it, dims in memory order."""
         unsharded = self.unsharded
         if unsharded is None or (grad := unsharded.grad) is None:
             return None
@@ -337,8 +338,9 @@ class ManagedParameter:
         return self.sharded if current is None else current
 
     def refresh(self) -> bool:
-        """Adopt what the module now holds instead of `sharded`: another device, dtype, parameter, or storage without
-        padding (after `to`, `to_empty`, `load_state_dict`). Only while sharded. Returns whether anything changed.
+        """Adopt the tensor that the module now holds instead of `sharded`: on another device, of another dtype, another
+        parameter, or in storage without padding (after `to`, `to_empty`, `load_state_dict`). Only while sharded.
+        Returns whether anything changed.
 
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
@@ -366,8 +368,8 @@ class ManagedParameter:
         return True
 
     def _replace_sharded(self, current: nn.Parameter) -> None:
-        """The user has put another parameter there (`load_state_dict(assign=True)`, an EMA's); an optimizer may hold
-        the previous one."""
+        """The user has replaced the parameter (`load_state_dict(assign=True)`, an EMA); an optimizer may still hold the
+        previous one."""
         global _num_replaced
         _num_replaced += 1
         if self.sharded.grad_dtype != self.sharded.dtype:
@@ -377,7 +379,8 @@ class ManagedParameter:
         self.sharded = current
 
     def _note_extension(self, local: torch.Tensor) -> bool:
-        """Hooks may come and go with the local tensor, or be set on it later on. Returns whether they did."""
+        """Update `extension`: the hooks may change with the local tensor, or be set on it later. Returns whether they
+        changed."""
         before, self.extension = self.extension, extension_of(self.fqn, local)
         return before is not self.extension
 
@@ -403,10 +406,10 @@ class ManagedParameter:
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
-    """Check `found`, which a module holds instead of `param` and which `param` will replace.
+    """Check `found`, which a module holds in place of `param` and which `param` will replace.
 
     Raises:
-        ArgumentError: it may have other values, or requires a gradient.
+        ArgumentError: `found` may have other values, or requires a gradient.
     """
     if found is not None and param.is_among({id(found)}):
         return

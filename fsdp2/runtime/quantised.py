@@ -5,7 +5,7 @@ the parameter.
 
     padded shard --quantise--> int8 and scales ==collective==> those of all ranks --dequantise--> unsharded parameter
 
-Every rank dequantises the same numbers, its own rows included, so all ranks compute with the same parameters.
+Every rank dequantises the same numbers, including its own rows, so all ranks compute with the same parameters.
 """
 
 from collections.abc import Sequence

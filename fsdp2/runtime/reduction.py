@@ -47,12 +47,12 @@ class Reduction:
     """One reduction.
 
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
-    Gradients and partials were made on streams other than those that read them here. This object keeps them, and its
-    own buffers, alive until `finish`, when the compute stream has waited for the reduction.
+    Gradients and partials were allocated on streams other than those that read them here. This object keeps them, and
+    its own buffers, alive until `finish`, when the compute stream has waited for the reduction.
 
     Args:
         contributions: at least one, all for parameters of one mesh.
-        plan: for them, in their order.
+        plan: the plan for these contributions, in their order.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reduction:
 
     @property
     def fqn(self) -> str:
-        """Of the unit."""
+        """FQN of the unit."""
         return self._plan.channel.fqn
 
     @property
@@ -83,7 +83,7 @@ class Reduction:
         return self._plan.channel.roles
 
     def advance(self) -> bool:
-        """Take one step; returns whether there is another."""
+        """Take one step. Returns whether steps are left."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.advance()
@@ -98,8 +98,8 @@ class Reduction:
             pass
 
     def abandon(self) -> None:
-        """Take all steps that are left, but change no gradient. A failure was already reported and is not reported
-        again."""
+        """Take all steps that are left, but change no gradient. Communication errors are ignored, because the failure
+        was already reported."""
         self._is_abandoned = True
         with suppress(CollectiveError):
             self.finish()
@@ -117,8 +117,9 @@ class Reduction:
         )
         born = streams.record()
         with streams.reducing():
-            # Gradients: allocated on the compute stream, read here; kept by this object until [6]. Outputs: allocated
-            # here, become the sharded gradients; the next reduction starts after the compute stream's use of them.
+            # Gradients are allocated on the compute stream and read here; this object keeps them until [6]. Outputs are
+            # allocated here and become the sharded gradients; the next reduction starts after the compute stream's use
+            # of them.
             streams.wait(born)
             grads = self._take_grads(dtype)
             if scaling.pre != 1:
@@ -171,8 +172,8 @@ class Reduction:
         return grads
 
     def _keep(self, grads: Sequence[torch.Tensor]) -> None:
-        """Keep tensors alive until the end: on an accelerator everything that other streams read; on the CPU what is
-        sent without packing, since packed gradients have been copied by then."""
+        """Keep tensors alive until the end: on an accelerator all gradients, because other streams read them; on the
+        CPU only those that are sent without packing, because packed ones have been copied by then."""
         self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
 
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
@@ -209,14 +210,14 @@ class Reduction:
     def _packed_scatter(
         self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
     ) -> Scatter:
-        """Several tensors in one buffer; each rank gets its segment."""
+        """The scatter of several tensors in one buffer, of which each rank gets its segment."""
         buffer = packed(tensors, layouts, tensors[0].dtype)
         self._kept.append(buffer)
         bounds = range(0, (layouts[0].parts + 1) * output.numel(), output.numel())
         return Scatter(Operand(buffer.view(-1), bounds), output)
 
     def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
-        """Large gradients are operands themselves."""
+        """The scatters of large gradients, which are operands themselves."""
         scatters: list[Scatter] = []
         num_packed = len(self._plan.packed_layouts)
         outputs = self._outputs() if num_packed < len(grads) else []
@@ -238,7 +239,7 @@ class Reduction:
             param.partial = Partial(total, divisor)
 
     def _over_replicas(self, scaling: Scaling) -> Pending:
-        """Issue the sum of the flat output over the replicas, including what earlier backwards left."""
+        """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
         assert self._flat is not None
         average = scaling.all_reduce_averages
         if any(partial is not None for partial in self._partials):
@@ -254,7 +255,7 @@ class Reduction:
             return self._plan.channel.comm_over(axis).all_reduce(flat, axis.group, average)
 
     def _scatter_replicas(self, average: bool) -> Pending:
-        """Each replica gets its piece of this rank's shard."""
+        """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
         assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
@@ -297,7 +298,7 @@ class Reduction:
         if stream is None or self._streams.lazy:
             hook(flat)
             return
-        # `flat` is owned by the current stream, which continues only when the hook's stream has finished with it.
+        # The current stream owns `flat` and waits until the hook's stream has finished with it.
         ready = self._streams.record()
         with stream:
             self._streams.wait(ready)
@@ -314,7 +315,7 @@ class Reduction:
         return torch.empty_like(grad, device=plan.home, pin_memory=plan.pins).copy_(grad, non_blocking=True)
 
     def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
-        """Where the result for each contribution is: the 1-D tensor, and the first element in it."""
+        """For each contribution, the 1-D tensor that holds its result, and the index of its first element there."""
         if self._apart is not None:
             # Views, if nothing was cast.
             return self._apart, [int(output.storage_offset()) for output in self._apart]

@@ -1,4 +1,5 @@
-"""`ReductionPlan`: what stays the same whenever the same parameters of a group are reduced. Layer: runtime."""
+"""`ReductionPlan`: the lanes, dtypes and sizes of a reduction, reused while the same parameters of a group are reduced.
+Layer: runtime."""
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -26,16 +27,16 @@ class ReductionPlan:
     """Valid only for the parameters, and the set of present gradients, that it was built from.
 
     Attributes:
-        channel: how they are communicated.
-        dtype: in which they are summed: the promotion of the parameters' reduce dtypes.
-        wire_dtype: in which they are sent.
-        order: of the contributions: packed ones first, so that their outputs are contiguous in the flat output; those
-            without a gradient last.
-        params: in that order.
-        sizes: elements of the outputs, in that order.
-        scattered_numel, packed_numel: elements of the outputs with a gradient, of the packed ones.
-        packed_layouts: of the packed ones.
-        grad_dtypes, grad_specs: of the sharded gradients.
+        channel: how the gradients are communicated.
+        dtype: the dtype in which they are summed: the promotion of the parameters' reduce dtypes.
+        wire_dtype: the dtype in which they are sent.
+        order: the order of the contributions: packed ones first, so that their outputs are contiguous in the flat
+            output; those without a gradient last.
+        params: the parameters, in that order.
+        sizes: the number of elements of each output, in that order.
+        scattered_numel, packed_numel: the number of elements of all outputs with a gradient, and of the packed ones.
+        packed_layouts: the layouts of the packed parameters.
+        grad_dtypes, grad_specs: the dtypes and specs of the sharded gradients.
         casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
     """
 
@@ -68,5 +69,5 @@ class ReductionPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all outputs."""
+        """The number of elements of all outputs."""
         return sum(self.sizes)

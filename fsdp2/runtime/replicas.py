@@ -1,8 +1,8 @@
-"""Replicas that start from different parameters: found before the first forward. Layer: runtime.
+"""Detects replicas that start from different parameters, before the first forward. Layer: runtime.
 
-Reductions do not make replicas equal that started different. Ranks that built their models from different seeds, or
-loaded different files, silently train different models: each loss falls. So one checksum per unit is compared over the
-replicate axis, once, and one flag is sent over the shard axis, so that all ranks learn the result.
+Reductions do not make replicas equal if they start different. Ranks that built their models from different seeds, or
+loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared once
+over the replicate axis, and one flag is sent over the shard axis, so that all ranks learn the result.
 
 Without a replicate axis no two ranks hold the same data, and there is nothing to compare.
 """
@@ -33,7 +33,8 @@ class _Replicated:
     groups: list[ParamGroup]
 
     def find_differences(self) -> str:
-        """What differs, for a message; "" if nothing does. Collective over the mesh; the same on all its ranks."""
+        """A description of the differences; "" if there are none. Collective over the mesh, with the same result on all
+        its ranks."""
         ours = _differing(self.roles, [[_checksum(param) for param in group.params] for group in self.groups])
         flag = torch.tensor([len(ours)], device=self.roles.device)
         shard_group = self.roles.shard_group
@@ -88,7 +89,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) -> dict[int, list[int]]:
-    """Which of several combined checksums differ on some replicas from the first, and on which."""
+    """For each list of checksums that differs from the first replica's: its index, and the replicas that differ."""
     ours = torch.stack([_combined(each) for each in checksums]).to(roles.device)
     gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group does not change them
     dist.all_gather(gathered, ours, group=roles.replicate.group)
@@ -98,13 +99,13 @@ def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) ->
 
 
 def _combined(checksums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number for several checksums, which depends on their order."""
+    """Combine several checksums into one number that depends on their order."""
     weights = torch.arange(1, 2 * len(checksums), 2, device=checksums[0].device)
     return (torch.stack(list(checksums)) * weights).sum()
 
 
 def _checksum(param: ManagedParameter) -> torch.Tensor:
-    """The sum of the shard's bits as 64-bit numbers, which wraps around; one pass at the speed of memory."""
+    """The sum of the shard's bits as 64-bit integers, with wraparound; one pass at memory speed."""
     flat = param.flat[: param.geometry.local_numel]
     if is_wrapper(local_tensor(param.sharded)) or is_wrapper(flat):
         return torch.zeros((), dtype=torch.int64, device=param.plan.home)  # only its own operators may read its memory

@@ -1,7 +1,7 @@
-"""Which unit is the root: the first to run a forward, among all units below its module. Layer: runtime, top.
+"""The root: the first unit to run a forward, among all units below its module. Layer: runtime, top.
 
-Before that, units are independent; a unit that is unsharded early has its own provisional context. Afterwards they
-share one context, and their names are relative to the root.
+Before that forward, units are independent; a unit that is unsharded early has its own provisional context. Afterwards
+they share one context, and their names are relative to the root.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,8 @@ def become_root(root: Unit) -> None:
 
 
 def check_borrowed(units: Sequence[Unit]) -> None:
-    """A unit that holds a weight of another unit must be under the same root as that unit: two roots have separate
-    backwards.
+    """Check that each unit that holds a weight of another unit has the same root as that unit, because two roots have
+    separate backwards.
 
     Raises:
         ArgumentError: the other unit is outside of this root.

@@ -1,11 +1,11 @@
-"""The order of units: what ran, what runs next, what may be given back. Pure: no tensor, no stream. Layer: runtime.
+"""The order of units: what ran, what runs next, what may be freed. Pure: no tensor, no stream. Layer: runtime.
 
-Forward order is recorded afresh each iteration, one `Pass` for each forward of the root. A unit's backward hook keeps
-the position at which that forward put it, so that prefetch in backward follows the reverse of what really ran, also
-when a unit ran twice, when two forwards share one backward, or when a forward had no backward. Explicit lists override.
+Forward order is recorded in each iteration, in one `Pass` for each forward of the root. A unit's backward hook keeps
+the unit's position in that pass. So prefetching in backward follows the reverse of the actual order, even if a unit ran
+twice, two forwards share one backward, or a forward had no backward. Explicit lists override it.
 
 One iteration of a root with units 0, 1, 2 that reshard after forward (time runs right; ``A`` all-gather, ``C`` compute,
-``R`` reduction; what stands in one column may overlap)::
+``R`` reduction; entries in one column may overlap)::
 
     forward   compute stream       C0  C1  C2
               gather stream    A0  A1  A2            A1 is issued before C0 ends: the CPU is ahead
@@ -29,7 +29,7 @@ class Pass(Generic[Unit]):
         self._order: list[Unit] = []
 
     def record(self, unit: Unit) -> int:
-        """`unit` finished its forward; returns its position, which its backward passes to `before`."""
+        """Record that `unit` finished its forward. Returns its position, which its backward passes to `before`."""
         self._order.append(unit)
         return len(self._order) - 1
 
@@ -60,7 +60,7 @@ class Schedule(Generic[Unit]):
         self._guesses = set()
 
     def end_forward(self) -> None:
-        """The root's forward is over; from now on the hooks that need the pass keep it alive."""
+        """The root's forward is over; from now on only the backward hooks keep its pass alive."""
         self._pass = Pass()
         self._in_root_forward = False
 
@@ -80,8 +80,8 @@ class Schedule(Generic[Unit]):
 
     @staticmethod
     def backward_targets(explicit: Sequence[Unit], current: Pass[Unit], position: int) -> Sequence[Unit]:
-        """What a unit's backward prefetches once its own parameters are available: its explicit list, otherwise the
-        unit that ran just before it in forward."""
+        """The units to prefetch in a unit's backward, once its own parameters are available: its explicit list,
+        otherwise the unit that ran just before it in forward."""
         if explicit:
             return explicit
         implicit = current.before(position)
@@ -90,8 +90,8 @@ class Schedule(Generic[Unit]):
     # --- prediction --------------------------------------------------------------------------------------------------
 
     def started(self, name: str) -> str | None:
-        """The unit of that name starts in the root's forward. Returns the name of the unit to prefetch now, if the last
-        two iterations ran in the same order and this one has followed it so far."""
+        """The unit called `name` starts in the root's forward. Returns the name of the unit to prefetch now, if the
+        last two iterations ran in the same order and this one has followed it so far."""
         position = len(self._starts)
         self._starts.append(name)
         if not self._follows or position + 1 >= len(self._last) or self._last[position] != name:
@@ -107,9 +107,9 @@ class Schedule(Generic[Unit]):
 
 
 def num_kept(prefetching: bool) -> int:
-    """How many resharded units whose storage has not been freed yet may remain so when another unit unshards.
+    """How many resharded units may keep their storage when another unit unshards.
 
-    Two units may be alive. When a unit unshards for itself, the previous one may still be computing, so one may remain
-    while the new one is gathered. When it is prefetched, the prefetching unit is the one that computes, so none may.
+    The storage of two units may be alive. When a unit unshards for itself, the previous one may still be computing, so
+    one resharded unit may keep its storage. When a unit is prefetched, the prefetching unit computes, so none may.
     """
     return 0 if prefetching else 1

@@ -1,4 +1,4 @@
-"""`Slot`: one place where a module holds a parameter; `SlotTable`: those of a group. Layer: runtime."""
+"""`Slot`: one place where a module holds a parameter; `SlotTable`: the slots of a group. Layer: runtime."""
 
 from collections.abc import Sequence
 from operator import is_not
@@ -13,7 +13,7 @@ __all__ = ["Slot", "SlotTable"]
 
 
 class Slot:
-    """One place where a module holds a parameter. Holds the module weakly: modules own units, not the reverse."""
+    """One place where a module holds a parameter. It refers to the module weakly, because modules own units."""
 
     def __init__(self, module: nn.Module, name: str):
         self.name = name
@@ -48,10 +48,10 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of several parameters, to be written and compared without a call for each.
+    """The slots of several parameters, written and compared without a call for each.
 
     Args:
-        slots: of each parameter.
+        slots: the slots of each parameter.
     """
 
     def __init__(self, slots: Sequence[Sequence[Slot]]):
@@ -72,7 +72,7 @@ class SlotTable:
                 slot.put(form)
 
     def others(self, forms: Sequence[nn.Parameter]) -> list[tuple[int, torch.Tensor | None]]:
-        """What the modules hold other than these forms, each with the index of its parameter."""
+        """The tensors that the modules hold instead of these forms, each with the index of its parameter."""
         expected = map(forms.__getitem__, self._indices)
         if not any(map(is_not, map(dict.get, self._dicts, self._names), expected)):  # without a Python frame for each
             return []

@@ -25,7 +25,8 @@ def before_each_step(check: Check) -> None:
 
 
 def when_gradients_are_final(check: Check) -> None:
-    """The same, but after a step with a closure, which computes the gradients."""
+    """Call `check` with each optimizer that is about to step; after a step with a closure, because the closure computes
+    the gradients."""
     _final.append(check)
 
 

@@ -1,9 +1,9 @@
 """`FlatStorage`: one block of memory for several tensors, freed and allocated again as a whole. Layer: runtime.
 
-Views are created once. They survive `free` and `alloc`, because these resize the storage that the views share, and so
-do tensors that autograd saved. Each view has its own version counter, so filling the memory through one view does not
-look to autograd like a modification of the parameter on the same bytes. That is correct, because it is filled with the
-same values.
+Views are created once. They, and tensors that autograd saved, survive `free` and `alloc`, because these resize the
+storage that the views share. Each view has its own version counter, so filling the memory through one view does not
+look to autograd like a modification of the parameter on the same bytes. That is correct, because the memory is filled
+with the same values.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class Storage(Protocol):
     """Memory that is allocated and freed as a whole."""
 
     def alloc(self) -> None:
-        """Take the memory; its content is undefined."""
+        """Allocate the memory; its content is undefined."""
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class Storages:

@@ -4,8 +4,8 @@ On an accelerator work is *enqueued*: everything up to the final event is issued
 CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result is needed. That is the only difference
 the runtime sees (`Streams.lazy`).
 
-The side streams are created once per device and shared by all roots: roots that run one after another lose nothing by
-it, and streams are a scarce resource.
+The side streams are created once per device and shared by all roots, because streams are a scarce resource. Roots that
+run one after another lose nothing by sharing.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -41,7 +41,7 @@ class Streams:
         return _NOTHING
 
     def record(self) -> torch.Event | None:
-        """An event at the current stream's end."""
+        """Record an event on the current stream."""
         return None
 
     def wait(self, event: torch.Event | None) -> None:
@@ -73,7 +73,7 @@ class _Current:
 
 
 class AcceleratorStreams(Streams):
-    """Three side streams of one device, above the priority of compute."""
+    """Three side streams of one device, with a higher priority than compute."""
 
     lazy = False
 

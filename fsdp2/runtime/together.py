@@ -20,8 +20,8 @@ from fsdp2.runtime.parameter import ManagedParameter
 
 __all__ = ["Places", "in_memory_order", "lay_together"]
 
-# Of a shard. For a larger one a separate call is negligible next to the arithmetic, and moving it is a noticeable copy:
-# `fully_shard` of a billion parameters took half as long again.
+# The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy
+# is noticeable: `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20
 
 
@@ -56,11 +56,11 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
 
 
 class Places:
-    """Memory for shards that are on the meta device: one block per dtype and device of a group, allocated when the
-    first of its parameters asks. So nothing has to move afterwards, and no group is in memory twice.
+    """Memory for shards that are on the meta device: one block per dtype and device of a group, allocated at the first
+    request for one of its parameters. So nothing has to move afterwards, and no group is in memory twice.
 
     Args:
-        groups: the parameters of each group that will ask.
+        groups: for each group, the parameters that will be requested.
     """
 
     def __init__(self, groups: Iterable[Sequence[ManagedParameter]]):
@@ -73,7 +73,7 @@ class Places:
         self._pieces: dict[ManagedParameter, torch.Tensor] = {}
 
     def parameter_for(self, param: ManagedParameter) -> nn.Parameter | None:
-        """A sharded parameter, zero including its padding, to replace `param`'s; None for a special one."""
+        """A zero sharded parameter, with zero padding, to replace that of `param`; None if `param` is in no block."""
         if param not in self._kinds:
             return None
         if param not in self._pieces:
@@ -88,7 +88,7 @@ class Places:
 def _kinds(
     params: Iterable[ManagedParameter], device_of: Callable[[ManagedParameter], torch.device]
 ) -> list[list[ManagedParameter]]:
-    """Those that should be neighbours."""
+    """The parameters that should be neighbours, grouped by dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[ManagedParameter]] = {}
     for param in params:
         if _should_have_neighbours(param):
@@ -97,7 +97,7 @@ def _kinds(
 
 
 def _should_have_neighbours(param: ManagedParameter) -> bool:
-    """Whether the shard is small and a plain tensor. Not if it is used in place, where alignment matters, or pinned,
+    """Whether the shard is small and a plain tensor. False if it is used in place, where alignment matters, or pinned,
     because copies from pinned memory are tracked per allocation."""
     if is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
         return False
@@ -105,7 +105,7 @@ def _should_have_neighbours(param: ManagedParameter) -> bool:
 
 
 def _pieces(members: Sequence[ManagedParameter], device: torch.device) -> list[torch.Tensor]:
-    """Zeroed memory for each, contiguous if possible."""
+    """Zeroed memory for each shard, contiguous if possible."""
     sizes, dtype = [param.flat.numel() for param in members], members[0].dtype
     with torch.inference_mode(False), torch.no_grad():
         if can_carve(torch.empty(0, device=device)):

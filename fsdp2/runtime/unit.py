@@ -9,7 +9,7 @@
     DONE      --end of backward-> IDLE
 
 A forward inside backward is the recomputation of an activation checkpoint: it finds the parameters unsharded and leaves
-them unsharded. So does a forward nested in a forward of the same unit, which still needs them.
+them unsharded. So does a forward nested in another forward of the same unit, because the outer one still needs them.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ __all__ = ["Stage", "Unit", "has_forward", "unit_of"]
 class Stage(Enum):
     """Where a unit is in its iteration."""
 
-    __hash__ = object.__hash__  # in C: each step looks moves up
+    __hash__ = object.__hash__  # implemented in C, because each step looks up moves
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -58,7 +58,7 @@ _MOVES = {
 
 
 def unit_of(module: nn.Module) -> "Unit | None":
-    """The unit that manages `module` itself, by the one attribute that we set on modules."""
+    """The unit that manages `module` itself, from the only attribute that we set on modules."""
     unit = module.__dict__.get("_fsdp2_unit")
     return unit if isinstance(unit, Unit) else None
 
@@ -82,7 +82,7 @@ class Unit:
         left_by: the call that let its last backward leave gradients unreduced; "" for none.
         split_backward: a backward without gradient sync ran through the unit without giving any of its parameters a
             gradient, as in pipeline schedules that compute the gradients of weights later.
-        in_flight: reductions that this unit, as a root, shares with other roots; None if it does not.
+        in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists, of weak references, since two units may name each other.
         was_emptied: `to_empty` was called, and it is not known yet whether everything was filled (see
         `runtime.emptied`).
@@ -183,13 +183,13 @@ class Unit:
         self.refresh_groups()
 
     def refresh_groups(self) -> None:
-        """The same without the checks, for when a model is being materialised or loaded."""
+        """`refresh` without the checks, for a model that is being materialised or loaded."""
         for group in self._sharded_groups():
             group.refresh()
 
     def move_groups(self) -> None:
-        """The same after the module was moved or converted. Shards are then in new memory that nothing else refers to,
-        so they can be placed contiguously."""
+        """`refresh_groups` after the module was moved or converted. The shards are then in new memory that nothing else
+        refers to, so they can be placed contiguously."""
         for group in self._sharded_groups():
             if group.refresh():
                 group.lay_together()
@@ -223,7 +223,7 @@ class Unit:
             group.channel.fqn = fqn
 
     def forget_uses(self) -> None:
-        """No backward will come to the forwards so far."""
+        """The forwards so far will have no backward."""
         for group in self.groups:
             group.forget_use()
 
@@ -231,7 +231,7 @@ class Unit:
         """Free unsharded parameters that no other unit computes with.
 
         Args:
-            to_smaller: to the smaller mesh, where there is one.
+            to_smaller: reshard to the smaller mesh, where there is one.
             within_step: the parameters will not change before the next unshard, so inner shards may stay.
         """
         if self.context is None:
@@ -245,8 +245,8 @@ class Unit:
                     group.reshard(self.context.memory, to)
 
     def reshard_all(self) -> None:
-        """Free all unsharded parameters, even those that other units use or that were kept, because the sharded ones
-        will be read or changed."""
+        """Free all unsharded parameters, even those that other units use or that were kept. Called before the sharded
+        parameters are read or changed."""
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
@@ -291,7 +291,7 @@ class Unit:
         return args, kwargs
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
-        predicted = context.predict(self)  # also if a list takes precedence: it records what starts
+        predicted = context.predict(self)  # called even if a list takes precedence, because it records what starts
         for unit in _alive(self.forward_prefetch) or predicted:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
@@ -327,12 +327,12 @@ class Unit:
         return output
 
     def _holds_container(self) -> bool:
-        """Whether a module of the list never runs itself: the end of its backward cannot be observed."""
+        """Whether a module of the list never runs, so that the end of its backward cannot be observed."""
         return len(self._modules) > 1 and not all(has_forward(module) for module in self.modules)
 
     def complete_forward(self) -> None:
-        """The root's forward is over: modules that did not run will not run any more."""
-        # The root may have been called from within this unit's own forward, which goes on then.
+        """The root's forward is over: modules that have not run will not run any more."""
+        # The root may have been called from within this unit's own forward, which then continues.
         if self.stage is Stage.FORWARD and not any(map(is_running, self.modules)):
             emit("post_forward", self.fqn)
             self._move(Stage.IDLE)
@@ -349,11 +349,11 @@ class Unit:
         return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output)
 
     def _conversions(self) -> int:
-        """How often unsharded parameters were made again in another dtype, on another device or in another shape."""
+        """How often unsharded parameters were recreated in another dtype, on another device or in another shape."""
         return sum([group.conversions for group in self.groups])
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move inputs to the accelerator. On the CPU nothing is to be done."""
+        """Move inputs to the accelerator. Does nothing on the CPU."""
         if self.device.type == "cpu":
             return args, kwargs
         with profiler_range("FSDP::inputs_to_device"):
@@ -367,7 +367,7 @@ class Unit:
         """Hook on the outputs' gradients: unshard, prefetch.
 
         Raises:
-            OrderError: parameters were converted since the forward, which had made `conversions` of them.
+            OrderError: parameters were converted since the forward, when `_conversions` was `conversions`.
         """
         assert self.context is not None
         self.context.expect_end_of_backward()
@@ -393,12 +393,12 @@ class Unit:
                         unit.unshard(prefetching=True)
 
     def _pre_backward_again(self) -> None:
-        """Backward reaches a part of this unit again, after an earlier one had finished it."""
+        """A backward through this unit's own backward reaches the unit again."""
         self.pre_backward(None, -1, self._conversions())
 
     def gradients_ready(self, index: int) -> None:
-        """All trainable parameters of a group have a gradient: their reduction can start before the unit's backward
-        ends. Not if other ranks may lack some: then all ranks start it at the same point, the end."""
+        """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
+        ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead."""
         self.ready_context().expect_end_of_backward()
         settings = self._in_backward()
         if settings.requires_gradient_sync and not settings.reduce_unused:
@@ -427,9 +427,9 @@ class Unit:
                 self._reduce(group, settings)
 
     def finish_backward(self) -> None:
-        """The backward pass is over: finish what is left.
+        """The backward pass is over: reduce and reshard what is left.
 
-        Parameters that were prefetched but not used stay for the next backward, if there is one.
+        If another backward of the step follows, parameters that were prefetched but not used stay for it.
         """
         assert self.context is not None
         if self.stage is Stage.BACKWARD:
@@ -448,7 +448,7 @@ class Unit:
         self._move(Stage.IDLE)
 
     def _what_left_gradients(self) -> str:
-        """The call that lets this backward, which does not end a step, leave gradients unreduced."""
+        """The call because of which this backward, which does not end a step, leaves gradients unreduced."""
         if self.ready_context().finalization.is_manual:
             return "set_manual_backward_finalization(True) without finalize_backward() since"
         if not self.settings.requires_gradient_sync:
@@ -456,7 +456,7 @@ class Unit:
         return "set_is_last_backward(False)" if self.settings.requires_all_reduce else "set_requires_all_reduce(False)"
 
     def has_unreduced(self, params: set[int]) -> bool:
-        """Whether gradients of parameters among these (their ids) wait to be reduced."""
+        """Whether gradients of parameters with these ids wait to be reduced."""
         return any(group.gradients.wait_for_reduction(params) for group in self.groups)
 
     def reset(self) -> None:
@@ -471,7 +471,7 @@ class Unit:
         """Before gradients are finalised by hand.
 
         Raises:
-            OrderError: gradients wait for an all-reduce, or would after it.
+            OrderError: gradients wait for an all-reduce, or would still wait for one afterwards.
         """
         for group in self.groups:
             partial_fqns = [param.fqn for param in group.params if param.partial is not None]
@@ -501,8 +501,9 @@ def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
 
 
 def _make_room_for_recomputation(context: Context[Unit]) -> None:
-    """A checkpoint around units recomputes their forwards within backward, and their backwards follow at once. The last
-    two recomputed units stay unsharded, so that backward does not gather them again."""
+    """Before a unit is recomputed, reshard all recomputed units but the last. A checkpoint around units recomputes
+    their forwards within backward, and their backwards follow at once. The last two recomputed units stay unsharded,
+    so that backward does not gather them again."""
     while len(context.recomputed) > 1:
         unit = context.recomputed.popleft()()
         if unit is not None and unit.stage is Stage.IDLE:

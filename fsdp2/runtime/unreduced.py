@@ -1,9 +1,9 @@
-"""Gradients that wait to be reduced while the sharded ones are used. Layer: runtime.
+"""Detects the use of sharded gradients while others still wait to be reduced. Layer: runtime.
 
 A backward with gradient sync or all-reduce turned off, one that is not the last, or one that will be finalised by hand
 leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` is then a silent mistake: a program that
-never turns them on again trains nothing. Roots whose last backward left gradients are listed here, so that the check
-costs almost nothing if there are none.
+never turns reductions on again trains nothing. Roots whose last backward left gradients are listed here, so that the
+check costs almost nothing if there are none.
 """
 
 import warnings
@@ -23,11 +23,11 @@ _waiting: "WeakSet[Unreduced]" = WeakSet()
 
 
 class Unreduced:
-    """What is known of unreduced gradients of one root.
+    """The state of one root's unreduced gradients.
 
     Args:
-        find: a method, held weakly: units that have unreduced gradients of parameters among these (their ids), and the
-            call that left them.
+        find: a method, held weakly, that returns the units that have unreduced gradients of parameters with these ids,
+            and the call that left them.
 
     Attributes:
         has_reduced: whether a reduction of this root into sharded gradients has been issued.
@@ -42,19 +42,19 @@ class Unreduced:
         self._has_warned = False
 
     def after_backward(self, some_wait: bool) -> None:
-        """A backward has ended, or was finalised: `some_wait` if it may have left gradients."""
+        """A backward has ended, or was finalised. `some_wait`: it may have left gradients."""
         self._num_backwards += 1
         (_waiting.add if some_wait else _waiting.discard)(self)
 
     def check(self, call: str, params: set[int], is_read: bool) -> None:
-        """`call` is made with parameters of these ids.
+        """`call` is made with parameters of these ids: warn, once, if some of their gradients are unreduced.
 
         Args:
             is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
-            OrderError: some of their gradients are unreduced, the second time, and no gradient of this root has ever
-                been reduced.
+            OrderError: gradients are read while some are unreduced for the second time, and no gradient of this root
+                has ever been reduced.
         """
         find = self._find()
         found = [] if find is None else find(params)
@@ -84,7 +84,7 @@ def _message(call: str, found: list[tuple[str, str]]) -> str:
 
 
 def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = True) -> None:
-    """Warn if gradients of sharded `params` wait to be reduced while `call` uses the existing ones; once per root.
+    """Warn, once per root, if gradients of sharded `params` wait to be reduced while `call` uses the existing ones.
 
     Raises:
         OrderError: see `Unreduced.check`.

@@ -27,11 +27,12 @@ __all__ = ["UnshardedStorage"]
 
 
 class UnshardedStorage:
-    """Creating it allocates its memory, on the all-gather stream like everything below.
+    """The unsharded parameters of a group. Creating it allocates its memory. All its memory is owned by the all-gather
+    stream.
 
     Attributes:
-        storage: of the unsharded parameters. Starting a gather allocates it, except for parameters that are copied out
-            of a packed buffer, which finishing it allocates.
+        storage: the memory of the unsharded parameters. Starting a gather allocates it, except for parameters that are
+            copied out of a packed buffer, whose memory is allocated when the gather is finished.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
     """
 
@@ -78,13 +79,13 @@ class UnshardedStorage:
     # --- one unshard -------------------------------------------------------------------------------------------------
 
     def start(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Callable[[], None]:
-        """Issue the all-gather from the flat `shards`, which have these `versions`. Returns what completes the
-        unsharded parameters."""
+        """Issue the all-gather from the flat `shards`, which have these `versions`. Returns a function that completes
+        the unsharded parameters."""
         device, stay = self._channel.roles.device, not self._extended
         if self._params[0].plan.home != device:
             stay = False
-            # Offloaded: copy to the device first and cast there. A copy that does both would cast on the CPU and block
-            # it. The copies are owned by this stream, like everything that reads them.
+            # Offloaded shards are copied to the device first and cast there. A copy that does both would cast on the
+            # CPU and block it. The copies are owned by this stream, and so is everything that reads them.
             pairs = zip(self._params, shards, strict=True)
             shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
         if self._inner is not None:
@@ -99,7 +100,7 @@ class UnshardedStorage:
         return partial(self._finish, gather.start(self._sources(shards), stay), self._extended.values())
 
     def _take(self, gather: Gather) -> None:
-        """Allocate the memory that `gather` needs from its start on."""
+        """Allocate the memory that `gather` needs when it starts."""
         self._early.alloc()
         for extended in self._extended.values():
             extended.alloc()
@@ -107,25 +108,25 @@ class UnshardedStorage:
             self._late.alloc()
 
     def _can_wait(self, gather: Gather) -> bool:
-        """Whether all memory that is allocated late belongs to packed parameters of `gather`: another `Comm`, or other
-        ranks, may have changed that."""
+        """Whether all memory that is allocated late belongs to parameters that are packed in `gather`. A `Comm` that
+        was changed since, or another number of ranks, may have changed which parameters are packed."""
         return not self._extended and self._late_indices <= gather.packed
 
     def _copy(self, shards: Sequence[torch.Tensor]) -> None:
-        """Without a shard axis nothing is communicated."""
+        """Copy the shards; without a shard axis nothing is communicated."""
         for param, shard in zip(self._params, shards, strict=True):
             assert param.whole is not None
             if not param.aliases:
                 param.whole.view(-1).copy_(shard, non_blocking=True)
 
     def start_smaller(self, axis: Axis) -> Callable[[], None]:
-        """The same from `copies`, over the smaller mesh's shard `axis`."""
+        """Issue the all-gather from `copies`, over the smaller mesh's shard `axis`; returns as `start` does."""
         for extended in self._extended.values():
             extended.take_inner()
         gather = self._gather_over(axis, plain=True)
         self._take(gather)
         for extended in self._extended.values():
-            extended.take_inner()  # again: nothing else that was allocated is needed
+            extended.take_inner()  # again, to free the rest of what `_take` allocated
         return partial(self._finish, gather.start(self.copies), ())
 
     def _finish(self, finish_gather: Callable[[], None], extended: Iterable[ExtendedGather]) -> None:
@@ -137,7 +138,7 @@ class UnshardedStorage:
                     each.finish()
 
     def free_inner(self) -> None:
-        """The shards will change, or have changed: gather them again next time."""
+        """Free the inner shards, because the shards will change or have changed."""
         if self._inner is not None:
             self._inner.free()
 
@@ -151,7 +152,7 @@ class UnshardedStorage:
         return sources
 
     def _gather_over(self, axis: Axis, plain: bool = False) -> Gather:
-        """The gather over `axis`; `plain` from copies of the unsharded parameters, past all extensions."""
+        """The gather over `axis`; with `plain`, from copies of the unsharded parameters, without extensions."""
         key = axis.size, plain
         if key not in self._gathers:
             layouts, fulls = [], []
@@ -166,7 +167,7 @@ class UnshardedStorage:
                     layouts.append(param.layout.over(axis.size))
                     fulls.append(param.whole)
             with torch.inference_mode(False), torch.no_grad():
-                stays = self._late.is_taken  # kept at the same address
+                stays = self._late.is_taken  # memory that is kept at the same address
                 self.storage.alloc()
                 self._gathers[key] = Gather(layouts, fulls, axis, self._channel)
                 if not stays and self._can_wait(self._gathers[key]):
@@ -176,8 +177,8 @@ class UnshardedStorage:
     # --- staying valid -----------------------------------------------------------------------------------------------
 
     def follow_shards(self) -> bool:
-        """Follow sharded parameters that were moved or converted, if unsharded ones share their memory. Returns whether
-        the unsharded parameters still match them."""
+        """If unsharded parameters share the memory of sharded ones that were moved or converted, update them. Returns
+        whether all unsharded parameters still match the sharded ones."""
         with torch.inference_mode(False), torch.no_grad():
             followed = [self._follows(param) for param in self._params]  # all of them, whatever the first returns
         return all(followed)
@@ -207,12 +208,12 @@ class UnshardedStorage:
             gather.forget_shards()
 
     def forget_gathers(self) -> None:
-        """The channel changed."""
+        """Drop the gathers, because the channel changed."""
         self._gathers = {}
 
 
 def _nothing() -> None:
-    """Completes what needs no completion."""
+    """Complete an unshard that needs no completion."""
 
 
 def _alias(param: ManagedParameter) -> torch.Tensor:
