@@ -1,8 +1,8 @@
-"""Every private name of torch that fsdp2 touches, and every public one whose name depends on the version; a few lines
-each. Ground layer; a torch upgrade touches this file.
+"""All private names of torch that fsdp2 uses, and all public ones whose name depends on the version; a few lines each.
+Ground layer; a torch upgrade touches this file.
 
 Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1; on the CPU. Each
-function names the private thing and why no public one serves.
+function names the private API and why no public one is enough.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,8 +88,8 @@ __all__ = [
 ]
 
 
-# What files of `torch.save` call the functions that make a tensor again, and metadata of DCP its classes: part of the
-# format, which names torch's own. Only compared with; nothing of that name is imported or called.
+# Names of torch's functions and classes in files of `torch.save` (those that rebuild a tensor) and in metadata of DCP.
+# They are part of the format. We only compare with them; nothing of these names is imported or called.
 PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 PICKLED_PARAMETER = "torch._utils._rebuild_parameter"
 PICKLED_PARAMETERS = (PICKLED_PARAMETER, "torch._utils._rebuild_parameter_with_state")
@@ -115,18 +115,18 @@ def make_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """`DTensorSpec` says global shape and stride, which `DTensor.from_local` would have to work out at each call."""
+    """`DTensorSpec` holds the global shape and stride, which `DTensor.from_local` would compute at each call."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """`_StridedShard`: cut along `dim` what another axis has cut into `split_factor` pieces; no public one does."""
+    """`_StridedShard`: split `dim`, which another axis has split into `split_factor` pieces; no public one does."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
 def split_factor(placement: Placement) -> int | None:
-    """Into how many pieces other axes have cut the dim before this placement cuts it: 1 for `Shard`; None for what is
-    no shard. `_StridedShard` is a subclass of `Shard` in some versions of torch and not in others."""
+    """Into how many pieces other axes have split the dim before this placement splits it: 1 for `Shard`; None for other
+    placements. `_StridedShard` is a subclass of `Shard` in some versions of torch and not in others."""
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if isinstance(placement, Shard) else None
@@ -139,8 +139,8 @@ def shard_dim(placement: Placement) -> int:
 
 
 def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The key-value store over which the ranks of a group found each other; None without process groups. Nothing public
-    gives it, or any other way to tell another rank something without a collective."""
+    """The key-value store through which the ranks of a group found each other; None without process groups. No public
+    function returns it, and there is no other way to tell another rank something without a collective."""
     if not dist.is_initialized():
         return None
     store: Any = distributed_c10d._world.pg_map[group or distributed_c10d._get_default_group()][1]
@@ -154,7 +154,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The 1-D mesh of the same ranks; torch makes its process group once and finds it again by its name."""
+    """The 1-D mesh of the same ranks; torch creates its process group once and later finds it by name."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
@@ -165,7 +165,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether two meshes are parts of one, or of equal ones: a DTensor's mesh may come from a cache."""
+    """Whether two meshes are parts of the same mesh, or of equal ones: a DTensor's mesh may come from a cache."""
     return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
 
 
@@ -176,23 +176,24 @@ def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) ->
 
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
-    """The DTensor constructor, where `DTensor.from_local` dispatches, checks and builds a graph. `__new__` alone: the
-    `__init__` does nothing, behind a wrapper for Dynamo that costs as much as all the rest."""
+    """The DTensor constructor; `DTensor.from_local` dispatches, checks and builds a graph. Only `__new__` is called,
+    because `__init__` does nothing, and its wrapper for Dynamo costs as much as all the rest."""
     tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     return tensor
 
 
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """A DTensor that is an `nn.Parameter`, which for tensors of other classes says so in `_is_param`. It would detach
-    it first, and call `requires_grad_`: what DTensor's dispatch makes of the one has its spec from a cache, with a mesh
-    that may be another object, with process groups of its own; transforms of `torch.func` refuse the other."""
+    """A DTensor that is an `nn.Parameter`, which `_is_param` marks for tensors of other classes. The constructor of
+    `nn.Parameter` would detach the DTensor and call `requires_grad_`. DTensor's dispatch of `detach` takes the spec
+    from a cache, whose mesh may be another object with its own process groups, and transforms of `torch.func` refuse
+    `requires_grad_`."""
     param: Any = make_dtensor(local, spec, requires_grad)
     param._is_param = True
     return param  # type: ignore[no-any-return]
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """`DTensor._local_tensor` is the very storage; `to_local()` makes an autograd view of it."""
+    """`DTensor._local_tensor` is the local tensor itself; `to_local()` creates an autograd view of it."""
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
 
@@ -204,8 +205,8 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
     return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# For `map` over all parameters in each step: no Python frame for each.
-# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks`, a dict or None; what `local_tensor` gets; of a DTensor `_spec`:
+# For `map` over all parameters in each step, without a Python frame for each.
+# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks`, a dict or None; the result of `local_tensor`; `DTensor._spec`:
 # mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`:
 # how often autograd saw it change in place; `Module._parameters`: where a module's parameters live (`setattr` costs ten
 # times as much).
@@ -224,15 +225,15 @@ _to_empty: Any = nn.Module.to_empty
 
 
 def makes_empty(fn: Any) -> bool:
-    """Whether `fn` is what `Module.to_empty` hands to `Module._apply`: a function written within it. Nothing else tells
-    its memory from what another `fn` makes and fills; and a module above, which is not sharded, may be the one that was
-    told."""
+    """Whether `fn` is the function, defined inside `Module.to_empty`, that `to_empty` passes to `Module._apply`.
+    Nothing else distinguishes its memory from that of another `fn`, which fills it; and `to_empty` may have been called
+    on a module above that is not sharded."""
     code = getattr(fn, "__code__", None)
     return code is not None and any(code is const for const in _to_empty.__code__.co_consts)
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Put other storage and another spec below a DTensor whose identity must stay."""
+    """Give a DTensor, which must stay the same object, other storage and another spec."""
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
     tensor._spec = spec
@@ -249,7 +250,7 @@ def written_arguments(op: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def takes_device(op: Any) -> bool:
-    """Whether an `OpOverload` can be told the device of its result."""
+    """Whether an `OpOverload` has an argument for the device of its result."""
     return any(argument.name == "device" for argument in op._schema.arguments)
 
 
@@ -259,7 +260,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 def running_backward() -> int:
-    """A number for the backward pass that this thread runs, -1 for none. One within another has its own."""
+    """A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number."""
     task: int = torch._C._current_graph_task_id()
     return task
 
@@ -270,24 +271,24 @@ def backward_is_running() -> bool:
 
 
 def tensors_have_levels() -> bool:
-    """Whether `torch.func` transforms what runs now, or forward-mode differentiation is on."""
+    """Whether a transform of `torch.func` is active, or forward-mode differentiation is on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Let the block run as if no transform of `torch.func` were active: a tensor that is made within one belongs to it,
-    and is dead once it is over. No public name says so."""
+    """Run the block as if no transform of `torch.func` were active, because a tensor that is created within a transform
+    is unusable once the transform is over. There is no public name for this."""
     return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler of this process records. The flag that torch's own optimizers ask before `record_function`,
-    which costs microseconds even where nobody records."""
+    """Whether a profiler of this process records. torch's own optimizers check this flag before `record_function`,
+    which costs microseconds even if no profiler records."""
     return profiler._is_profiler_enabled
 
 
 def allows_direct_slots(module: nn.Module) -> bool:
-    """Whether nothing watches the module's `setattr` (an RNN, for one, keeps a second list of its weights)."""
+    """Whether the module has no `__setattr__` of its own (an RNN, for example, keeps a second list of its weights)."""
     return type(module).__setattr__ is nn.Module.__setattr__
 
 
@@ -307,9 +308,9 @@ def composable_apis(module: nn.Module) -> set[str]:
 
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
     """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`, and list `module` as one that
-    `fully_shard` was applied to. torch's pipelining asks so for what ends the backward of a stage, its composable
-    `replicate` for what to leave alone, and there is no other way in. Both look into attributes of the module, whose
-    names the `contract` decorator's module makes up when it is imported."""
+    `fully_shard` was applied to. torch's pipelining finds the object that ends the backward of a stage this way, and
+    its composable `replicate` the modules to skip; there is no other way. Both read attributes of the module, whose
+    names the `contract` decorator's module generates when it is imported."""
     keys = _fully_shard.__globals__
     module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
     module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
@@ -349,8 +350,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
 
 def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this name; operators take texts. torch's own collectives for compiled code ask so."""
-    module: Any = distributed_c10d  # torch's own hints know the name only as a type of its own
+    """The process group of this name, since operators take strings. torch's collectives for compiled code do this."""
+    module: Any = distributed_c10d  # torch's own type hints have a separate type for the name
     group: dist.ProcessGroup = module._resolve_process_group(name)
     return group
 
@@ -366,8 +367,8 @@ def attention_op(name: str) -> Any:
 
 
 def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend has memory of its own to give out on `device`; asked of the backend, which the group
-    hands out by a private method only."""
+    """Whether the group's backend can allocate memory on `device`. Only a private method of the group returns the
+    backend."""
     try:
         return bool(group._get_backend(device).supports_tensor_alloc(device))
     except RuntimeError:  # no backend for this kind of device
@@ -386,8 +387,8 @@ def use_symmetric_memory(backend: str) -> None:
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-    """1-D memory that every rank of `group` has mapped; collective. From the pool of symmetric memory: what was freed
-    is given out again, already registered, where `symmetric_memory.empty` would register anew."""
+    """1-D memory that every rank of `group` has mapped; collective. It comes from the pool of symmetric memory, which
+    reuses freed memory that is already registered; `symmetric_memory.empty` would register it again."""
     with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
         tensor = torch.empty(numel, dtype=dtype, device=device)
     symmetric_memory.rendezvous(tensor, group.group_name)
@@ -401,8 +402,8 @@ _ASYNC_GATHER.asyncOp = True
 
 
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The flat all-gather, asynchronous. By the group's own method: the checks of `torch.distributed`'s function cost
-    half of what the call itself does."""
+    """The flat all-gather, asynchronous. Calls the group's own method, because the checks of `torch.distributed`'s
+    function cost half as much as the call itself."""
     if output.is_complex():
         output, source = torch.view_as_real(output), torch.view_as_real(source)
     method = getattr(group, "all_gather_single", None) or group._allgather_base

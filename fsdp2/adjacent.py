@@ -5,8 +5,8 @@ Neighbours are detected, never assumed: callers get merged tensors where they ar
 Two kinds of tensors can be neighbours:
 
 * views of one tensor, such as the gradients of a group, which its reduction leaves in one flat output;
-* tensors that `carve` made, such as the shards of a group. Each has a storage of its own, so that to all others they
-  are tensors like any: saving one writes only that one, and no two look tied.
+* tensors that `carve` made, such as the shards of a group. Each has its own storage, so all other code sees ordinary
+  tensors: saving one writes only that one, and no two look tied.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +52,8 @@ def can_carve(tensor: torch.Tensor) -> bool:
 
 def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which lives as long as one of
-    them. Each has a storage and a version counter of its own. (A DTensor on one can be deep-copied; on a view that does
-    not begin where its storage does, it cannot: torch takes the place for an address.)
+    them. Each has its own storage and version counter. (A DTensor on such a tensor can be deep-copied. On a view that
+    does not begin where its storage does, it cannot, because torch mistakes the offset for an address.)
 
     Args:
         flat: 1-D, contiguous, of ``sum(sizes)`` elements; `can_carve`.
@@ -71,7 +71,7 @@ def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The carved tensor at whose beginning `tensor` is, without gaps."""
+    """The carved tensor at whose start `tensor` begins, if `tensor` has no gaps; otherwise None."""
     base = base_of(tensor)
     if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
         return None
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 
 def span_of(tensor: torch.Tensor) -> Span | None:
-    """The span; None for a tensor with gaps between its elements, or one that does not lie in a larger one."""
+    """The span of `tensor`; None if there are gaps between its elements, or it is not part of a larger tensor."""
     base = base_of(tensor)
     whole = _carved.get(tensor if base is None else base, base)
     if whole is None or whole.dtype is not tensor.dtype or not _is_dense(tensor):
@@ -112,11 +112,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Run(NamedTuple):
-    """Neighbours.
+    """Neighbours in memory.
 
     Attributes:
         tensor: a 1-D tensor over all of them; a tensor without neighbours is returned itself.
-        indices: which of the tensors, in memory order.
+        indices: the indices of the tensors, in memory order.
     """
 
     tensor: torch.Tensor
@@ -168,10 +168,10 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 def joint_copies(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same copies, as few as possible: copies whose two sides both continue the previous ones are merged.
+    """The same copies, merged where both the destination and the source continue those of the previous copy.
 
     Args:
-        destinations, sources: 1-D; of each pair the same size.
+        destinations, sources: 1-D; the tensors of each pair have the same size.
     """
     joint: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     sides = [(tensors, [span_of(tensor) for tensor in tensors]) for tensors in (destinations, sources)]

@@ -238,7 +238,7 @@ def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | N
     if not isinstance(value, int):
         raise ArgumentError(f"reshard_after_forward: expected a bool, an int or None, got {value!r}")
     if value < 1 or roles.shard_size % value != 0:
-        error = ArgumentError if roles.full_mesh is None else UnsupportedError  # torch has none at all there
+        error = ArgumentError if roles.full_mesh is None else UnsupportedError  # torch has no such mesh there
         raise error(
             f"reshard_after_forward: expected a divisor of the shard axis' size {roles.shard_size}, got {value}"
         )
@@ -298,7 +298,7 @@ def _share(tied: _Tied, unit: Unit) -> None:
 
 
 def _managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules and those below, with names; neither into modules of another unit nor into replicated ones."""
+    """The modules and their submodules, with names; skips modules of other units and replicated ones."""
     seen: set[nn.Module] = set()
     roots = set(modules)
     for root in modules:

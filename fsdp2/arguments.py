@@ -1,6 +1,6 @@
 """The arguments of `fully_shard`, checked once and before anything is changed. Layer: below placing.
 
-torch's own policies serve as well as ours; what comes out of here is ours.
+torch's own policies are accepted too, and are converted to ours.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisio
 
 __all__ = ["check_options", "own_mesh_dims", "own_offload_policy", "own_precision_policy", "parameter_set"]
 
-# By their names here: `fsdp2.compat` may put ours where torch's are.
+# Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
 _TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
 _TorchCPUOffloadPolicy = torch.distributed.fsdp.CPUOffloadPolicy
 _TORCHS_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -25,10 +25,10 @@ _UNSET = object()
 
 
 def check_options(mesh: object, shard_placement_fn: object, zero: object) -> None:
-    """The types of the arguments that have nothing else to check them.
+    """Check the types of the arguments that are not checked elsewhere.
 
     Raises:
-        ArgumentError: one is of another type.
+        ArgumentError: an argument has another type.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise _unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
@@ -40,10 +40,10 @@ def check_options(mesh: object, shard_placement_fn: object, zero: object) -> Non
 
 
 def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
-    """`policy` as one of ours; any object with the fields of torch's `MixedPrecisionPolicy` serves.
+    """`policy` as one of ours; any object with the fields of torch's `MixedPrecisionPolicy` is accepted.
 
     Raises:
-        ArgumentError: it has other fields, or values that cannot work.
+        ArgumentError: `policy` lacks a field, or has values that cannot work.
     """
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
@@ -57,11 +57,11 @@ def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
-    """`policy` as one of ours, for a mesh of `device`; None is no offload, as with torch.
+    """`policy` as one of ours, for a mesh of `device`; None means no offload, as in torch.
 
     Raises:
-        ArgumentError: it is no offload policy.
-        UnsupportedError: it asks for pinned memory on a machine that has no accelerator to pin it for.
+        ArgumentError: `policy` is not an offload policy.
+        UnsupportedError: it requests pinned memory on a machine without an accelerator.
     """
     if isinstance(policy, _TorchCPUOffloadPolicy):
         policy = CPUOffloadPolicy(pin_memory=policy.pin_memory)
@@ -78,10 +78,10 @@ def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
 
 
 def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:
-    """`dims` as ours, or None; torch's own serve.
+    """`dims` as ours, or None; torch's own are accepted.
 
     Raises:
-        ArgumentError: it has other fields, or holds what is no name.
+        ArgumentError: `dims` lacks a field, or has values that are not names.
     """
     if dims is None or isinstance(dims, DataParallelMeshDims):
         return dims
@@ -95,7 +95,7 @@ def parameter_set(params: Any) -> set[nn.Parameter]:
     """`ignored_params` as a set, from any collection.
 
     Raises:
-        ArgumentError: it holds something else than parameters: names, for one, would be ignored themselves.
+        ArgumentError: it holds something other than parameters. Names, for example, would have no effect.
     """
     if params is None:
         return set()

@@ -89,11 +89,11 @@ def record() -> Iterator[list[Event]]:
 
 
 class Named(Protocol):
-    """What `profiled` methods belong to: units and param groups."""
+    """An object with `profiled` methods: a unit or a param group."""
 
     @property
     def fqn(self) -> str:
-        """Of the unit."""
+        """FQN of the unit."""
 
 
 Owner = TypeVar("Owner", bound=Named)

@@ -4,7 +4,7 @@
 
     enter    reshard; gather each parameter in its original dtype; the slots hold whole ones, the units manage nothing
     body     the model is a plain one: read, change, initialise, load, save, run it
-    leave    each rank's rows of the whole ones into the sharded ones, in place; the slots hold those again
+    leave    copy each rank's rows of the whole parameters into the sharded ones; the slots hold the sharded ones again
 
 The hooks of a unit that manages nothing do nothing, so a forward in the body computes with the whole parameters and
 does not communicate.
@@ -167,7 +167,7 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
     groups = [group for unit in units for group in unit.groups]
     contexts = [unit.context for unit in units if unit.context is not None]
     for unit in dict.fromkeys([*units, *(member for context in contexts for member in context.units)]):
-        if any(group in groups for group in unit.borrowed):  # weights that are tied over units
+        if any(group in groups for group in unit.borrowed):  # weights that are tied across units
             change(unit, borrowed=[group for group in unit.borrowed if group not in groups])
     for unit in units:
         undo.callback(_open.discard, unit)
@@ -196,8 +196,8 @@ def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> 
     if with_grads and sharded.grad is not None:
         grad = _whole(sharded.grad, param.roles.device, offload_to_cpu)
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
-    whole.__dict__.update(sharded.__dict__)  # what the user noted on it
-    note_ignored([whole])  # plain and trainable, but only for a while
+    whole.__dict__.update(sharded.__dict__)  # attributes that the user set
+    note_ignored([whole])  # plain and trainable, but only within the context
     if grad is not None:
         if grad.dtype != whole.dtype:
             whole.grad_dtype = grad.dtype
@@ -214,7 +214,7 @@ def _whole(tensor: torch.Tensor, device: torch.device, to_cpu: bool) -> torch.Te
     if to_cpu:
         whole = whole.to("cpu")
     if whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():
-        whole = whole.clone()  # a mesh of one rank: the shard itself, which only a write-back may change
+        whole = whole.clone()  # on a mesh of one rank this is the shard itself, which only a write-back may change
     return whole
 
 
@@ -258,8 +258,8 @@ def _check_unchanged_shapes(wholes: dict[ManagedParameter, nn.Parameter]) -> Non
 
 @torch.no_grad()
 def _write_back(param: ManagedParameter, holds: bool, rank0_only: bool, with_grads: bool) -> None:
-    """Take this rank's rows of what the module holds now; with `rank0_only` of what the first rank's module holds, a
-    collective over the parameter's mesh."""
+    """Copy this rank's rows of the module's current parameter into the sharded one. With `rank0_only` the first rank's
+    parameter is used, and the call is collective over the parameter's mesh."""
     sharded, current = param.sharded, param.slots[0].get()
     assert isinstance(sharded, DTensor)
     if holds:
@@ -271,7 +271,7 @@ def _write_back(param: ManagedParameter, holds: bool, rank0_only: bool, with_gra
 
     def rows(whole: torch.Tensor, dtype: torch.dtype) -> DTensor:
         whole = whole.to(param.roles.device, dtype)
-        if rank0_only:  # torch 2.13 cannot scatter to ranks that two axes make along one dim, so all get the whole
+        if rank0_only:  # torch 2.13 cannot scatter a dim that two axes shard, so all ranks get the whole tensor
             whole = local_tensor(distribute_tensor(whole.contiguous(), mesh, [Replicate()] * mesh.ndim))
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 

@@ -1,8 +1,8 @@
 """Pure geometry: how a tensor is cut over ranks, and how several share one buffer. No tensor, no process group.
 
 Sharding follows `torch.chunk`: every chunk but the last non-empty one has ``ceil(size / parts)`` entries along the
-shard dim, and chunks past the last may be empty. What is true of all chunks holds for any number of parts, so the same
-class describes the shards and the larger chunks to which a unit reshards after forward.
+shard dim, and chunks after it are empty. This holds for any number of parts, so the same class describes the shards and
+the larger chunks to which a unit reshards after forward.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ __all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "dense_strides"
 
 
 def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
-    """Where each of `parts` chunks of ``range(size)`` starts, and after them the end: ``parts + 1`` numbers.
+    """The start of each of `parts` chunks of ``range(size)``, followed by the end: ``parts + 1`` numbers.
 
     >>> chunk_bounds(3, 4)
     (0, 1, 2, 3, 3)
@@ -26,7 +26,7 @@ def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
 
 
 class _Bounds(Sequence[int]):
-    """`chunk_bounds`, each times `scale`, worked out when asked for: a rank among thousands needs two of them."""
+    """`chunk_bounds` times `scale`, computed on access, because a rank among thousands needs only two of them."""
 
     __slots__ = ("_chunk", "_parts", "_scale", "_size")
 
@@ -58,8 +58,8 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The dims from the outermost in memory to the innermost: permuted so, a dense tensor is contiguous. The dims as
-    they are for a contiguous tensor, and for one that is not dense (it has gaps, or elements that overlap).
+    """The dims from the outermost in memory to the innermost. A dense tensor that is permuted this way is contiguous.
+    The order is unchanged for a contiguous tensor, and for one with gaps or overlapping elements.
 
     >>> memory_order((2, 3, 4, 4), (48, 1, 12, 3))  # channels_last
     (0, 2, 3, 1)
@@ -74,14 +74,14 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def dense_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a copy of such a tensor without gaps, dims in the same memory order."""
+    """The strides of a copy of such a tensor that has no gaps and the same memory order."""
     order = memory_order(shape, stride)
     dense = strides([shape[dim] for dim in order])
     return tuple(dense[order.index(dim)] for dim in range(len(shape)))
 
 
 def pack(sizes_bytes: Sequence[int], align: int) -> tuple[tuple[int, ...], int]:
-    """Byte offset of each piece when laid end to end, each start rounded up to `align`; and the total.
+    """The byte offset of each piece when laid end to end, each start rounded up to `align`, and the total size.
 
     >>> pack([10, 4], 8)
     ((0, 16), 24)
@@ -128,7 +128,7 @@ class ShardLayout:
 
     @cached_property
     def padded_numel(self) -> int:
-        """Elements of a full chunk: what every rank has storage for."""
+        """Elements of a full chunk, for which every rank has storage."""
         return self.chunk * self.row_numel
 
     @cached_property
@@ -165,12 +165,12 @@ def choose_lane(layout: ShardLayout, itemsize: int, min_bytes: int | None, allow
     """Which lane a parameter takes.
 
     Args:
-        itemsize: bytes an element on the wire.
-        min_bytes: the smallest shard for which a message of its own pays; None where only the packed lane works.
+        itemsize: bytes per element on the wire.
+        min_bytes: the smallest shard for which a separate message is worthwhile; None where only the packed lane works.
         allows_uneven: whether ranks may own different numbers of elements of one operand.
     """
     if layout.parts == 1:
-        return Lane.DIRECT  # nothing travels
+        return Lane.DIRECT  # nothing is sent
     if min_bytes is None or layout.dim != 0 or not (layout.even or allows_uneven):
         return Lane.PACKED
     return Lane.DIRECT if layout.padded_numel * itemsize >= min_bytes else Lane.PACKED

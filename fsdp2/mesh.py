@@ -1,4 +1,4 @@
-"""What the axes of a DeviceMesh mean to us: the shard axis, the replicate axis, their groups. Layer: mesh.
+"""The roles of the axes of a DeviceMesh: the shard axis, the replicate axis, their groups. Layer: mesh.
 
 =====================  ===========================  ==========================================
 mesh                   axes                         this is
@@ -26,8 +26,8 @@ from fsdp2.policies import DataParallelMeshDims
 
 __all__ = ["Axis", "MeshRoles", "ShardPlacementResult", "default_mesh", "roles_from_dims", "roles_of"]
 
-# Meshes to which units reshard after forward, by the mesh they were made from and by size: making one makes process
-# groups, which all units of that mesh share.
+# Meshes to which units reshard after forward, by the mesh that they were created from and by size. Creating one creates
+# process groups, which all units of that mesh share.
 _smaller_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyDictionary()
 
 
@@ -46,7 +46,7 @@ class ShardPlacementResult:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis of a mesh, this rank among them."""
+    """The ranks along one axis of a mesh, including this rank."""
 
     group: dist.ProcessGroup
     size: int
@@ -55,13 +55,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class MeshRoles:
-    """A mesh with the roles of its axes; at least one of the two axes is there. Equal for equal meshes.
+    """A mesh with the roles of its axes; at least one of the two axes exists. Equal for equal meshes.
 
     Attributes:
         mesh: the data-parallel axes alone.
-        sharded_replicas: the sharded parameters (not what is gathered in forward) are cut over the replicate axis too.
-        full_mesh: the whole SPMD mesh, where `dp_mesh_dims` chose axes of it.
-        shard_names, replicate_names: the names of these axes there.
+        sharded_replicas: the sharded parameters (but not those gathered in forward) are split over the replicate axis
+            too.
+        full_mesh: the whole SPMD mesh, if `dp_mesh_dims` chose axes of it.
+        shard_names, replicate_names: the names of these axes in `full_mesh`.
         flat: without a shard axis, the 1-D mesh of all ranks of `mesh`, over which gradients are reduced.
     """
 
@@ -76,12 +77,12 @@ class MeshRoles:
 
     @cached_property
     def shard_size(self) -> int:
-        """Ranks over which a parameter is cut."""
+        """The number of ranks over which a parameter is split."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @cached_property
     def shard_rank(self) -> int:
-        """Which shard is this rank's."""
+        """The index of this rank's shard."""
         return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
 
     @cached_property
@@ -91,14 +92,14 @@ class MeshRoles:
 
     @cached_property
     def replicate_size(self) -> int:
-        """How many times the parameters are held."""
+        """The number of copies of the parameters."""
         if self.flat is not None:
             return self.flat.size()
         return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
 
     @cached_property
     def replicate_rank(self) -> int:
-        """Which replica is this rank's."""
+        """The index of this rank's replica."""
         if self.flat is not None:
             return self.flat.get_local_rank()
         return 0 if self.replicate_axis is None else self.mesh.get_local_rank(self.replicate_axis)
@@ -112,19 +113,19 @@ class MeshRoles:
 
     @property
     def shard(self) -> Axis:
-        """The shard axis, which must be there."""
+        """The shard axis, which must exist."""
         assert self.shard_group is not None
         return Axis(self.shard_group, self.shard_size, self.shard_rank)
 
     @property
     def replicate(self) -> Axis:
-        """The replicate axis, which must be there."""
+        """The replicate axis, which must exist."""
         assert self.replicate_group is not None
         return Axis(self.replicate_group, self.replicate_size, self.replicate_rank)
 
     @cached_property
     def any_group(self) -> dist.ProcessGroup:
-        """One of the two groups, for what is the same for both (their backend)."""
+        """One of the two groups, for properties that both share (their backend)."""
         group = self.shard_group or self.replicate_group
         assert group is not None
         return group
@@ -146,7 +147,7 @@ class MeshRoles:
         return torch.device(self.mesh.device_type, module.current_device())
 
     def replicated(self) -> "MeshRoles":
-        """The same ranks, all of which hold the whole: for what cannot be cut, and for ZeRO stage 0."""
+        """Roles in which the same ranks all hold whole parameters: for scalars, and for ZeRO stage 0."""
         if self.shard_axis is None:
             return self
         flat = flatten_mesh(self.mesh)
@@ -155,8 +156,8 @@ class MeshRoles:
     def smaller(self, size: int) -> "MeshRoles":
         """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks.
 
-        The ranks of one group hold a parameter once; the groups replicate it. The first call for a mesh and size makes
-        process groups, so every rank of the mesh must make it in the same order.
+        The ranks of one group together hold a parameter once; the groups replicate it. The first call for a mesh and
+        size creates process groups, so every rank of the mesh must make these calls in the same order.
         """
         known = _smaller_meshes.setdefault(self.mesh, {})
         if size not in known:
@@ -180,7 +181,7 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
 
     Raises:
         ArgumentError: the mesh has another number of axes.
-        MisuseError: a 2-D mesh has no axis names (a mistaken order of the axes could not be noticed).
+        MisuseError: a 2-D mesh has no axis names, so a wrong order of the axes could not be detected.
     """
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
@@ -205,8 +206,8 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
 
 
 def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
-    """The roles of those axes of a full SPMD mesh that `dims` names. Several axes of one role are flattened to one,
-    which makes a process group at the first call: every rank of the mesh must make it.
+    """The roles of those axes of a full SPMD mesh that `dims` names. Several axes of one role are flattened to one. The
+    first call creates a process group for them, so every rank of the mesh must make it.
 
     Raises:
         ArgumentError: `dims` names nothing, or an axis that `mesh` does not have.
@@ -238,6 +239,6 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # The mesh's own bookkeeping must be real also where the caller builds a model on the meta device.
+    # The mesh's own tensors must be real even if the caller builds a model on the meta device.
     with torch.device("cpu"):
         return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))

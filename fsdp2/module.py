@@ -126,7 +126,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         original: Any = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
         copied: Self = original.__new__(original)
         copied.__dict__.update(self.__dict__)
-        copied.__dict__["_fsdp2_copy_of"] = self  # which its unit knows weakly
+        copied.__dict__["_fsdp2_copy_of"] = self  # keeps it alive: its unit refers to it weakly
         copied.__class__ = type(self)
         return copied
 
@@ -292,7 +292,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @wraps(method)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pre_forward(self, args, kwargs)
-        # The function of the class where the method is one: a copy of the module must not run the original's.
+        # Prefer the class's function to the bound method, because a copy of the module must not run the original's.
         output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
         return post_forward(self, args, output)
 

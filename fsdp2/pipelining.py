@@ -1,16 +1,16 @@
-"""What `torch.distributed.pipelining` asks of a sharded stage beyond `FSDPModule`. Layer: between api and runtime.
+"""What `torch.distributed.pipelining` needs from a sharded stage beyond `FSDPModule`. Layer: between api and runtime.
 
-A schedule calls public methods: `unshard(async_op=True)` and `reshard` where it looks ahead; before each microbatch's
+A schedule calls public methods: `unshard(async_op=True)` and `reshard` to look ahead, and before each microbatch's
 backward `set_requires_gradient_sync(False)`, `set_reshard_after_backward(False)`, `set_is_last_backward(False)`. After
-the last microbatch it sets them back, and ends the backward of the whole step itself, through the object that
+the last microbatch it resets them, and ends the backward of the whole step itself, through the object that
 ``torch.distributed.fsdp.fully_shard.state(stage)`` returns::
 
     for state in stage_state._state_ctx.all_states:        # each unit: reduce what waits
         for group in state._fsdp_param_groups: group.post_backward()
     stage_state._root_post_backward_final_callback()       # wait for the reductions
 
-`StageState` is that object here. Our end of backward reduces whatever waits, and waits for it, so only the second call
-has something to do: the list is empty.
+`StageState` is that object here. Our end of backward reduces all waiting gradients and waits for the reductions, so
+only the second call has work to do, and the list is empty.
 
 Source: torch/distributed/pipelining/stage.py, `perform_reduce_grad` (torch 2.13).
 """
@@ -27,10 +27,10 @@ __all__ = ["StageState", "register_stage"]
 
 
 class StageState:
-    """The state of one sharded module, as torch's pipeline stages know it.
+    """The state of one sharded module, as torch's pipeline stages expect it.
 
     Attributes:
-        all_states: of the units to reduce one by one; none, see above.
+        all_states: states of the units to reduce one by one; empty, see above.
     """
 
     all_states: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ class StageState:
 
     @property
     def _state_ctx(self) -> "StageState":
-        """What the units of a root share: nothing but the list."""
+        """The state that the units of a root share: only the list."""
         return self
 
     def _root_post_backward_final_callback(self) -> None:
@@ -49,7 +49,7 @@ class StageState:
         Collective over the meshes of the units of this root. Does nothing for a stage that never ran.
 
         Raises:
-            OrderError: the schedule computes the gradients of weights apart from those of inputs, and the stage
+            OrderError: the schedule computes the gradients of weights separately from those of inputs, and the stage
                 reshards after forward.
         """
         context = self._unit.context
@@ -59,8 +59,9 @@ class StageState:
 
 
 def _check_split_backward(units: list[Unit]) -> None:
-    """Such a schedule asks the stage for its parameters before it computes either kind of gradient. A stage that
-    reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.14, with its own FSDP2 too)."""
+    """A schedule that splits backward reads the stage's parameters before it computes either kind of gradient. A stage
+    that reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.14, also with its own
+    FSDP2)."""
     lost = [unit.fqn for unit in units if unit.split_backward and unit.settings.reshard_after_forward is not False]
     for unit in units:
         unit.split_backward = False
@@ -72,5 +73,5 @@ def _check_split_backward(units: list[Unit]) -> None:
 
 
 def register_stage(module: nn.Module, unit: Unit) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find `unit`. Once for each module that is sharded."""
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find `unit`. Call it once for each sharded module."""
     set_fully_shard_state(module, StageState(unit))

@@ -1,4 +1,4 @@
-"""Where each parameter of a unit goes: the plan that `fully_shard` makes before it changes anything. Layer: api."""
+"""The plan for each parameter of a unit, which `fully_shard` makes before it changes anything. Layer: api."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,10 +24,10 @@ PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def roles_for(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, zero: ZeroPolicy | None) -> MeshRoles:
-    """The roles that the arguments of `fully_shard` give to the axes of the mesh; makes the mesh where there is none.
+    """The roles that the arguments of `fully_shard` give to the axes of the mesh; creates the mesh if there is none.
 
     Raises:
-        ArgumentError: the mesh, or what is asked of it, does not fit.
+        ArgumentError: the mesh does not fit the other arguments.
     """
     if zero is not None and zero.shard_size is not None:
         if mesh is not None:
@@ -97,8 +97,8 @@ class Placing:
         """The plan for one parameter.
 
         Raises:
-            ArgumentError, MisuseError: what `shard_placement_fn` or `param_dtype_override_fn` returned is unfit; the
-                parameter is a DTensor on a mesh that does not go with ours.
+            ArgumentError, MisuseError: `shard_placement_fn` or `param_dtype_override_fn` returned an unsuitable value;
+                the parameter is a DTensor on a mesh that is incompatible with ours.
         """
         dim, roles = self._placement(fqn, param)
         if roles.sharded_replicas and self.policy.all_gather_dtype is not None:
@@ -179,8 +179,8 @@ class Placing:
 
 
 def _roles_of_info(info: Any) -> MeshRoles:
-    """The roles in the object by which torch's `ShardPlacementResult` names a mesh (an `FSDPMeshInfo`), whose class is
-    private there: torchtitan passes them for experts."""
+    """The roles in an `FSDPMeshInfo`, the object that names the mesh in torch's `ShardPlacementResult`. Its class is
+    private in torch; torchtitan passes such objects for experts."""
     if getattr(info, "dp_mesh_dims", None) is not None:
         dims = info.dp_mesh_dims
         return roles_from_dims(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))

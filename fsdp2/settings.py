@@ -26,10 +26,10 @@ __all__ = ["Settings", "boolean", "change_settings", "unit_for", "unit_in"]
 
 
 class Settings:
-    """What a sharded module can be told to do differently.
+    """The setters of a sharded module.
 
-    The setters whose docstring says *recursive* also set the sharded modules below (``recurse=False`` does not);
-    the others act on this module's unit alone.
+    Setters whose docstring says *recursive* also apply to the sharded modules below (not with ``recurse=False``); the
+    others act on this module's unit only.
     """
 
     # --- when to reduce ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _units(module: object, recurse: bool) -> list[Unit]:
 
 
 def change_settings(module: object, recurse: bool, **changes: Any) -> None:
-    """Change fields of `UnitSettings` for the unit of `module`; `recurse`: and for the units below."""
+    """Change fields of `UnitSettings` for the unit of `module`, and with `recurse` for the units below it."""
     for unit in _units(module, recurse):
         unit.settings = replace(unit.settings, **changes)
 
@@ -267,7 +267,7 @@ def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -
             group.channel.use_memory(None, None)
         else:
             memory = make(shard_group, group.roles.device)
-            # Rows that are narrower than their sum travel by an exchange of our own.
+            # Rows that are narrower than their sum are sent by an exchange of our own.
             is_flat = unit_for(module).policy.reduce_scatter_dtype is None
             group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
         group.channel_changed()

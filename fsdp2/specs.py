@@ -1,4 +1,4 @@
-"""How a managed parameter looks as a DTensor, sharded and unsharded: mesh, placements, global shape. Layer: mesh.
+"""The DTensor form of a managed parameter, sharded and unsharded: mesh, placements, global shape. Layer: mesh.
 
 ==================  ===================================  =====================================================
 the parameter was   unsharded it is                      sharded it is a DTensor on
@@ -10,8 +10,8 @@ a DTensor on the    that DTensor                         the same mesh; several 
 full SPMD mesh
 ==================  ===================================  =====================================================
 
-Where a model-parallel axis cuts the very dim that we shard, it cuts first, and we cut what it leaves: that is what
-`_StridedShard` says, and why `full_tensor()` puts the pieces together in the right order.
+If a model-parallel axis splits the same dim that we shard, it splits first, and we split its pieces. `_StridedShard`
+expresses this, so that `full_tensor()` puts the pieces together in the right order.
 """
 
 from collections.abc import Sequence
@@ -73,12 +73,12 @@ class ParamSpecs:
         )
 
 
-# Equal ones by their classes and values.
+# Placements by their classes and values.
 _placements: dict[Any, tuple[Placement, ...]] = {}
 
 
 def _interned(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """One object for all that are equal: what asks about many parameters can compare identities."""
+    """The same object for all equal placements, so that code that handles many parameters can compare identities."""
     return _placements.setdefault(tuple((type(each), each) for each in placements), tuple(placements))
 
 
@@ -112,7 +112,7 @@ def specs_of(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> Param
 
 
 def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, ...]:
-    """On the axes of `roles`, for a dim that is in `cuts` pieces already."""
+    """The placements on the axes of `roles`, for a dim that is already split into `cuts` pieces."""
     placements: list[Placement] = [Replicate()] * roles.mesh.ndim
     if roles.shard_axis is not None:
         placements[roles.shard_axis] = Shard(dim) if cuts == 1 else strided_shard(dim, cuts)
@@ -123,7 +123,7 @@ def _data_placements(roles: MeshRoles, dim: int, cuts: int) -> tuple[Placement, 
 
 
 def _cuts(placements: Sequence[Placement], mesh: DeviceMesh, dim: int) -> int:
-    """Into how many pieces `placements` cut `dim`. (`_StridedShard` is no `Shard` in every version of torch.)"""
+    """Into how many pieces `placements` split `dim`. (`_StridedShard` is not a `Shard` in every torch version.)"""
     return prod(
         mesh.size(axis)
         for axis, placement in enumerate(placements)
@@ -173,7 +173,7 @@ def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> 
 def _with_flat_axes(
     mesh: DeviceMesh, placements: Sequence[Placement], roles: MeshRoles, first_shard_axis: int
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """The mesh in which the data-parallel axes are those of `roles`, at the place of the first shard axis."""
+    """The mesh in which the axes of `roles` replace the data-parallel axes, at the position of the first shard axis."""
     assert mesh.mesh_dim_names is not None and roles.shard_axis is not None
     parts: list[DeviceMesh] = []
     result: list[Placement] = []

@@ -31,8 +31,8 @@ from fsdp2.runtime.unit import unit_of
 __all__ = ["best_limit", "tune_lanes"]
 
 _SHARD_BYTES = [2**exponent for exponent in range(12, 24)]  # 4 KiB to 8 MiB
-_MAX_BYTES = 128 * 2**20  # of the unsharded parameters of one measurement
-_PARAMS = 4  # of one measurement, where they fit
+_MAX_BYTES = 128 * 2**20  # for the unsharded parameters of one measurement
+_PARAMS = 4  # per measurement, where they fit
 _ROUNDS = 5
 
 
@@ -87,8 +87,8 @@ def tune_lanes(model: nn.Module, *, file: str | os.PathLike[str] | None = None) 
 
 
 def best_limit(direct: Mapping[int, float], packed: Mapping[int, float]) -> int | None:
-    """The size from which on to use the direct lane, chosen so that the product of all time ratios is smallest, so that
-    one disturbed measurement does not decide. None if the packed lane is always better.
+    """The smallest size for the direct lane. It minimises the product of all time ratios, so that one disturbed
+    measurement does not decide. None if the packed lane is always better.
 
     >>> best_limit({1: 5.0, 2: 3.0, 4: 2.0}, {1: 1.0, 2: 3.5, 4: 6.0})
     2
@@ -102,7 +102,7 @@ def best_limit(direct: Mapping[int, float], packed: Mapping[int, float]) -> int 
 
 
 def _description(roles: MeshRoles) -> str:
-    """What times depend on."""
+    """A description of everything that the measured times depend on."""
     device = roles.device
     hardware = "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     backend = dist.get_backend_config(roles.any_group)
@@ -128,7 +128,7 @@ def _agreed(key: str, roles: MeshRoles, comm: Comm, file: Path | None) -> int | 
 
 
 def _write(file: Path, answers: Mapping[str, int | None]) -> None:
-    """All at once. An error is a warning: the other ranks have their answer, and go on."""
+    """Replace the file atomically. An error is only a warning, because the other ranks have their result and go on."""
     new = file.with_name(f".{file.name}.{uuid4().hex}")
     try:
         new.write_text(json.dumps(answers, indent=1))
@@ -138,7 +138,7 @@ def _write(file: Path, answers: Mapping[str, int | None]) -> None:
 
 
 def _read(file: Path) -> dict[str, int | None]:
-    """The answers in `file`; none where it does not exist. A rank that raised here would leave the others waiting."""
+    """The results in `file`; empty if it does not exist. If a rank raised here, the others would be left waiting."""
     try:
         found = json.loads(file.read_text())
         return {key: each if each is None else int(each) for key, each in found.items()}
@@ -150,7 +150,7 @@ def _read(file: Path) -> dict[str, int | None]:
 
 
 def _over_ranks(values: list[float], roles: MeshRoles) -> list[float]:
-    """The largest of each value over all ranks of the mesh: also replicas must take the same lanes."""
+    """The maximum of each value over all ranks of the mesh, because replicas must take the same lanes too."""
     tensor = torch.tensor(values, dtype=torch.float64, device=roles.device)
     for group in (roles.shard_group, roles.replicate_group):
         if group is not None:
@@ -169,7 +169,7 @@ def _measure(roles: MeshRoles, direct_min_bytes: int | None) -> dict[int, float]
 
 
 def _exchange(channel: Channel, shard_bytes: int) -> Callable[[], None]:
-    """What a unit of a few parameters of that size does in backward."""
+    """A function that does what a unit with a few parameters of that size does in backward."""
     roles, comm = channel.roles, channel.comm
     num_params = max(1, min(_PARAMS, _MAX_BYTES // (shard_bytes * roles.shard_size)))
     layout = ShardLayout((shard_bytes // 4 * roles.shard_size,), 0, roles.shard_size)
@@ -203,6 +203,6 @@ def _time(roles: MeshRoles, run: Callable[[], None]) -> float:
         start = perf_counter()
         run()
         if roles.device.type != "cpu":
-            torch.accelerator.synchronize(roles.device)  # here the CPU does wait: it holds the clock
+            torch.accelerator.synchronize(roles.device)  # the CPU must wait, because it measures the time
         seconds.append(perf_counter() - start)
     return median(seconds[1:])

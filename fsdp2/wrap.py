@@ -60,7 +60,7 @@ class Wrapped:
         fqn: its module's name, ``""`` for the root.
         class_name: its module's class.
         numel: elements of the unsharded parameters that this unit manages.
-        reason: why it is one.
+        reason: why it is a unit.
         options: options that the policy gave for this unit.
     """
 
@@ -197,8 +197,8 @@ class _Plan:
         self._visit("", model, "")
 
     def _visit(self, fqn: str, module: nn.Module, reader: str) -> bool:
-        """Decide for `module` and those below. `reader`: the class above that reads them without calling them.
-        Returns whether there are units at or below it."""
+        """Decide for `module` and the modules below it. `reader`: the class above that reads them without calling them.
+        Returns whether there are units at or below `module`."""
         if module in self._answers:
             return module in self._passages or self._answers[module][1].shard
         if unit_of(module) is not None or "replicate" in composable_apis(module):
@@ -224,7 +224,7 @@ class _Plan:
         return verdict.shard or any(below)
 
     def left(self) -> tuple[Left, ...]:
-        """What is worth a word: the outermost modules whose parameters the root holds, and those that were refused."""
+        """The modules to report: the outermost ones whose parameters the root holds, and those that were refused."""
         groups: dict[tuple[str, str], list[Place]] = {}
         for module in dict.fromkeys([*self._left_to_root(self._model), *self._refused]):
             place, verdict = self._answers[module]

@@ -31,7 +31,7 @@ _Container = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 @dataclass(frozen=True)
 class Place:
-    """What a rule is asked about.
+    """The module that a rule decides about.
 
     Attributes:
         fqn: the module's first name; ``""`` for the root.
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule answers.
+    """The decision of a rule.
 
     Attributes:
         shard: whether the module becomes a unit.
