@@ -260,8 +260,9 @@ def test_operations(name: str) -> None:
     """`torch.binomial`, and what `Beta` and `Dirichlet` draw from, have no kernel for the meta device: they were run
     once for the generator and once more for the shape of their result, so that all that came later was another
     number."""
-    # torch multiplies the matrices of these by other kernels where it believes that they are on the meta device.
-    check(lambda generator: OPERATIONS[name](), is_arithmetic=name in ("gru", "lstm"))
+    # torch multiplies the matrices of these by other kernels where it believes that they are on the meta device. Which
+    # of them round differently depends on the processor.
+    check(lambda generator: OPERATIONS[name](), is_arithmetic=name in ("gru", "lstm", "rnn_relu", "rnn_tanh"))
 
 
 @pytest.mark.filterwarnings("ignore:Singular sample detected")  # of Wishart, whatever it is asked for
