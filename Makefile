@@ -7,7 +7,7 @@
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
 # A run's own options: make train NPROC=4 ARGS="--steps 50"; make test ARGS="tests/pure/test_layout.py -x"
-# make test WORKERS=4 runs four modules of tests at a time instead of two, WORKERS=0 one after the other in one process.
+# make test WORKERS=4 (or test-all) runs four modules of tests at a time instead of two, WORKERS=0 one after the other in one process.
 
 PYTHON  ?= python3
 NPROC   ?= 2
@@ -34,7 +34,7 @@ test: lint
 	$(BIN)/python -m pytest --durations=15 -m "not exhaustive" $(PARALLEL) $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest --durations=15 $(ARGS)
+	$(BIN)/python -m pytest --durations=15 $(PARALLEL) $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
