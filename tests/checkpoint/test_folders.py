@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +185,13 @@ def test_one_save_at_a_time(rank: int, world_size: int, tmp_path: Path) -> None:
 def test_waiting_with_a_time_limit(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank is late: the other's handle says that it is not done, and later that it is."""
     if rank == 1:
-        time.sleep(0.5)
+        dist.barrier()  # which rank 0 reaches when it has waited in vain
     handle = fc.save(tmp_path / "a", extra={"a": rank}, async_op=True)
     if rank == 0:
         assert not handle.done()
         with pytest.raises(TimeoutError):
             handle.wait(0.05)
+        dist.barrier()
     assert handle.wait() == str(tmp_path / "a")
     assert handle.done()
     assert handle.wait(0) == str(tmp_path / "a")
