@@ -184,18 +184,19 @@ def test_one_save_at_a_time(rank: int, world_size: int, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_waiting_with_a_time_limit(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank is late: the other's handle says that it is not done, and later that it is."""
+    folder = tmp_path / "late"  # no save of this name has failed on these ranks, so none waits for all of them
     if rank == 1:
         dist.barrier()  # which rank 0 reaches when it has waited in vain
-    handle = fc.save(tmp_path / "a", extra={"a": rank}, async_op=True)
+    handle = fc.save(folder, extra={"a": rank}, async_op=True)
     if rank == 0:
         assert not handle.done()
         with pytest.raises(TimeoutError):
             handle.wait(0.05)
         dist.barrier()
-    assert handle.wait() == str(tmp_path / "a")
+    assert handle.wait() == str(folder)
     assert handle.done()
-    assert handle.wait(0) == str(tmp_path / "a")
-    assert fc.load(tmp_path / "a").extra == {"a": rank}
+    assert handle.wait(0) == str(folder)
+    assert fc.load(folder).extra == {"a": rank}
 
 
 @on_ranks(2)
