@@ -18,6 +18,7 @@ from fsdp2.arguments import check_options, own_mesh_dims, own_offload_policy, ow
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
+from fsdp2.past_hooks import explain_mixed_tensors
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
@@ -149,6 +150,7 @@ def fully_shard(
     for each in tied:
         _share(each, unit)
     install_step_hooks()
+    explain_mixed_tensors()
     for each_module, cls in zip(modules, classes, strict=True):
         each_module.__class__ = cls
         attach(each_module, unit)

@@ -58,7 +58,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("full_params", "tuning", "wrap"),
     ("wrap_policies",),
     ("api",),
-    ("placing",),
+    ("past_hooks", "placing"),
     ("arguments",),
     ("module",),
     ("settings", "pipelining"),
