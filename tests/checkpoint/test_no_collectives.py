@@ -138,13 +138,15 @@ def test_memory_is_bounded(consolidated: bool, tmp_path: Path) -> None:
 # --- planning ---------------------------------------------------------------------------------------------------------
 
 
-def plan(world_size: int, num_tensors: int) -> tuple[int, bytes, bytes]:
-    """What the first of so many ranks plans: (calls of Python functions, its table, the header of its file)."""
+def plan(world_size: int, num_tensors: int, num_meshes: int = 1) -> tuple[int, bytes, bytes]:
+    """What one of so many ranks plans: (calls of Python functions, its table, the header of its file)."""
     rank = world_size // 2
     with fake_world(rank, world_size):
-        mesh = init_device_mesh("cpu", (world_size,))
+        meshes = [init_device_mesh("cpu", (world_size,)) for _ in range(num_meshes)]
         state = {
-            f"layers.{index}.weight": DTensor.from_local(torch.zeros(1, 2), mesh, [Shard(0)], run_check=False)
+            f"layers.{index}.weight": DTensor.from_local(
+                torch.zeros(1, 2), meshes[index % num_meshes], [Shard(0)], run_check=False
+            )
             for index in range(num_tensors)
         }
         calls = 0
@@ -179,6 +181,15 @@ def test_planning_a_save_is_flat_in_ranks() -> None:
         assert more_calls <= calls * 1.02 + 50
         assert len(same) == len(header)
         assert len(larger) - len(table) <= 10 * world_size + 4 * tensors
+
+
+def test_planning_a_save_is_flat_in_meshes() -> None:
+    """Without `mesh=`, each call of `fully_shard` makes a mesh. They are equal, and so is what is known of each."""
+    plan(8, 2)
+    calls, table, header = plan(64, 50)
+    more_calls, same_table, same_header = plan(64, 50, num_meshes=50)
+    assert more_calls <= calls * 1.5
+    assert (same_table, same_header) == (table, header)
 
 
 def test_planning_a_load_asks_only_owners_that_have_something() -> None:

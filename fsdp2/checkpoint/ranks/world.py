@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, root_mesh
@@ -40,12 +41,20 @@ class World:
     def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
         """Where this rank's part of a DTensor belongs, in a model that `ranks` have. Cached, because models have many
         tensors of the same kind."""
-        mesh = tensor.device_mesh
-        # Ids, not the mesh and the ranks: hashing thousands of ranks per tensor would take as long as everything else.
-        key = (id(mesh), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
+        meshes = self._first_equal(tensor.device_mesh)
+        # Ids, not meshes and ranks: hashing thousands of ranks per tensor would take as long as everything else.
+        key = (id(meshes), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
         if key not in self._places:
-            self._places[key] = self._place(tensor, name, ranks), (mesh, ranks)
+            self._places[key] = self._place(tensor, name, ranks), ranks
         return self._places[key][0]
+
+    def _first_equal(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+        """The mesh with its root, or those of an earlier tensor that are equal: without `mesh=`, each call of
+        `fully_shard` makes a mesh."""
+        if id(mesh) not in self._meshes:
+            both = (mesh, root_mesh(mesh))
+            self._meshes[id(mesh)] = self._equal_meshes.setdefault(both, both), mesh
+        return self._meshes[id(mesh)][0]
 
     def _place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
         tiling = tiling_of(tensor, name)
@@ -62,9 +71,18 @@ class World:
     def _grids(self) -> dict[Grid, Grid]:
         return {}
 
+    # The values hold references to what the ids in the keys belong to, so that the ids stay valid.
+
     @cached_property
     def _places(self) -> dict[Any, tuple["Place", object]]:
-        """The values hold references to what the ids in the keys belong to, so that the ids stay valid."""
+        return {}
+
+    @cached_property
+    def _meshes(self) -> dict[int, tuple[tuple[DeviceMesh, DeviceMesh], DeviceMesh]]:
+        return {}
+
+    @cached_property
+    def _equal_meshes(self) -> dict[tuple[DeviceMesh, DeviceMesh], tuple[DeviceMesh, DeviceMesh]]:
         return {}
 
     def _numbered(self, grid: Grid, name: str) -> Grid:
