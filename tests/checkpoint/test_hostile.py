@@ -36,7 +36,6 @@ from tests.helpers.hostile_checkpoints import (
     whole,
 )
 
-FUZZ_S = 60
 
 
 @pytest.fixture
@@ -381,8 +380,9 @@ def test_names_that_cannot_be_printed(plain: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_fuzz(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.exhaustive)])
+def test_fuzz(tmp_path: Path, seconds: int) -> None:
     """As many cases as there is time for; `python -m tests.checkpoint.fuzz --case N` runs one again."""
-    count, problems = fuzz(Corpus(tmp_path.resolve()), 0, FUZZ_S)
+    count, problems = fuzz(Corpus(tmp_path.resolve()), 0, seconds)
     assert not problems, "\n" + "\n".join(problems)
-    assert count > 50, f"only {count} cases in {FUZZ_S} s"
+    assert count > seconds / 2, f"only {count} cases in {seconds} s"
