@@ -141,7 +141,7 @@ def _on_full_mesh(fqn: str, param: torch.Tensor, dim: int, roles: MeshRoles) -> 
         )
     if param.device_mesh is not mesh:
         raise ArgumentError(
-            f"'{fqn}' is a DTensor on {param.device_mesh}, not on the very mesh given to fully_shard: {mesh}"
+            f"'{fqn}' is a DTensor on {param.device_mesh}, not on the mesh that was passed to fully_shard: {mesh}"
         )
     names = mesh.mesh_dim_names
     data_axes = [names.index(name) for name in (*roles.shard_names, *roles.replicate_names)]

@@ -267,7 +267,7 @@ class Matching:
         target.prepare(tables_of(name, tables, set(target.names.values())), stored)
         self.missing += target.missing
         self.unexpected += target.unexpected
-        self.mismatches += [target.stranger] if target.stranger else []
+        self.mismatches += [target.unfit] if target.unfit else []
         for tensor, entry in target.entries.items():
             self._need(section, from_stored(tensor), entry)
         self._finish.append(target.finish)
@@ -320,7 +320,7 @@ def _warn_of_meta(model: nn.Module) -> None:
         warnings.warn(
             "still on the meta device, since they are not in the checkpoint: "
             f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''} ({len(left)} in all). Buffers that are not "
-            "persistent must be made anew by their modules.",
+            "persistent must be recomputed by their modules.",
             stacklevel=4,
         )
 

@@ -189,7 +189,7 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh]) -> None:
     if garbage:
         shown = [name if name in persistent else f"{name} (not persistent)" for name in garbage]
         raise ArgumentError(
-            f"materialize: these have memory now, and nobody gave them values: {', '.join(shown)}. Pass a function "
+            f"materialize: these were allocated and not initialised: {', '.join(shown)}. Pass a function "
             "that does (init=), give their modules a method reset_parameters() or reset_buffers(), or build the "
             "model within fsdp2.init.deferred() and pass the recording."
         )

@@ -38,21 +38,21 @@ class Block:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def blocks_of(model: nn.Module, told: Blocks | Sequence[Blocks] | None) -> list[Block]:
+def blocks_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> list[Block]:
     """The blocks of `model`, children before their parents, otherwise in the order of the module tree.
 
     Args:
-        told: None for `transformer_blocks()`; or a specification, or a list of these.
+        spec: None for `transformer_blocks()`; or a specification, or a list of these.
 
     Raises:
         ArgumentError: there are no blocks; or a specification matches nothing.
     """
-    if told is None or isinstance(told, Policy):
-        return _by_policy(model, told or transformer_blocks())
-    each_told = told if isinstance(told, (list, tuple)) else [told]
-    if not each_told:
+    if spec is None or isinstance(spec, Policy):
+        return _by_policy(model, spec or transformer_blocks())
+    specs = spec if isinstance(spec, (list, tuple)) else [spec]
+    if not specs:
         raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
-    chosen = {module for each in each_told for module in _told(model, each)}
+    chosen = {module for each in specs for module in _selected(model, each)}
     chosen.discard(model)
     return [Block(fqn, module) for fqn, module in _children_first(model) if module in chosen]
 
@@ -68,23 +68,23 @@ def _by_policy(model: nn.Module, policy: Policy) -> list[Block]:
     return [Block(unit.fqn, model.get_submodule(unit.fqn), unit.options) for unit in units if unit.fqn]
 
 
-def _told(model: nn.Module, told: Any) -> Iterator[nn.Module]:
+def _selected(model: nn.Module, spec: Any) -> Iterator[nn.Module]:
     """The modules that one specification selects."""
-    if isinstance(told, nn.Module):
-        found: Iterable[nn.Module] = [module for module in model.modules() if module is told]
-        what = f"that is this {type(told).__name__}"
-    elif isinstance(told, type) and issubclass(told, nn.Module):
-        found = [module for module in model.modules() if isinstance(module, told)]
-        what = f"of class {told.__name__}"
-    elif isinstance(told, str):
-        found = [module for fqn, module in model.named_modules() if matches(told, fqn) or _has_name(module, told)]
-        what = f"'{told}'"
+    if isinstance(spec, nn.Module):
+        found: Iterable[nn.Module] = [module for module in model.modules() if module is spec]
+        what = f"that is this {type(spec).__name__}"
+    elif isinstance(spec, type) and issubclass(spec, nn.Module):
+        found = [module for module in model.modules() if isinstance(module, spec)]
+        what = f"of class {spec.__name__}"
+    elif isinstance(spec, str):
+        found = [module for fqn, module in model.named_modules() if matches(spec, fqn) or _has_name(module, spec)]
+        what = f"'{spec}'"
     else:
         raise ArgumentError(
-            f"parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got {told!r}"
+            f"parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got {spec!r}"
         )
     if not found:
-        raise ArgumentError(f"parallelize: the model has no module {what}{_near(model, told)}. {_what_there_is(model)}")
+        raise ArgumentError(f"parallelize: the model has no module {what}{_near(model, spec)}. {_what_there_is(model)}")
     for module in found:
         if has_forward(module):
             yield module
@@ -102,11 +102,11 @@ def _has_name(module: nn.Module, name: str) -> bool:
     return any(base.__name__ == name for base in type(module).__mro__)
 
 
-def _near(model: nn.Module, told: Any) -> str:
-    if not isinstance(told, str):
+def _near(model: nn.Module, spec: Any) -> str:
+    if not isinstance(spec, str):
         return ""
     names = {type(module).__name__ for module in model.modules()} | {fqn for fqn, _ in model.named_modules() if fqn}
-    near = get_close_matches(told, sorted(names), n=1)
+    near = get_close_matches(spec, sorted(names), n=1)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

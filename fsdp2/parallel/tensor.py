@@ -158,8 +158,8 @@ def _tie(model: nn.Module, names: list[str], requires_grad: bool) -> None:
         if _placements(form) != _placements(first):
             raise ArgumentError(
                 f"tp_plan: '{names[0]}' and '{name}' are one weight, but it was split as {_placements(first)} there "
-                f"and as {_placements(form)} here; give both modules styles that split it alike (an embedding "
-                "RowwiseParallel, its head ColwiseParallel), or neither"
+                f"and as {_placements(form)} here; give both modules styles that split it in the same way (an "
+                "embedding RowwiseParallel, its head ColwiseParallel), or neither"
             )
     for module, name in slots:
         parameter_slots(module)[name] = first

@@ -120,7 +120,7 @@ def check_filled(unit: Unit) -> None:
                 found[f"{prefix}.{name}" if prefix else name] = None
     if garbage:
         raise OrderError(
-            f"to_empty gave memory to {_some(garbage)}, and nobody has given it values: it would train from garbage. "
+            f"to_empty allocated {_some(garbage)}, and nothing has filled it since: training would start from garbage. "
             "fsdp2.init.materialize(model), in place of to_empty, does both. After to_empty, initialise all of the "
             "model (init_weights, reset_parameters) or load all of it before the first forward."
         )
@@ -128,7 +128,7 @@ def check_filled(unit: Unit) -> None:
         one.was_emptied = False
     if scratch:
         warnings.warn(
-            f"to_empty gave memory to {_some(scratch)}, which nobody has given values since. No checkpoint has these "
+            f"to_empty allocated {_some(scratch)}, and nothing has filled it since. No checkpoint has these "
             "buffers (persistent=False): unless forward writes them first, their module must compute them again after "
             "to_empty. fsdp2.init.materialize calls its reset_buffers().",
             stacklevel=2,

@@ -60,7 +60,7 @@ def warn_after_backward(model: nn.Module) -> None:
     """Warn about parameters of `model` that got a gradient in its first backward; called for each root in it."""
     if model not in _trained:
         _trained.add(model)
-        _warn("backward", [each for each in _reduced_by_nobody(model) if each[1].grad is not None])
+        _warn("backward", [each for each in _never_reduced(model) if each[1].grad is not None])
 
 
 def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
@@ -72,16 +72,16 @@ def warn_in_clip(params: Sequence[torch.Tensor]) -> None:
     if ids:
         _warn(
             "clip_grad_norm_",
-            [each for model in list(_models) for each in _reduced_by_nobody(model) if id(each[1]) in ids],
+            [each for model in list(_models) for each in _never_reduced(model) if id(each[1]) in ids],
         )
 
 
 def warn_in_save(model: nn.Module) -> None:
     """Warn about parameters of `model`, because only one rank's values will be saved."""
-    _warn("save", list(_reduced_by_nobody(model)))
+    _warn("save", list(_never_reduced(model)))
 
 
-def _reduced_by_nobody(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _never_reduced(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Trainable parameters of `model` that neither we nor DDP reduce, and that were not reported yet."""
     stack = [("", model)]
     seen: set[nn.Module] = set()

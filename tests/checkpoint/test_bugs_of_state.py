@@ -284,7 +284,7 @@ def test_what_only_one_format_can_hold_differs(tmp_path: Path) -> None:
 def test_sizes_that_are_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(tmp_path), str(tmp_path / "b"), "--max-file-size", size])
-    assert ended.value.code == 2 and "is no size" in capsys.readouterr().err
+    assert ended.value.code == 2 and "is not a size" in capsys.readouterr().err
 
 
 def test_the_optimizer_of_a_weight_whose_names_come_in_another_order(tmp_path: Path) -> None:

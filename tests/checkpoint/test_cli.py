@@ -327,11 +327,11 @@ def test_diff_of_names_alone_reads_no_values(folders: Path, capsys: pytest.Captu
     """It does not claim what it has not looked at ("equal: 17 tensors equal"), and does look at dtypes."""
     flip(folders / "three" / MODEL, 100_000)
     code, out = cli(capsys, "diff", folders / "three", folders / "whole", "--names-only")
-    assert (code, out) == (0, "same names, shapes and dtypes: 17 tensors alike, 0 different; no value was compared\n")
+    assert (code, out) == (0, "same names, shapes and dtypes: 17 tensors equal, 0 different; no value was compared\n")
     assert cli(capsys, "diff", folders / "three", folders / "whole") == (1, "")
     convert(folders / "whole", folders / "narrow", to="ranks", dtype=torch.bfloat16)
     code, out = cli(capsys, "diff", folders / "whole", folders / "narrow", "--names-only")
-    assert code == 1 and "dtype" in out and out.endswith("13 tensors alike, 4 different; no value was compared\n")
+    assert code == 1 and "dtype" in out and out.endswith("13 tensors equal, 4 different; no value was compared\n")
 
 
 def test_messages_name_flags(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:

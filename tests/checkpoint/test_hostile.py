@@ -37,7 +37,6 @@ from tests.helpers.hostile_checkpoints import (
 )
 
 
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return whole(tmp_path / "run" / "step-00000001")

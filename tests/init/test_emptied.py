@@ -98,7 +98,7 @@ def test_one_is_left(rank: int, world_size: int) -> None:
         model.norm.reset_parameters()
         nn.init.normal_(model.blocks[0].weight)
         model.blocks[1].reset_parameters()
-    with pytest.raises(OrderError, match=r"to_empty gave memory to bias, and"):
+    with pytest.raises(OrderError, match=r"to_empty allocated bias, and"):
         model(torch.arange(11))
 
 
@@ -109,7 +109,7 @@ def test_emptied_after_training(rank: int, world_size: int) -> None:
     materialize(model, seed=0)
     step(model)
     model.to_empty(device="cpu")
-    with pytest.raises(OrderError, match="nobody has given it values"):
+    with pytest.raises(OrderError, match="nothing has filled it since"):
         model(torch.arange(11))
     with seeded(0):
         model.init_weights()
@@ -248,7 +248,7 @@ def test_buffers_that_no_checkpoint_has(rank: int, world_size: int, resets: bool
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(torch.ones(4)), model(torch.ones(4))
-    assert ["to_empty gave memory to table, which" in str(each.message) for each in caught] == [True] * (not resets)
+    assert ["to_empty allocated table, and" in str(each.message) for each in caught] == [True] * (not resets)
 
 
 @pytest.mark.parametrize(

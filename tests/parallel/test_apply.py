@@ -285,7 +285,7 @@ def test_tied_weights_that_are_split_differently(rank: int, world_size: int) -> 
     message = error_of(ArgumentError, lambda: parallelize(Lm(tied=True), config_of({"tensor": 2}), tp_plan=plan))
     assert message.startswith(
         "tp_plan: 'embed.weight' and 'head.weight' are one weight, but it was split as a plain tensor there and as "
-        "(Shard(dim=0),) here; give both modules styles that split it alike"
+        "(Shard(dim=0),) here; give both modules styles that split it in the same way"
     )
 
 

@@ -97,7 +97,8 @@ def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) ->
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES or 8 + length > reader.size:
         raise CorruptError(
-            f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is no such file"
+            f"{path}: claims a header of {length} bytes; it was cut off while it was written, or is not a safetensors "
+            "file"
         )
     text = _read_text(reader, path, 8, length)
     if expected is not None:

@@ -249,7 +249,7 @@ class _Archive:
     def _memory(self, key: Any) -> tuple[Named, int, int]:
         """(class, offset in the file, bytes) of the memory that a pickle refers to."""
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage":
-            raise ValueError("a reference to something that is no memory")
+            raise ValueError("a reference to something that is not a storage")
         if not isinstance(key[1], Named) or type(key[2]) is not str:
             raise ValueError("a reference to memory of no class or name")
         offset, size = self._range(f"data/{key[2]}")

@@ -271,7 +271,7 @@ class _Machine:
     def named(self, module: Any, name: Any) -> Named:
         """The class or function that a pickle names."""
         if type(module) is not str or type(name) is not str or len(module) + len(name) > MAX_NAME:
-            raise ValueError("a name that is no text, or a long one")
+            raise ValueError("a name that is not a string, or is too long")
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if self._allowed is not None and kind not in self._allowed:
             raise CorruptError(
@@ -311,14 +311,14 @@ class _Machine:
         """Add to the list on top."""
         target = self.stack[-1]
         if type(target) is not list:
-            raise ValueError("items for what is no list")
+            raise ValueError("items for something that is not a list")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         """Add to the dict on top."""
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise ValueError("entries for what is no dict")
+            raise ValueError("entries for something that is not a dict")
         for index in range(0, len(items), 2):
             if not _is_key(items[index]):
                 raise ValueError("a key that is neither a number nor a text")

@@ -155,10 +155,10 @@ class Manifest:
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
         for table in body["tables"]:
             grids = [Grid(_shape(mesh["shape"]), _sizes(mesh["ranks"])) for mesh in table["meshes"]]
-            alike: dict[Any, Record] = {}
+            known: dict[Any, Record] = {}
             for section, names in table["tensors"].items():
                 for name, row in names.items():
-                    records[section][name] = _record(name, row, grids, alike, file)
+                    records[section][name] = _record(name, row, grids, known, file)
             for section, names in table["aliases"].items():
                 aliases[section].update(names)
             for section, value in table["values"].items():
@@ -208,14 +208,14 @@ def table_of(
     return {"meshes": meshes, "tensors": tensors, "aliases": dict(aliases), "values": dict(values)}
 
 
-def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], alike: dict[Any, Record], file: str) -> Record:
+def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], known: dict[Any, Record], file: str) -> Record:
     """The record of a row of a table. Equal rows share one, so that its tiling's cached results are reused."""
     dtype, shape, mesh, cuts = row
     pairs = tuple([(int(axis), int(dim)) for axis, dim in cuts])
     key = (dtype, tuple(shape), mesh, pairs)
-    if key not in alike:
-        alike[key] = Record(dtype, _tiling(name, row, grids[mesh], pairs, file))
-    return alike[key]
+    if key not in known:
+        known[key] = Record(dtype, _tiling(name, row, grids[mesh], pairs, file))
+    return known[key]
 
 
 def _tiling(name: str, row: Sequence[Any], grid: Grid, pairs: tuple[tuple[int, int], ...], file: str) -> Tiling:
@@ -238,13 +238,13 @@ def _listed(name: object, files: Iterable[str], file: str) -> str:
 
 def _size(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]!r} is no size")
+        raise ValueError(f"{str(value)[:40]!r} is not a size")
     return value
 
 
 def _world(value: object) -> int:
     if not 0 < _size(value) <= MAX_WORLD:
-        raise ValueError(f"{value!r} is no number of ranks")
+        raise ValueError(f"{value!r} is not a number of ranks")
     return _size(value)
 
 

@@ -216,7 +216,7 @@ def check_text(text: str, what: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ArgumentError(f"{what}: a name that is no text: {error.reason}; rename it") from error
+            raise ArgumentError(f"{what}: a name that UTF-8 cannot encode ({error.reason}); rename it") from error
 
 
 def _inner(name: str, state: State, tensors: dict[str, torch.Tensor]) -> Leaf:

@@ -28,7 +28,7 @@ from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tiling import tiling_from
 from fsdp2.checkpoint.schema.tree import at_path, canonical, decode, encode
 from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, ranks_of
-from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, stranger, unsure
+from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
@@ -213,7 +213,7 @@ class OptimizerTarget:
         ranks: the ranks that have the model.
         missing: descriptions of what is here but not stored.
         unexpected: descriptions of what is stored but not here.
-        stranger: why the state does not fit this kind of optimizer; "" if it does.
+        unfit: why the state does not fit this kind of optimizer; "" if it does.
     """
 
     optimizer: torch.optim.Optimizer
@@ -223,7 +223,7 @@ class OptimizerTarget:
     entries: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    stranger: str = ""
+    unfit: str = ""
     _states: dict[torch.Tensor, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
     _fresh: list[torch.Tensor] = field(default_factory=list)
@@ -252,11 +252,11 @@ class OptimizerTarget:
                 what = f"optimizer state of '{fqn}'"
                 self._states[param] = decode(forms[fqn], self._making(param, fqn, stored, options.get(fqn)), what)
                 if not isinstance(self._states[param], dict):
-                    raise CorruptError(f"{what} is no dict")
+                    raise CorruptError(f"{what} is not a dict")
         kinds = {str(table.get("kind") or "") for table in tables} - {""}
         pairs = [(self.optimizer.state.get(param) or (), state) for param, state in self._states.items()]
-        self.stranger = stranger(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
-        if not self.stranger and (doubt := unsure(self.optimizer, kinds, pairs)):
+        self.unfit = why_unfit(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
+        if not self.unfit and (doubt := unsure(self.optimizer, kinds, pairs)):
             warnings.warn(doubt, stacklevel=5)
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
         self._ask_empty_groups(saved, known)
@@ -368,7 +368,7 @@ class OptimizerTarget:
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for key, value in decode(options, _scalar, "optimizer options").items():
                 if key in NO_OPTIONS:
-                    raise CorruptError(f"optimizer options: '{key}' is no option")
+                    raise CorruptError(f"optimizer options: '{key}' is not an option")
                 now = group.get(key)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)

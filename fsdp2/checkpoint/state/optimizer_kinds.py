@@ -12,7 +12,7 @@ import torch
 
 from fsdp2.optim.local import LocalOptimizer
 
-__all__ = ["kinds_of", "stranger", "unsure"]
+__all__ = ["kinds_of", "unsure", "why_unfit"]
 
 # What each of torch's optimizers keeps for every parameter, and what else it keeps with some options.
 PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -49,7 +49,7 @@ def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
     return [cls for cls in type(optimizer).__mro__ if not issubclass(cls, LocalOptimizer)]
 
 
-def stranger(
+def why_unfit(
     optimizer: torch.optim.Optimizer,
     saved: Iterable[str],
     states: Iterable[tuple[Collection[str], Collection[str]]],

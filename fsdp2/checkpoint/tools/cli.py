@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folders", metavar="FOLDER", nargs="+", help="a checkpoint, or the folder of a run for all of its")
     one.add_argument("--strict", action="store_true", help="files that do not belong there count as damage")
 
-    one = add("convert", _convert, "write a checkpoint anew: other ranks, layout or format")
+    one = add("convert", _convert, "rewrite a checkpoint for another number of ranks, layout or format")
     one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
     one.add_argument("target", metavar="TARGET", help="a folder that is not there yet")
     one.add_argument("--to", choices=LAYOUTS, default="ranks", help="layout (default: ranks)")
@@ -177,7 +177,7 @@ def _size(text: str) -> int:
     try:
         return int(float(digits) * UNITS[text[len(digits) :]])
     except (KeyError, ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB, 512MiB or 1000") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 512MiB or 1000") from error
 
 
 # --- what it does -----------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ class _Comparison:
                 continue
             pairs = zip_longest(one.manifest.extra[key], two.manifest.extra[key])
             for first, second in pairs:
-                if first is None or second is None or _told(first) != _told(second):
+                if first is None or second is None or _ranks_and_text(first) != _ranks_and_text(second):
                     self._result.other.append(f"extra '{key}': the values or the ranks that gave them differ")
                     break
                 for path in _tensor_paths(first["json"]):
@@ -247,14 +247,14 @@ class _Comparison:
             if not all(facts):
                 if any(facts):
                     which = "first" if facts[0] else "second"
-                    self._result.other.append(f"{section}: what is no tensor is only in the {which}")
+                    self._result.other.append(f"{section}: values that are not tensors are only in the {which}")
                 continue
-            alike: dict[tuple[str, ...], list[str]] = {}  # one line for all that differ in the same way
+            names_by_line: dict[tuple[str, ...], list[str]] = {}  # one line for all that differ in the same way
             for what, name in {**facts[0], **facts[1]}:
                 shown = [_text(own[what, name]) if (what, name) in own else "nothing" for own in facts]
                 if shown[0] != shown[1]:
-                    alike.setdefault((what, *shown), []).append(name)
-            for (what, *texts), owners in alike.items():
+                    names_by_line.setdefault((what, *shown), []).append(name)
+            for (what, *texts), owners in names_by_line.items():
                 whose = f" of {owners[0]}" if owners[0] else ""
                 more = f" and {len(owners) - 1} others" if len(owners) > 1 else ""
                 line = f"{section} {what}{whose}{more}: {_short(texts[0])} and {_short(texts[1])}"
@@ -328,7 +328,7 @@ def _without_tensors(form: Any) -> Any:
     return [_without_tensors(value) for value in form] if isinstance(form, list) else form
 
 
-def _told(share: Mapping[str, Any]) -> Any:
+def _ranks_and_text(share: Mapping[str, Any]) -> Any:
     return share["ranks"], _text(share["json"])
 
 

@@ -43,12 +43,12 @@ def distance_of(first: bytearray, dtype: str, second: bytearray, other: str) -> 
 
 def _step(first: torch.Tensor, second: torch.Tensor) -> Distance:
     one, two = _comparable(first), _comparable(second)
-    alike = (one == two) | (one.isnan() & two.isnan())
-    distance = torch.where(alike, 0.0, (one - two).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
+    equal = (one == two) | (one.isnan() & two.isnan())
+    distance = torch.where(equal, 0.0, (one - two).abs().nan_to_num(nan=torch.inf, posinf=torch.inf))
     if first.dtype == second.dtype:
         bits = INTEGERS[first.dtype.itemsize]
-        alike = first.view(bits) == second.view(bits)
-    indices = (~alike).nonzero()
+        equal = first.view(bits) == second.view(bits)
+    indices = (~equal).nonzero()
     return Distance(len(indices), float(distance.max()), int(indices[0])) if len(indices) else Distance()
 
 

@@ -175,7 +175,7 @@ def show_difference(found: Difference) -> None:
     if not found.values:
         verdict = "[green]same names, shapes and dtypes[/green]" if found.equal else "[red]different[/red]"
         console.print(
-            f"{verdict}: {found.num_equal} tensors alike, {len(found.tensors)} different; no value was compared"
+            f"{verdict}: {found.num_equal} tensors equal, {len(found.tensors)} different; no value was compared"
         )
         return
     verdict = "[green]equal[/green]" if found.equal else "[red]different[/red]"
@@ -242,7 +242,7 @@ def _table(title: str, *columns: str, right: Sequence[str] = ()) -> Any:
 def _extra(key: str, ranks: int, contents: int) -> str:
     if ranks == 1:
         return key
-    return f"{key} (alike on {ranks} ranks)" if contents == 1 else f"{key} (of {ranks} ranks, {contents} different)"
+    return f"{key} (the same on {ranks} ranks)" if contents == 1 else f"{key} (of {ranks} ranks, {contents} different)"
 
 
 def _bytes(nbytes: int) -> str:
