@@ -175,11 +175,15 @@ def test_groups_that_are_made_again(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_values_of_any_length(rank: int, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_bytes", [1 << 16, pytest.param(agreement.PART_BYTES, marks=pytest.mark.exhaustive)])
+def test_values_of_any_length(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
     """What ranks tell each other: a position in the data that every rank has for itself, and a description of the model
-    that all have alike. Nothing of it stays in the store."""
+    that all have in common. Nothing of it stays in the store."""
+    monkeypatch.setattr(agreement, "PART_BYTES", part_bytes)
     left = []
-    for name, length in (("short", 1), ("long", 1_300_000), ("exact", agreement.PART_BYTES // 2)):
+    for name, length in (("short", 1), ("long", part_bytes // 6), ("exact", part_bytes // 2)):
         order = [rank, *range(length)] if name != "exact" else "é" * length
         store = agreement.store_of(None).clone()
         dist.barrier()

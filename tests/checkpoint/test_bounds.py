@@ -190,6 +190,7 @@ def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
         checkpoint.load(folder, model=model, optimizer=optimizer)
 
 
+@pytest.mark.exhaustive
 def test_many_lists_in_few_bytes(tmp_path: Path) -> None:
     """A list takes 27 times the memory of its text, and more of its code in a pickle."""
     folder = ours(tmp_path / "a")

@@ -192,6 +192,7 @@ sys.exit(failed)
 """
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_were_forked(tmp_path: Path) -> None:
     """About one load of four hundred that goes through buffers (columns, another dtype) failed with "Invalid thread
     pool!" where a launcher had forked; with sixteen threads, nearly every one (see `workers.py`)."""

@@ -174,7 +174,14 @@ def test_extra_state_of_modules(rank: int, world_size: int, options: dict[str, A
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["checkpoint_wrapper", "compile_in_place", "compile", "compiled_root"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "checkpoint_wrapper",
+        "compile_in_place",
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("compile", "compiled_root")),
+    ],
+)
 def test_names_without_wrappers(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
     """A wrapper's part of a name is not stored, so a model loads with and without it."""
 

@@ -244,6 +244,7 @@ def test_one_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "OrderError" in done.stderr and "too late: __main__.M is" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_run_a_script(tmp_path: Path) -> None:
     """As `python script.py args` does: arguments, path, name, exit status; and children that it spawns."""
     script = tmp_path / "script.py"

@@ -61,6 +61,7 @@ def test_groups(group: str) -> None:
     assert len(result["losses"]) == step.WARMUP + 1 + 3 + 1  # timed, for memory, for the timeline
 
 
+@pytest.mark.exhaustive
 def test_step_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "step.json"
     step.main([*DRY, "--variants", "fsdp2", "--rounds", "1", "--steps", "1", "--out", str(out)])

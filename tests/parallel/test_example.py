@@ -37,6 +37,7 @@ def test_the_same_losses_on_four_ranks(keys: str, alone: list[float]) -> None:
     assert losses(*keys.split(), ranks=4) == pytest.approx(alone, rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_file(tmp_path: Path, alone: list[float]) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[parallel]\nreplicate = 2\nactivation_checkpointing = "full"\n', encoding="utf-8")

@@ -36,7 +36,7 @@ def test_each_sample_file_has_a_test() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "hsdp" else []) for name in RANKS]
+    "name", [pytest.param(name, marks=[] if name == "fsdp_tp" else [pytest.mark.exhaustive]) for name in RANKS]
 )
 def test_sample_files_train_the_same(name: str, alone: Path, tmp_path: Path) -> None:
     """The file says how many steps and how large a batch; the command line wins."""

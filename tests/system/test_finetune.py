@@ -90,6 +90,7 @@ def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> Non
     assert validation_loss(model.eval(), base, rows=16) == pytest.approx(losses(out)[1], abs=2e-4)
 
 
+@pytest.mark.exhaustive
 def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """`--train` with patterns, in bfloat16, on a model whose head is its embedding."""
     base = tmp_path / "base"

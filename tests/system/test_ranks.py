@@ -115,6 +115,7 @@ def test_body_signature_is_checked() -> None:
         on_ranks(2)(lambda x: None)
 
 
+@pytest.mark.exhaustive
 def test_in_a_pytest_session(pytester: pytest.Pytester) -> None:
     """A hanging and a failing test are reported as such, and the tests after them pass."""
     root = str(ROOT)

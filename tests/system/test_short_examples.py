@@ -42,6 +42,7 @@ def test_one_process_trains_the_same_model(whole: tuple[str, Finished], tmp_path
     assert losses(start(whole[0], tmp_path, ranks=None)) == pytest.approx(losses(whole[1]), rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_as_an_uninterrupted_one(whole: tuple[str, Finished], tmp_path: Path) -> None:
     script, uninterrupted = whole
     start(script, tmp_path, steps=STEPS // 2)
