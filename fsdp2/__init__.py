@@ -32,11 +32,13 @@ from fsdp2.module import (
 )
 from fsdp2.optim import (
     LocalOptimizer,
+    StepInBackward,
     adopt_optimizer,
     clip_grad_norm_,
     clip_grads_with_norm_,
     get_total_norm,
     local_optimizer,
+    step_in_backward,
 )
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
 from fsdp2.tuning import tune_lanes
@@ -60,6 +62,7 @@ __all__ = [
     "OrderError",
     "ReplacedError",
     "ShardPlacementResult",
+    "StepInBackward",
     "UnshardHandle",
     "UnsupportedError",
     "WrapReport",
@@ -77,6 +80,7 @@ __all__ = [
     "local_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "step_in_backward",
     "transformer_blocks",
     "tune_lanes",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "PICKLED_TENSOR_CLASSES",
     "DTensorSpec",
     "TorchDispatchMode",
+    "accept_scaler",
     "all_gather_flat",
     "all_gather_flat_coalesced",
     "allocate_from_group",
@@ -49,6 +50,7 @@ __all__ = [
     "foreach_divided",
     "foreach_multiply",
     "foreach_norm",
+    "forget_scaler",
     "grad_of",
     "group_allocates",
     "group_named",
@@ -80,6 +82,7 @@ __all__ = [
     "strided_shard",
     "subclassed_parameter",
     "symmetric_empty",
+    "take_from_scaler",
     "takes_device",
     "tensors_have_levels",
     "use_symmetric_memory",
@@ -314,6 +317,26 @@ def set_fully_shard_state(module: nn.Module, state: object) -> None:
     keys = _fully_shard.__globals__
     module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
     module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
+
+
+def accept_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Let ``GradScaler.step(optimizer)`` call `step` although there are no gradients; otherwise it fails with an
+    assertion about inf checks. Returns whether that had to be changed."""
+    changes = not vars(optimizer).get("_step_supports_amp_scaling", False)
+    optimizer.__dict__["_step_supports_amp_scaling"] = True
+    return changes
+
+
+def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `accept_scaler`."""
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+
+
+def take_from_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an enabled `GradScaler` is calling `step`: for that call it gives the optimizer these attributes, which
+    are removed here."""
+    optimizer.__dict__.pop("grad_scale", None)
+    return optimizer.__dict__.pop("found_inf", None) is not None
 
 
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,7 @@
 The public ones have the fields of torch's FSDP2, so that either's objects can be passed to `fully_shard`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -240,6 +240,8 @@ class UnitSettings:
         predicts_forward: prefetch in forward the unit that ran next in the last iterations; read on the root only.
         manual_finalization: backward leaves gradients for `finalize_backward`; root only.
         zero: what waits for the last backward of a step; None: nothing does.
+        when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
+        backward of a step.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -256,6 +258,7 @@ class UnitSettings:
     predicts_forward: bool = False
     manual_finalization: bool = False
     zero: ZeroPolicy | None = None
+    when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
 
     @property
     def ends_step(self) -> bool:
@@ -264,10 +267,13 @@ class UnitSettings:
 
     def in_backward(self, is_last: bool) -> "UnitSettings":
         """The settings for a backward that is, or is not, the last of a step."""
-        if self.zero is None or is_last:
+        if is_last or (self.zero is None and not self.when_reduced):
             return self
+        if self.zero is None:
+            return replace(self, when_reduced=())
         return replace(
             self,
+            when_reduced=(),
             requires_gradient_sync=self.requires_gradient_sync and self.zero.stage >= 2,
             requires_all_reduce=False,
             reshard_after_backward=self.reshard_after_backward and self.zero.stage == 3,

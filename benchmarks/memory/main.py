@@ -23,12 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
 from benchmarks.memory.tracking import Kind, Moment, Tracker, allocated, timeline
+from fsdp2 import optim
 from fsdp2.comm import comm_for
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 BASELINE = "torch-fsdp2-true"
 LANES = {"direct": 0, "packed": 1 << 60, "auto": None}  # smallest shard, in bytes, that takes the direct lane
+IN_BACKWARD = "fsdp2-true in-backward"  # with `step_in_backward`
 VARIANTS = [
     "ddp",
     "fsdp1",
@@ -36,6 +38,7 @@ VARIANTS = [
     "torch-fsdp2-false",
     *[f"fsdp2-true {lane}" for lane in LANES],
     "fsdp2-false auto",
+    IN_BACKWARD,
 ]
 SHORT: dict[str, Any] = {}
 DRY_RUN = {"blocks": 2, "dim": 64, "variants": [BASELINE, "fsdp2-true auto"]}
@@ -84,13 +87,18 @@ def track(variant: str, workload: common.Workload) -> Found:
     allocator."""
     name, _, lane = variant.partition(" ")
     peer = common.PEERS[name]
-    with lanes(lane or "auto"):
+    with lanes(lane if lane in LANES else "auto"):
         with Tracker() as tracker:
             model = peer.wrap(workload.model(), workload)
             tracker.follow(model)
             if name != "ddp":
                 for param in model.parameters():
                     tracker.mark(param, Kind.SHARD)
+            if variant == IN_BACKWARD:
+                sgd = optim.local_optimizer(torch.optim.SGD, model.parameters(), lr=0.0)
+                optim.step_in_backward(
+                    sgd, clip=lambda params: [tracker.mark(each.grad, Kind.GRADIENT) for each in params]
+                )
             step = step_of(model, workload, workload.dtype == "mixed" and peer.autocasts, tracker)
             for _ in range(2):
                 step()
@@ -128,6 +136,7 @@ def peaks(found: Found) -> dict[str, int]:
         "unsharded": largest(Kind.PARAMETER),
         "communication": largest(Kind.COMMUNICATION),
         "unsharded_and_communication": largest(Kind.PARAMETER, Kind.COMMUNICATION),
+        "gradients": largest(Kind.GRADIENT),
         "with_gradients": largest(Kind.PARAMETER, Kind.COMMUNICATION, Kind.GRADIENT),
         "shards": largest(Kind.SHARD),
         "other": largest(Kind.OTHER),
@@ -148,13 +157,13 @@ def report(result: dict[str, Any]) -> str:
     """The table of README.md: MiB, and ratios to torch's FSDP2."""
     units, found = result["unit_bytes"], result["peaks"]
     header = ["variant", "unsharded", "communication", "both at once", f"/ {BASELINE}", "in blocks, beyond the root"]
-    header += ["and gradients", f"/ {BASELINE}", "allocator's", f"/ {BASELINE}", "shards"]
+    header += ["gradients", "and gradients", f"/ {BASELINE}", "allocator's", f"/ {BASELINE}", "shards"]
     rows = []
     for name, own in found.items():
         both, whole = own["unsharded_and_communication"], own["with_gradients"]
         row = [name, *[f"{own[key] / MIB:.1f}" for key in ("unsharded", "communication")], f"{both / MIB:.1f}"]
         row += [f"{both / found[BASELINE]['unsharded_and_communication']:.2f}"]
-        row += [f"{(both - units['root']) / units['block']:.2f}", f"{whole / MIB:.1f}"]
+        row += [f"{(both - units['root']) / units['block']:.2f}", f"{own['gradients'] / MIB:.1f}", f"{whole / MIB:.1f}"]
         row += [f"{whole / found[BASELINE]['with_gradients']:.2f}", f"{own['allocated'] / MIB:.1f}"]
         row += [f"{own['allocated'] / found[BASELINE]['allocated']:.2f}", f"{own['shards'] / MIB:.1f}"]
         rows.append(row)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import foreach_multiply, local_of
 from fsdp2.adjacent import runs_of
 from fsdp2.errors import ArgumentError
+from fsdp2.optim.in_backward import check_not_stepped_in_backward
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
 from fsdp2.runtime.left_out import warn_in_clip
 from fsdp2.runtime.unreduced import check_reduced
@@ -51,6 +52,7 @@ def clip_grad_norm_(
     Raises:
         ArgumentError: a `norm_type` that is none of the above.
         RuntimeError: see `error_if_nonfinite`.
+        OrderError: a backward has stepped these parameters already (`step_in_backward`).
 
     Example::
 
@@ -61,6 +63,7 @@ def clip_grad_norm_(
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
     parameters = _list(parameters)
+    check_not_stepped_in_backward("clip_grad_norm_", parameters)
     check_reduced("clip_grad_norm_", parameters)
     warn_in_clip(parameters)
     grads = [param.grad for param in parameters]
@@ -109,6 +112,7 @@ def clip_grads_with_norm_(
         foreach: False takes the tensors one by one.
     """
     parameters = _list(parameters)
+    check_not_stepped_in_backward("clip_grads_with_norm_", parameters)
     check_reduced("clip_grads_with_norm_", parameters)
     _scale(_joined(param.grad for param in parameters), max_norm, total_norm, foreach)
 

@@ -107,17 +107,21 @@ def local_optimizer(
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Base class of the optimizers from `local_optimizer`, for `isinstance`."""
+    """Base class of the optimizers from `local_optimizer`, for `isinstance`.
+
+    Attributes:
+        taken: what each param group's last step found; empty before the first. Only `step` uses it, and works without.
+    """
 
     _joins = False  # whether contiguous parameters may be merged: only for optimizers known to be elementwise
 
     def __init__(self, params: Params, **options: Any):
-        self._taken: list[_Taken] = []
+        self.taken: list[_Taken] = []
         super().__init__(params, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called after a copy, and by `load_state_dict`."""
-        self._taken = []
+        self.taken = []
         super().__setstate__(state)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -133,19 +137,21 @@ class LocalOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if all(param.grad is None for group in self.param_groups for param in group["params"]):
+            return loss  # backward may have stepped them (`step_in_backward`)
         inner = _without_hooks(super().step)
         try:
-            self._taken = [
-                self._take(group["params"], self._taken[index] if index < len(self._taken) else None)
+            self.taken = [
+                self._take(group["params"], self.taken[index] if index < len(self.taken) else None)
                 for index, group in enumerate(self.param_groups)
             ]
         except BaseException:
-            self._taken = []  # releases the gradients too
+            self.taken = []  # releases the gradients too
             raise
-        with _on_locals(self, self._taken):
+        with _on_locals(self, self.taken):
             inner(self)
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
-        stepped = [param for each in self._taken for run in each.runs if run.has_grad for param in run.params]
+        stepped = [param for each in self.taken for run in each.runs if run.has_grad for param in run.params]
         torch.autograd.graph.increment_version([*stepped, *map(local_tensor, stepped)])
         return loss
 

@@ -39,6 +39,9 @@ class Gradients:
 
     Args:
         on_ready: called in backward when all trainable parameters have received a gradient since `expect_all`.
+
+    Attributes:
+        were_taken: gradients of this backward were taken for a reduction.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel, on_ready: Callable[[], None]):
@@ -47,6 +50,7 @@ class Gradients:
         self._on_ready = on_ready
         self._trainable: list[bool] = []  # for both forms, once there are unsharded parameters
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
+        self.were_taken = False
         self._missing: set[int] = set()
         self._backward: int | None = None
         self._unsharded: list[torch.Tensor] = []
@@ -114,6 +118,7 @@ class Gradients:
     def end_backward(self) -> None:
         """The whole backward is over."""
         self._backward = None
+        self.were_taken = False
         self.expect_all()
 
     def _hook(self, index: int) -> None:
@@ -176,6 +181,7 @@ class Gradients:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
                 by_dtype.setdefault(param.flat.dtype, []).append((index, Contribution(param, grad, partial)))
+        self.were_taken = self.were_taken or bool(by_dtype)
         # The order of the dict is that of the parameters, which is the same on every rank.
         return [self._reduction(found, settings, streams) for found in by_dtype.values()]
 

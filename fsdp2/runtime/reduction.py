@@ -7,7 +7,7 @@ Steps, cited in `Reduction._steps`::
     [3] partial    HSDP without all-reduce: the output is kept, and added to the next one
     [4] replicas   all-reduce over the replicate axis; reduce-scatter where the shards are cut over it too
     [5] scale      what the collectives did not divide; the all-reduce hook; cast to the dtype of the sharded gradients
-    [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run
+    [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run; `settings.when_reduced`
 
 On an accelerator [1] to [5] are enqueued at once. On the CPU each wait ends a step, and the context takes the next step
 when it has to.
@@ -159,6 +159,7 @@ class Reduction:
         if done is not None and self._plan.params[0].plan.home != roles.device:
             done.synchronize()  # the optimizer reads host memory, to which no stream order applies
         streams.wait(done)
+        self._partials, self._kept = [], []  # every stream has finished with them, and [6] may step an optimizer
         self._hand_over()  # [6]
 
     def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -336,9 +337,9 @@ class Reduction:
             else:
                 old.append(local_tensor(grad))
                 new.append(local)
-            if hooks := post_accumulate_grad_hooks(sharded):
-                hooked.append((sharded, hooks))
+            hooked += [(hook, sharded) for hook in post_accumulate_grad_hooks(sharded)]
         foreach_add(old, new)
-        for sharded, hooks in hooked:
-            for hook in hooks:
-                hook(sharded)
+        for hook, sharded in hooked:
+            hook(sharded)
+        for call in self._settings.when_reduced:
+            call(self.params)

@@ -12,12 +12,12 @@ A forward inside backward is the recomputation of an activation checkpoint: it f
 them unsharded. So does a forward nested in another forward of the same unit, because the outer one still needs them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
 
-__all__ = ["Stage", "Unit", "has_forward", "unit_of"]
+__all__ = ["Stage", "Unit", "has_forward", "unit_of", "units_with"]
 
 
 class Stage(Enum):
@@ -66,6 +66,15 @@ def unit_of(module: nn.Module) -> "Unit | None":
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called; a plain ModuleList cannot."""
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
+
+
+_units: "WeakSet[Unit]" = WeakSet()
+
+
+def units_with(params: Iterable[torch.Tensor]) -> "list[Unit]":
+    """The units of this process that manage some of these sharded parameters."""
+    ids = {id(param) for param in params}
+    return [unit for unit in _units if any(id(param.sharded) in ids for param in unit.params)]
 
 
 class Unit:
@@ -114,6 +123,7 @@ class Unit:
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
+        _units.add(self)
         self.adopt(modules, param_lists)
 
     def adopt(self, modules: Sequence[nn.Module], param_lists: Sequence[Sequence[ManagedParameter]]) -> None:
@@ -373,6 +383,7 @@ class Unit:
         self.context.expect_end_of_backward()
         if self.stage is Stage.BACKWARD:
             return
+        self._check_not_stepped()
         emit("pre_backward", self.fqn)
         self._move(Stage.BACKWARD)
         for group in self.groups:
@@ -392,16 +403,31 @@ class Unit:
                     with profiler_range("FSDP::backward_prefetch for", unit.fqn):
                         unit.unshard(prefetching=True)
 
+    def _check_not_stepped(self) -> None:
+        """Before parameters are gathered for backward.
+
+        Raises:
+            OrderError: they are no longer those of the forward, because an optimizer stepped them in this backward.
+        """
+        if any(group.gradients.were_taken for group in self.groups) and self._in_backward().when_reduced:
+            raise OrderError(
+                f"unit '{self.fqn}': backward needs its parameters again, but step_in_backward stepped them when their "
+                "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
+                "use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
+            )
+
     def _pre_backward_again(self) -> None:
         """A backward through this unit's own backward reaches the unit again."""
         self.pre_backward(None, -1, self._conversions())
 
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
-        ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead."""
+        ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that
+        are used as they are cannot be stepped before the unit's backward ends."""
         self.ready_context().expect_end_of_backward()
         settings = self._in_backward()
-        if settings.requires_gradient_sync and not settings.reduce_unused:
+        steps_what_is_used = bool(settings.when_reduced) and self.groups[index].roles.shard_axis is None
+        if settings.requires_gradient_sync and not settings.reduce_unused and not steps_what_is_used:
             self._reduce(self.groups[index], settings)
 
     def _reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:

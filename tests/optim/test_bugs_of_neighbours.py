@@ -190,7 +190,7 @@ def test_a_run_that_changes_leaves_the_others(rank: int, world_size: int) -> Non
         if step % 2 and step < 6:
             model.blocks[1].down.weight.grad = None
         optimizer.step()
-        runs = optimizer._taken[0].runs
+        runs = optimizer.taken[0].runs
         kept.append({id(run) for run in runs})
         counts.append(len(runs))
     assert all(len(one & other) >= counts[0] - 1 for one, other in pairwise(kept[:6]))
@@ -206,12 +206,12 @@ def test_neighbours_are_found_later(rank: int, world_size: int) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    assert len(optimizer._taken[0].runs) == 14
+    assert len(optimizer.taken[0].runs) == 14
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step, rank)
         optimizer.step()
-    assert len(optimizer._taken[0].runs) <= 5
+    assert len(optimizer.taken[0].runs) <= 5
 
 
 @on_ranks(2)
@@ -284,7 +284,7 @@ def train_with_other_experts(rank: int, made: list[Any]) -> None:
     # As soon as they all have gradients for long enough, neighbours are stepped as one again.
     train(range(40, 40 + 90), 0.0)
     assert_same(*optimizers)
-    assert sum(len(run.params) > 1 for taken in optimizers[0]._taken for run in taken.runs) >= 4
+    assert sum(len(run.params) > 1 for taken in optimizers[0].taken for run in taken.runs) >= 4
 
 
 @on_ranks(2)

@@ -48,7 +48,7 @@ def train(
 def num_stepped(optimizer: Optim) -> int:
     """How many tensors the torch optimizer saw in the last step."""
     assert isinstance(optimizer, LocalOptimizer)
-    return sum(len(taken.runs) for taken in optimizer._taken)
+    return sum(len(taken.runs) for taken in optimizer.taken)
 
 
 def pair(kind: type[Optim], options: dict[str, Any], hidden: int = EVEN) -> tuple[tuple[Any, Optim], tuple[Any, Optim]]:
