@@ -13,6 +13,7 @@ from model import LM
 from options import Options
 from torch import Tensor, nn
 
+from fsdp2 import AdamW8bit
 from fsdp2.parallel import Meshes, parallelize, positions, shard_sequence
 
 # With tensor parallelism: which layers are split, and along what. Attention is split by heads.
@@ -32,7 +33,7 @@ def build_model(options: Options, meshes: Meshes, device: torch.device) -> LM:
     return model
 
 
-def build_optimizer(options: Options, model: nn.Module) -> torch.optim.AdamW:
+def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW over the sharded parameters: each rank keeps states for, and updates, its own shards alone."""
     # Gains have no weight decay. With tensor parallelism some parameters are on a mesh of their own, and one fused
     # operation takes those of one mesh.
@@ -41,6 +42,8 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.AdamW:
         groups.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
     decay = {True: options.weight_decay, False: 0.0}
     settings = [{"params": each, "weight_decay": decay[each[0].ndim > 1]} for each in groups.values()]
+    if options.optimizer == "adamw8bit":
+        return AdamW8bit(settings, lr=options.lr, betas=(0.9, 0.95))
     # fused: one operation for all parameters; the default loop would pay DTensor's overhead for each.
     return torch.optim.AdamW(settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
 

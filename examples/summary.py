@@ -33,7 +33,7 @@ def describe(options: Options, corpus: Corpus, plan: BatchPlan, model: nn.Module
         "mesh": f"{axes} on {mesh.device_type}; {applied}",
         "step": f"{plan.tokens_per_step:,} bytes = {plan.world_size} ranks x {plan.microbatches} microbatches "
         f"x {plan.per_rank} sequences x {plan.seq_len}",
-        "optimizer": f"AdamW, {options.steps} steps, lr {options.lr} after {options.warmup} of warm-up, "
+        "optimizer": f"{options.optimizer}, {options.steps} steps, lr {options.lr} after {options.warmup} of warm-up, "
         f"weight_decay {options.weight_decay}, clip {options.clip}, seed {options.seed}",
         "folder": str(options.out),
     }

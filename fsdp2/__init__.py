@@ -31,6 +31,7 @@ from fsdp2.module import (
     share_comm_ctx,
 )
 from fsdp2.optim import (
+    AdamW8bit,
     LocalOptimizer,
     StepInBackward,
     adopt_optimizer,
@@ -45,6 +46,7 @@ from fsdp2.tuning import tune_lanes
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [
+    "AdamW8bit",
     "ArgumentError",
     "CPUOffloadPolicy",
     "CheckpointError",

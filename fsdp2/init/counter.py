@@ -18,7 +18,7 @@ from fsdp2.errors import UnsupportedError
 from fsdp2.init.arithmetic import exp, log, normal_quantile, sin_cos_half_pi
 from fsdp2.init.owned import Owned, boxes, spans
 
-__all__ = ["DISTRIBUTIONS", "fill_by_counter", "words"]
+__all__ = ["DISTRIBUTIONS", "fill_by_counter", "indices", "words"]
 
 SPAN_NUMEL = 1 << 16  # values generated at a time: the few float64 tensors for these stay in the cache
 
@@ -164,7 +164,7 @@ def fill_by_counter(
         owned = Owned((*owned.shape, 2), (*owned.intervals, ((0, 2),)))
         local = torch.view_as_real(local)
     key = (key + 2**63) % 2**64 - 2**63
-    numbers = _numbers(owned, local.device)
+    numbers = indices(owned, local.device)
     for start, stop in spans(local.numel(), SPAN_NUMEL, 1):
         for box in boxes(local.shape, start, stop):
             at = tuple(slice(low, high) for low, high in box)
@@ -177,7 +177,7 @@ def fill_by_counter(
             local[at].copy_(_rounded(values, local.dtype).view(shape))
 
 
-def _numbers(owned: Owned, device: torch.device) -> list[torch.Tensor]:
+def indices(owned: Owned, device: torch.device) -> list[torch.Tensor]:
     """For each dim, what each of this rank's entries adds to the index of an element in the whole tensor."""
     result = []
     for dim, intervals in enumerate(owned.intervals):

@@ -1,11 +1,13 @@
 """Clipping and optimizers on local shards. Layer: above the API; imports no checkpointing."""
 
+from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.adopt import adopt_optimizer
 from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.in_backward import StepInBackward, step_in_backward
 from fsdp2.optim.local import LocalOptimizer, local_optimizer
 
 __all__ = [
+    "AdamW8bit",
     "LocalOptimizer",
     "StepInBackward",
     "adopt_optimizer",

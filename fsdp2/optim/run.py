@@ -21,7 +21,7 @@ from fsdp2.adjacent import can_carve, carve, over, runs_of, span_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.norms import by_device_and_dtype
 
-__all__ = ["SteppedRun", "identical", "runs_to_step"]
+__all__ = ["SteppedRun", "identical", "local_grad", "runs_to_step"]
 
 State = dict[Any, Any]
 
@@ -106,7 +106,7 @@ class SteppedRun:
             grad = self.params[0].grad
             self.has_grad = False
             if grad is not None:
-                self._set_grad(_local_grad(self.params[0], grad))
+                self._set_grad(local_grad(self.params[0], grad))
             return True
         grads = list(map(grad_of, self.params))
         specs, places = self._grads
@@ -234,7 +234,7 @@ def identical(these: Iterable[Any], those: Sequence[Any]) -> bool:
     return len(values) == len(those) and all(map(is_, values, those))
 
 
-def _local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if not isinstance(grad, DTensor):
         raise ArgumentError(
             f"a DTensor parameter of shape {tuple(param.shape)} has a gradient that is a plain {type(grad).__name__}: "
