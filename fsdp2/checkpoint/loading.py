@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2.box import Box, Cover
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
@@ -22,7 +23,6 @@ from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.replacing import READS, not_replaced
-from fsdp2.checkpoint.schema.box import Box, Cover
 from fsdp2.checkpoint.state.optimizers import Optimizers
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of

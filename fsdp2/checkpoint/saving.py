@@ -53,7 +53,6 @@ from fsdp2.checkpoint.run.committing import commit, id_of, may_count
 from fsdp2.checkpoint.run.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.run.lease import Lease, take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
-from fsdp2.checkpoint.schema.tiling import Tiling, spread_replicas
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.state.model import State, model_state, unwrapped
 from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
@@ -61,6 +60,7 @@ from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
+from fsdp2.tiling import Tiling, spread_replicas
 
 __all__ = ["Saved", "save"]
 

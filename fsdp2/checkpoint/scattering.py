@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io.catalog import Catalog, PieceTable, StoredTensorInfo
 from fsdp2.checkpoint.io.reading import Filler
 from fsdp2.checkpoint.loading import Loaded, requests_for
@@ -24,7 +25,6 @@ from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import world_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.replacing import READS, not_replaced
-from fsdp2.checkpoint.schema.box import Box, whole
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage

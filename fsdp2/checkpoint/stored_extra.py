@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.reading import Request, read_all
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.schema.box import whole
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.schema.tree import decode
 from fsdp2.checkpoint.state.extra import RandomState, Reshardable, Stateful

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from fsdp2 import checkpoint
+from fsdp2.box import Box, Cover
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema import box
-from fsdp2.checkpoint.schema.box import Box, Cover
 from fsdp2.checkpoint.schema.header import parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import Manifest
 from fsdp2.checkpoint.storage.base import storage_of

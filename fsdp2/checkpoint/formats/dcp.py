@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.box import Box
 from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata
 from fsdp2.checkpoint.formats.foreign_state import (
     Path,
@@ -34,7 +35,6 @@ from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import plain, shown
 from fsdp2.checkpoint.io.catalog import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.memory import bytes_of
-from fsdp2.checkpoint.schema.box import Box
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError

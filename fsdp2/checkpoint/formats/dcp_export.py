@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.foreign_state import Path
 from fsdp2.checkpoint.io.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.io.reading import Request, read_all
-from fsdp2.checkpoint.schema.box import Box, Cover, whole
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.schema.tree import decode
 from fsdp2.checkpoint.state.model import within

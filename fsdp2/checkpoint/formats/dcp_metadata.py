@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fsdp2._torch import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
+from fsdp2.box import Box
 from fsdp2.checkpoint.formats.foreign_state import (
     ForeignOptimizer,
     Path,
@@ -29,7 +30,6 @@ from fsdp2.checkpoint.formats.foreign_state import (
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
 from fsdp2.checkpoint.io.catalog import StoredTensorInfo
-from fsdp2.checkpoint.schema.box import Box
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.state.model import within
 from fsdp2.checkpoint.storage.base import Reader, check_file_name

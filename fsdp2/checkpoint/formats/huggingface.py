@@ -12,11 +12,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import read_header, read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
 from fsdp2.checkpoint.io.catalog import PieceTable, StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.schema.box import whole
 from fsdp2.checkpoint.schema.header import parse_json
 from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.checkpoint.storage.local import LocalStorage

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io.catalog import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name, sums_file_name
-from fsdp2.checkpoint.schema.box import Box, whole
 from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_header, parse_json

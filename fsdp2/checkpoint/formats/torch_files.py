@@ -21,9 +21,9 @@ from fsdp2._torch import (
     PICKLED_TENSOR_CLASSES,
     PICKLED_TENSORS,
 )
+from fsdp2.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.formats.unpickling import Made, Named, unpickle
 from fsdp2.checkpoint.io.catalog import StoredPiece
-from fsdp2.checkpoint.schema.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader

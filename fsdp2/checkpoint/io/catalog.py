@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdp2.checkpoint.schema.box import Box
+from fsdp2.box import Box
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
 

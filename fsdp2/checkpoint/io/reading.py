@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
+from fsdp2.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
 from fsdp2.checkpoint.io.workers import run_all
-from fsdp2.checkpoint.schema.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say: boxes, tilings, headers, manifests, checksums. Layer: checkpoint."""
+"""What the files of a checkpoint say: headers, manifests, checksums. Layer: checkpoint."""

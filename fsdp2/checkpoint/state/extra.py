@@ -17,11 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fsdp2.box import whole
 from fsdp2.checkpoint.io.memory import blocks_of
 from fsdp2.checkpoint.io.planned_files import Piece
 from fsdp2.checkpoint.ranks.agreement import Agreement
 from fsdp2.checkpoint.ranks.world import World
-from fsdp2.checkpoint.schema.box import whole
 from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.checkpoint.state.model import check_name, check_text

@@ -25,13 +25,13 @@ from fsdp2.checkpoint.io.catalog import StoredTensorInfo
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.schema.tiling import tiling_from
 from fsdp2.checkpoint.schema.tree import at_path, canonical, decode, encode
 from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, ranks_of
 from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
+from fsdp2.tiling import tiling_from
 
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
 

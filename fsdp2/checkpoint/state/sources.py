@@ -13,8 +13,8 @@ from math import prod
 
 import torch
 
+from fsdp2.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.io.catalog import StoredTensorInfo
-from fsdp2.checkpoint.schema.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.errors import ArgumentError, MismatchError
 
 __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"]

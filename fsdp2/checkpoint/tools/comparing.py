@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.schema.box import whole
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.state.optimizer import check_table
 from fsdp2.checkpoint.storage.base import Folder, storage_of

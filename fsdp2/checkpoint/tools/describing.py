@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.folders import find, is_complete
 from fsdp2.checkpoint.run.replacing import open_found
-from fsdp2.checkpoint.schema.box import whole
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
 from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
@@ -18,7 +19,6 @@ from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.replacing import READS, id_at
-from fsdp2.checkpoint.schema.box import Box, Cover, whole
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_nbytes

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.native import NativeCatalog, read_header
 from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
 from fsdp2.checkpoint.io.planned_files import (
@@ -28,14 +29,13 @@ from fsdp2.checkpoint.io.planned_files import (
 )
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.run.committing import huggingface_index, write_manifest
-from fsdp2.checkpoint.schema.box import Box, Cover, whole
 from fsdp2.checkpoint.schema.checksum import ALGORITHM
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, Manifest, table_of
-from fsdp2.checkpoint.schema.tiling import Grid, Tiling, replicated
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.tiling import Grid, Tiling, replicated
 
 __all__ = ["LAYOUTS", "Conversion", "Rewriting"]
 

@@ -9,9 +9,9 @@ from threading import Lock
 
 import torch
 
+from fsdp2.box import Box, Cover, boxes_of_flat_range
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.io.reading import Filler, Request
-from fsdp2.checkpoint.schema.box import Box, Cover, boxes_of_flat_range
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage

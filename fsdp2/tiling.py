@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2._torch import local_tensor, shard_dim, split_factor
-from fsdp2.checkpoint.schema.box import Box, whole
+from fsdp2.box import Box, whole
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 
