@@ -39,6 +39,7 @@ from fsdp2.optim import (
     clip_grads_with_norm_,
     get_total_norm,
     local_optimizer,
+    matrix_optimizer,
     step_in_backward,
 )
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
@@ -80,6 +81,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "local_optimizer",
+    "matrix_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "step_in_backward",

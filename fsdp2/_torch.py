@@ -61,6 +61,7 @@ __all__ = [
     "make_parameter",
     "make_spec",
     "makes_empty",
+    "mesh_of_one",
     "non_persistent_buffers",
     "outside_transforms",
     "parameter_slots",
@@ -161,6 +162,13 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
+def mesh_of_one(device_type: str, rank: int) -> DeviceMesh:
+    """The mesh of one rank, also seen from the others. Nobody communicates on it, and only the private argument keeps
+    its constructor from creating a process group, together with all other ranks."""
+    with torch.device("cpu"):
+        return DeviceMesh(device_type, [rank], _init_backend=False)
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh of which this one is a part."""
     root: DeviceMesh = mesh._get_root_mesh()
@@ -178,10 +186,12 @@ def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) ->
     return param
 
 
-def make_dtensor(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+def make_dtensor(
+    local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False, kind: type[DTensor] = DTensor
+) -> DTensor:
     """The DTensor constructor; `DTensor.from_local` dispatches, checks and builds a graph. Only `__new__` is called,
     because `__init__` does nothing, and its wrapper for Dynamo costs as much as all the rest."""
-    tensor: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    tensor: DTensor = DTensor.__new__(kind, local, spec, requires_grad=requires_grad)
     return tensor
 
 

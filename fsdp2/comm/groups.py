@@ -1,11 +1,12 @@
-"""A second process group of the same ranks, so that two kinds of collectives do not wait for each other. Layer:
-comm."""
+"""Process groups that no mesh has: one of all its ranks, and a second one of the same ranks, so that two kinds of
+collectives do not wait for each other. Layer: comm."""
 
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["separate_group"]
+__all__ = ["group_of_all", "separate_group"]
 
 # Keyed by the default group: groups do not outlive it, and a later one may have other ranks.
 _separate: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]]
@@ -33,4 +34,24 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     if key not in known:
         # With HSDP each rank knows only its own shard group, so ranks of other groups cannot join the call.
         known[key] = dist.new_group(ranks, backend=key[1], use_local_synchronization=True, group_desc="reduce_scatter")
+    return known[key]
+
+
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A group of all ranks of a mesh: one that exists (the default group, or that of an axis), or a new one.
+
+    Every rank of the mesh must call it, in the same order among the calls that create process groups.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for group in (world, *groups):
+        if sorted(dist.get_process_group_ranks(group)) == ranks:
+            return group
+    known = _separate.setdefault(world, {})
+    key = (tuple(ranks), "all of a mesh")
+    if key not in known:
+        backend = dist.get_backend_config(groups[0])
+        known[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="whole_mesh")
     return known[key]

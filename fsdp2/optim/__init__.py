@@ -5,15 +5,20 @@ from fsdp2.optim.adopt import adopt_optimizer
 from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.in_backward import StepInBackward, step_in_backward
 from fsdp2.optim.local import LocalOptimizer, local_optimizer
+from fsdp2.optim.matrix import MatrixOptimizer, matrix_optimizer
+from fsdp2.optim.owned import OwnedTensor
 
 __all__ = [
     "AdamW8bit",
     "LocalOptimizer",
+    "MatrixOptimizer",
+    "OwnedTensor",
     "StepInBackward",
     "adopt_optimizer",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "get_total_norm",
     "local_optimizer",
+    "matrix_optimizer",
     "step_in_backward",
 ]

@@ -23,6 +23,7 @@ import torch
 from fsdp2._torch import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.optim.local import LocalOptimizer
+from fsdp2.optim.matrix import MatrixOptimizer
 from fsdp2.optim.run import identical
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit, units_with
@@ -57,7 +58,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, clip: Clip | None = No
         An object whose ``remove()`` undoes the call.
 
     Raises:
-        ArgumentError: no unit manages any of its parameters, backward steps it already, or it is LBFGS. In backward:
+        ArgumentError: no unit manages any of its parameters, backward steps it already, or it is LBFGS or a `MatrixOptimizer`. In backward:
             its step changed an option of a param group, so it needs all parameters at once.
         OrderError: (later) `fsdp2.clip_grad_norm_` on parameters that were stepped already; a step by `GradScaler`,
             which can skip a step only before it; a backward that needs a unit's parameters after their step.
@@ -73,6 +74,10 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, clip: Clip | None = No
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("step_in_backward: LBFGS steps all parameters together; step it after backward")
+    if isinstance(optimizer, MatrixOptimizer):
+        raise ArgumentError(
+            "step_in_backward: the matrices of MatrixOptimizer travel in buckets of many units; step it after backward"
+        )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     units = units_with(params)
     if not units:

@@ -31,7 +31,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
 from fsdp2.runtime.unreduced import check_reduced
 
-__all__ = ["LocalOptimizer", "local_optimizer"]
+__all__ = ["ELEMENTWISE", "LocalOptimizer", "local_optimizer", "without_hooks"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -139,7 +139,7 @@ class LocalOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if all(param.grad is None for group in self.param_groups for param in group["params"]):
             return loss  # backward may have stepped them (`step_in_backward`)
-        inner = _without_hooks(super().step)
+        inner = without_hooks(super().step)
         try:
             self.taken = [
                 self._take(group["params"], self.taken[index] if index < len(self.taken) else None)
@@ -197,7 +197,7 @@ def _local_class(kind: Any) -> Any:
     return type(f"Local{kind.__name__}", (LocalOptimizer, kind), own)
 
 
-def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function inside torch's wrapper. That runs the step hooks, as the wrapper of our own `step` already does."""
     function: Any = getattr(step, "__func__", step)
     unwrapped: Callable[..., Any] = function.__wrapped__ if getattr(function, "hooked", False) else function

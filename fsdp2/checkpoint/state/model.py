@@ -19,6 +19,7 @@ from fsdp2.checkpoint.ranks.world import Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 from fsdp2.init.allocation import tensors_of
+from fsdp2.optim.owned import OwnedTensor
 from fsdp2.tiling import SPREAD_BYTES, grid_of, replicated
 
 __all__ = [
@@ -173,6 +174,9 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
             raise ArgumentError(f"'{name}': a checkpoint holds dense tensors, got a nested one; save its parts")
         tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
         place = Place(tiling, tiling.box_of(world.rank))
+    if place.box is None and isinstance(tensor, OwnedTensor):  # another rank has it (a 0-dim one has no empty part)
+        nothing = Box((0,) * tensor.ndim, (0,) * tensor.ndim)
+        return Entry(name, local.new_empty(nothing.shape), place.tiling, nothing, tensor)
     if place.box is None:
         raise ArgumentError(f"'{name}': this rank is not in the tensor's mesh, so it has no part of it to save or load")
     return Entry(name, local.detach(), place.tiling, place.box, tensor, place.copy)

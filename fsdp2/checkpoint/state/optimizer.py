@@ -31,6 +31,7 @@ from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
+from fsdp2.optim.matrix import MatrixOptimizer
 from fsdp2.tiling import tiling_from
 
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
@@ -315,7 +316,7 @@ class OptimizerTarget:
                 raise CorruptError(f"the manifest names '{name}' and does not describe it")
             tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-                tensor = self._new(name, param, note.get("as"), info)
+                tensor = self._new(path, fqn, param, note.get("as"), info)
             if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
                 tensor = tensor.to(param.device)
             entry, _ = _entry(name, tensor, like, self.world, self.ranks)
@@ -324,9 +325,13 @@ class OptimizerTarget:
 
         return make
 
-    def _new(self, name: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
-        """A new tensor to be filled, of the form that it had when it was saved."""
-        dtype, shape = DTYPES[info.dtype], info.shape
+    def _new(self, path: str, fqn: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
+        """A new tensor to be filled, of the form that it had when it was saved, or of that of a matrix's owner."""
+        dtype, shape, name = DTYPES[info.dtype], info.shape, f"{path}.{fqn}"
+        if isinstance(self.optimizer, MatrixOptimizer):
+            owned = self.optimizer.owned_state(param, path, shape, dtype)
+            if owned is not None:
+                return owned
         if form == "local":
             return torch.empty_like(local_tensor(param) if isinstance(param, DTensor) else param, dtype=dtype)
         if form == "param" and tuple(param.shape) != shape:

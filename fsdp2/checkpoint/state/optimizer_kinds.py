@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp2.optim.local import LocalOptimizer
+from fsdp2.optim.matrix import MatrixOptimizer
 
 __all__ = ["kinds_of", "unsure", "why_unfit"]
 
@@ -41,7 +42,10 @@ SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_m
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The name of the optimizer's class, then those of its base classes."""
+    """The name of the optimizer's class, then those of its base classes; of a `MatrixOptimizer` that of its param
+    groups' optimizers, as if they were saved as several."""
+    if isinstance(optimizer, MatrixOptimizer):
+        return [", ".join(dict.fromkeys(group["kind"] for group in optimizer.param_groups))]
     return [cls.__name__ for cls in _classes(optimizer)]
 
 

@@ -1,0 +1,196 @@
+"""`fsdp2.optim.matrix_optimizer`: whole matrices on any number of ranks are stepped as in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2.optim import matrix, matrix_optimizer
+from tests.helpers.matrix_optimizers import (
+    SHAPES,
+    Shampoo,
+    assert_same,
+    layouts,
+    set_grads,
+    sharded,
+    train,
+    values_of,
+)
+from tests.helpers.parity_models import full
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import mesh_of
+
+KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
+
+
+def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Optimizer:
+    plain: torch.optim.Optimizer = kind([nn.Parameter(each) for each in values_of()], lr=0.1)
+    train(plain, range(steps), missing)
+    return plain
+
+
+@on_ranks(3, 1, 2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
+    """Muon and an optimizer of a user's own: bit for bit, whatever the shards, and if gradients are missing."""
+    missing = {(0, 1), (2, 3), (2, 0)}
+    plain = in_one_process(KINDS[kind], 4, missing)
+    for layout in layouts(world_size):
+        optimizer = matrix_optimizer(KINDS[kind], sharded(values_of(), layout), lr=0.1)
+        train(optimizer, range(4), missing)
+        assert_same(optimizer, plain)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adamw"}, {"lr": torch.tensor(0.05)}])
+def test_options_of_muon(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """The adjusted learning rate is that of the whole shape. With the local one it is smaller, and no error says so."""
+    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], **options)
+    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), **options)
+    for each in (plain, optimizer):
+        train(each, range(2))
+    assert_same(optimizer, plain)
+
+
+class Net(nn.Module):
+    """A fused projection, a stack of experts, and what is not a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.qkv = nn.Linear(6, 10, bias=False)
+        self.out = nn.Linear(4, 6)
+        self.experts = nn.Parameter(torch.randn(3, 6, 4))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).split((4, 2, 4), dim=-1)
+        x = x + self.out(q * k.repeat_interleave(2, -1) + v)
+        x = x + torch.einsum("...d,edh,efh->...f", x, self.experts.tanh(), self.experts)
+        return self.head(self.norm(x))
+
+
+def groups_of(net: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": [net.out.weight], "lr": 0.02},
+        {"params": [net.qkv.weight], "split": (4, 2, 4)},
+        {"params": [net.experts], "split": 2},
+        {
+            "params": [net.embedding.weight, net.out.bias, net.norm.weight, net.norm.bias, net.head.weight],
+            "kind": torch.optim.AdamW,
+            "lr": 0.01,
+        },
+    ]
+
+
+class Reference:
+    """One process that is given the whole gradients: Muon on each matrix by itself, and AdamW."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = copy.deepcopy(net)
+        out, qkv, experts, rest = groups_of(self.net)
+        parts = [out["params"][0], *qkv["params"][0].split((4, 2, 4))]
+        parts += [half for expert in experts["params"][0] for half in expert.split(3)]
+        self.matrices = [nn.Parameter(part.detach()) for part in parts]  # on the memory of the parameters
+        first = {"params": self.matrices[:1], "lr": 0.02}
+        self.muon = torch.optim.Muon([first, {"params": self.matrices[1:]}], lr=0.1)
+        self.adamw = torch.optim.AdamW(rest["params"], lr=0.01)
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        net = copy.deepcopy(self.net)
+        for name, param in self.net.named_parameters():
+            param.grad = grads[name]
+            net.get_parameter(name).data = grads[name]
+        out, qkv, experts, _ = groups_of(net)
+        parts = [out["params"][0], *qkv["params"][0].split((4, 2, 4))]
+        parts += [half for expert in experts["params"][0] for half in expert.split(3)]
+        for whole, part in zip(self.matrices, parts, strict=True):
+            whole.grad = part.detach()
+        self.muon.step()
+        self.adamw.step()
+
+
+def net_on(mesh: str, world_size: int) -> tuple[Net, Net]:
+    """The model and its sharded copy."""
+    torch.manual_seed(0)
+    net = Net()
+    model = copy.deepcopy(net)
+    options: dict[str, Any] = {}
+    if mesh == "hsdp":
+        options["mesh"] = mesh_of((2, world_size // 2), ("replicate", "shard"))
+    elif mesh == "zero":
+        options = {"mesh": mesh_of((2, world_size // 2), ("replicate", "shard"))}
+        options["zero"] = fsdp2.ZeroPolicy(shard_replicas=True)
+    elif mesh == "tp":
+        both = mesh_of((world_size // 2, 2), ("dp", "tp"))
+        plan = {"qkv": ColwiseParallel(output_layouts=Replicate()), "out": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(model, both["tp"], plan)
+        options["mesh"] = both["dp"]
+    elif mesh == "offload":
+        options["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    fsdp2.fully_shard(model.qkv, **options)
+    return net, fsdp2.fully_shard(model, **options)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "tp", "zero", "offload"])
+def test_a_model_with_groups(rank: int, world_size: int, mesh: str) -> None:
+    """Fused projections, halves of stacked experts and AdamW for the rest; accumulation, clipping and a scheduler."""
+    net, model = net_on(mesh, world_size)
+    reference = Reference(net)
+    optimizer = matrix_optimizer(torch.optim.Muon, groups_of(model), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    others = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (reference.muon, reference.adamw)]
+    for step in range(3):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            tokens = torch.arange(5).add(step + (0 if mesh == "tp" else rank)).remainder(7)
+            model(tokens).square().sum().backward()
+        fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        reference.step({name: full(param.grad).clone() for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in (scheduler, *others):
+            each.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(full(param), reference.net.get_parameter(name)), name
+    buffers = [reference.muon.state[whole]["momentum_buffer"] for whole in reference.matrices]
+    shown = [
+        full(value)
+        for param in (model.out.weight, model.qkv.weight, model.experts)
+        for value in optimizer.state[param].values()
+    ]
+    assert all(map(torch.equal, shown, buffers)) and len(shown) == len(buffers) == 10
+    assert [*optimizer.state[model.qkv.weight]] == [f"momentum_buffer[{index}]" for index in range(3)]
+
+
+@on_ranks(3, 2, 4)
+def test_collectives(rank: int, world_size: int) -> None:
+    """Two a bucket, however many matrices; buckets whose collectives overlap give the same."""
+    plain = in_one_process(torch.optim.Muon, 3)
+    with patch.object(matrix, "BUCKET_BYTES", 64):
+        optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+        train(optimizer, range(1))
+        num_buckets = -(-len(SHAPES) // world_size)
+        for step in range(1, 3):
+            set_grads(optimizer, step)
+            with CommDebugMode() as seen:
+                optimizer.step()
+            assert seen.get_total_counts() == 2 * num_buckets
+    assert_same(optimizer, plain)
+    one = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    train(one, range(1))
+    with CommDebugMode() as seen:
+        one.step()
+    assert seen.get_total_counts() == 2

@@ -1,0 +1,244 @@
+"""The state of `matrix_optimizer`: the same on all ranks, and in checkpoints of any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import fsdp2.checkpoint as fc
+from fsdp2 import adopt_optimizer, fully_shard
+from fsdp2._torch import local_tensor
+from fsdp2.errors import MismatchError
+from fsdp2.optim import MatrixOptimizer, OwnedTensor, matrix_optimizer
+from tests.helpers.matrix_optimizers import SHAPES, Shampoo, assert_same, params_in, sharded, train, value, values_of
+from tests.helpers.parity_models import full
+from tests.helpers.ranks import on_ranks, run_on_ranks
+from tests.helpers.tp_models import mesh_of
+
+KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
+
+
+class Weights(nn.Module):
+    """Parameters under names, for checkpoints."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(params)
+
+
+def made(kind: str, seed: int = 0, options: Any = None) -> tuple[nn.Module, MatrixOptimizer]:
+    """On this number of ranks, with other values for another seed."""
+    values = [value(index, shape, seed) for index, shape in enumerate(SHAPES)]
+    model = Weights(sharded(values))
+    stack = nn.Parameter(value(9, (2, 4, 3), seed))
+    bias = nn.Parameter(value(8, (5,), seed))
+    model.more = nn.ParameterList([stack, bias])
+    if options != "plain":
+        fully_shard(model.more)
+    last: dict[str, Any] = {"params": [model.more[1]], "kind": torch.optim.AdamW, "lr": 0.1, "fused": True}
+    groups = [{"params": [*model.weights]}, {"params": [model.more[0]], "split": 2}, last]
+    return model, matrix_optimizer(KINDS[kind], groups, lr=0.1)
+
+
+def snapshot(optimizer: MatrixOptimizer) -> list[Tensor]:
+    """All values, whole. Collective."""
+    found = [full(param).detach().clone() for param in params_in(optimizer)]
+    for param in params_in(optimizer):
+        found += [full(shown).clone() for shown in optimizer.state[param].values()]
+    return found
+
+
+def uninterrupted(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    _, optimizer = made(kind)
+    train(optimizer, range(4))
+    return snapshot(optimizer)
+
+
+def save(rank: int, world_size: int, kind: str, folder: str, how: str) -> None:
+    model, optimizer = made(kind)
+    train(optimizer, range(2))
+    if how == "dcp":
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        fc.save(folder, model=model, optimizer=optimizer)
+
+
+def resume(rank: int, world_size: int, kind: str, folder: str, how: str) -> list[Tensor]:
+    model, optimizer = made(kind, seed=77)
+    if how == "dcp":
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    else:
+        fc.load(folder, model=model, optimizer=optimizer)
+        shown = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, DTensor)]
+        sizes = [local_tensor(each).numel() for each in shown if isinstance(each, OwnedTensor)]
+        assert world_size == 1 or 0 < sum(map(bool, sizes)) < len(sizes)  # not the whole state on every rank
+    train(optimizer, range(2, 4))
+    return snapshot(optimizer)
+
+
+def together(*snapshots: list[Tensor]) -> bool:
+    first, *others = snapshots
+    return all(len(first) == len(each) and all(map(torch.equal, first, each)) for each in others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("Muon", "fsdp2"),
+        ("Shampoo", "dcp"),
+        pytest.param("Muon", "dcp", marks=pytest.mark.exhaustive),
+        pytest.param("Shampoo", "fsdp2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path) -> None:
+    """Saved on three ranks, taken up by one, two and four: bit for bit what an uninterrupted run gives on any number.
+    State that is made later on some ranks than on others, or keyed by position, would be another or an error."""
+    folder = str(tmp_path / "saved")
+    run_on_ranks(save, 3, kind=kind, folder=folder, how=how)
+    known = run_on_ranks(uninterrupted, 2, kind=kind)
+    assert together(*known)
+    for ranks in (2, 1, 4):
+        assert together(known[0], *run_on_ranks(resume, ranks, kind=kind, folder=folder, how=how)), ranks
+
+
+@on_ranks(4, 2)
+def test_the_same_entries_on_all_ranks(rank: int, world_size: int) -> None:
+    """From the first step on, in the same order, also on a rank that owns nothing: an optimizer that keeps state where
+    it was made has other keys on each rank, and collectives over it hang."""
+    optimizer = matrix_optimizer(Shampoo, sharded([value(0, (3, 4), 0), value(1, (6, 5), 0)]), lr=0.1)
+    train(optimizer, range(1), missing={(0, 0)})
+    train(optimizer, range(1, 2))
+    said: list[Any] = [None] * world_size
+    shown = [
+        (tuple(param.shape), name, each.shape, each.dtype, each.placements)
+        for param, state in optimizer.state.items()
+        for name, each in state.items()
+    ]
+    owned = [local_tensor(each).numel() for each in optimizer.state[params_in(optimizer)[0]].values()]
+    dist.all_gather_object(said, (shown, owned))
+    assert len(shown) == 6 and all(each[0] == shown for each in said)
+    owners = [rank for rank, (_, sizes) in enumerate(said) if sum(sizes)]
+    assert len(owners) == 1  # of one matrix
+
+
+@on_ranks(2, 3)
+def test_full_state_dict(rank: int, world_size: int) -> None:
+    """DCP gathers each tensor on the mesh of the DTensor. With a plain one, rank 0 would get an empty tensor for each
+    matrix of another rank, without a message."""
+    model, optimizer = made("Muon")
+    train(optimizer, range(1))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = get_optimizer_state_dict(model, optimizer, options=options)
+    sharded_ones = get_optimizer_state_dict(model, optimizer)["state"]
+    for name, state in sharded_ones.items():
+        for key, each in state.items():
+            whole = full(each)
+            if rank == 0:
+                assert torch.equal(gathered["state"][name][key], whole), (name, key)
+
+
+@on_ranks(2)
+def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) -> None:
+    """`load_state_dict` goes by position: the same on all ranks, so each state finds its parameter."""
+    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
+    first = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    for each in (plain, first):
+        train(each, range(2))
+    for saved in (first.state_dict(), plain.state_dict()):
+        later = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.5)
+        train(later, range(5, 6))
+        later.load_state_dict({**copy.deepcopy(saved), "param_groups": first.state_dict()["param_groups"]})
+        for param, other in zip(params_in(later), params_in(first), strict=True):
+            local_tensor(param).copy_(local_tensor(other).detach())
+        reference = copy.deepcopy(plain)
+        for each in (reference, later):
+            train(each, range(2, 4))
+        assert_same(later, reference)
+    swapped = matrix_optimizer(
+        torch.optim.Muon,
+        [{"params": sharded(values_of()[:3])}, {"params": sharded(values_of()[3:]), "kind": torch.optim.AdamW}],
+        lr=0.1,
+    )
+    groups = swapped.state_dict()
+    groups["param_groups"].reverse()
+    swapped.load_state_dict(groups)
+    with pytest.raises(MismatchError, match=r"param group 0 is of Muon with split=None, and the state .* of AdamW"):
+        train(swapped, range(1))
+
+
+@on_ranks(2)
+def test_parameters_and_states_from_outside_count(rank: int, world_size: int) -> None:
+    """What a user or a checkpoint writes into shards and state between steps takes effect in the next one."""
+    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
+    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    for each in (plain, optimizer):
+        train(each, range(2))
+        with torch.no_grad():
+            params_in(each)[0].mul_(0.5)
+            params_in(each)[1].data.mul_(0.25)
+            each.state[params_in(each)[2]]["momentum_buffer"].zero_()
+        del each.state[params_in(each)[3]]
+        train(each, range(2, 4))
+    assert_same(optimizer, plain)
+
+
+@on_ranks(2)
+def test_training_that_began_unsharded(rank: int, world_size: int) -> None:
+    """`adopt_optimizer` cuts the state like the parameters; the owners gather it in the next step."""
+    reference = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    for index, param in enumerate(reference.parameters()):
+        param.data.copy_(value(index, param.shape, 0))
+    model = copy.deepcopy(reference)
+    plain = torch.optim.Muon(reference.parameters(), lr=0.1)
+    optimizer = matrix_optimizer(torch.optim.Muon, model.parameters(), lr=0.1)
+    for each in (plain, optimizer):
+        train(each, range(2))
+    assert_same(optimizer, plain)
+    optimizer.zero_grad()
+    fully_shard(model)
+    adopt_optimizer(optimizer)
+    for each in (plain, optimizer):
+        train(each, range(2, 4))
+    assert_same(optimizer, plain)
+    assert all(isinstance(optimizer.state[param]["momentum_buffer"], OwnedTensor) for param in model.parameters())
+
+
+@on_ranks(3)
+def test_checkpoint_of_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A checkpoint of torch's own Muon in one process is taken up, and one of ours by it."""
+    mesh_of((world_size,), ("a",))
+    plain_model = Weights([nn.Parameter(each) for each in values_of()])
+    plain = torch.optim.Muon(plain_model.parameters(), lr=0.1)
+    train(plain, range(2))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    fc.save(tmp_path / f"plain{rank}", model=plain_model, optimizer=plain, process_group=alone)
+    dist.barrier()
+    model = Weights(sharded(values_of()))
+    optimizer = matrix_optimizer(torch.optim.Muon, model.parameters(), lr=0.1)
+    fc.load(tmp_path / "plain0", model=model, optimizer=optimizer)
+    for each in (plain, optimizer):
+        train(each, range(2, 3))
+    assert_same(optimizer, plain)
+    fc.save(tmp_path / "ours", model=model, optimizer=optimizer)
+    later_model = Weights([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
+    later = torch.optim.Muon(later_model.parameters(), lr=0.1)
+    fc.load(tmp_path / "ours", model=later_model, optimizer=later, process_group=alone)
+    for each in (plain, later):
+        train(each, range(3, 4))
+    assert all(map(torch.equal, later_model.parameters(), plain_model.parameters()))
