@@ -11,9 +11,10 @@ import torch
 from data import Batch
 from model import LM
 from options import Options
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp2 import AdamW8bit
+from fsdp2.optim import matrix_optimizer
 from fsdp2.parallel import Meshes, parallelize, positions, shard_sequence
 
 # With tensor parallelism: which layers are split, and along what. Attention is split by heads.
@@ -33,8 +34,11 @@ def build_model(options: Options, meshes: Meshes, device: torch.device) -> LM:
     return model
 
 
-def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over the sharded parameters: each rank keeps states for, and updates, its own shards alone."""
+def build_optimizer(options: Options, model: LM) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters: each rank keeps states for, and updates, its own shards alone. Or Muon for the
+    blocks' matrices, of which each rank steps some as a whole, and AdamW for the rest, in one optimizer."""
+    if options.optimizer == "muon":
+        return muon(options, model)
     # Gains have no weight decay. With tensor parallelism some parameters are on a mesh of their own, and one fused
     # operation takes those of one mesh.
     groups: dict[object, list[Tensor]] = {}
@@ -46,6 +50,21 @@ def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer
         return AdamW8bit(settings, lr=options.lr, betas=(0.9, 0.95))
     # fused: one operation for all parameters; the default loop would pay DTensor's overhead for each.
     return torch.optim.AdamW(settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
+
+
+def muon(options: Options, model: LM) -> torch.optim.Optimizer:
+    """With its learning rate adjusted so that the one of AdamW fits both."""
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    chosen = set(matrices)
+    rest = [parameter for parameter in model.parameters() if parameter not in chosen]
+    both = {"lr": options.lr, "weight_decay": options.weight_decay}
+    adamw = {**both, "kind": torch.optim.AdamW, "betas": (0.9, 0.95), "fused": True}
+    groups = [
+        {"params": matrices},
+        {"params": [parameter for parameter in rest if parameter.ndim > 1], **adamw},
+        {"params": [parameter for parameter in rest if parameter.ndim <= 1], **adamw, "weight_decay": 0.0},
+    ]
+    return matrix_optimizer(torch.optim.Muon, groups, **both, adjust_lr_fn="match_rms_adamw")
 
 
 def local_part(batch: Batch, meshes: Meshes) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -58,8 +58,9 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, clip: Clip | None = No
         An object whose ``remove()`` undoes the call.
 
     Raises:
-        ArgumentError: no unit manages any of its parameters, backward steps it already, or it is LBFGS or a `MatrixOptimizer`. In backward:
-            its step changed an option of a param group, so it needs all parameters at once.
+        ArgumentError: no unit manages any of its parameters, backward steps it already, or it is LBFGS or a
+            `MatrixOptimizer`. In backward: its step changed an option of a param group, so it needs all parameters at
+            once.
         OrderError: (later) `fsdp2.clip_grad_norm_` on parameters that were stepped already; a step by `GradScaler`,
             which can skip a step only before it; a backward that needs a unit's parameters after their step.
 

@@ -147,6 +147,24 @@ def test_all_sharding_options_together(tmp_path: Path) -> None:
     assert metrics(tmp_path, "valid_loss")[20] < 4.0
 
 
+@pytest.mark.exhaustive
+def test_muon(tmp_path: Path) -> None:
+    """What two ranks saved is taken up by one process with the same batches, and goes on as it would have."""
+    options = [*TINY, *TEXT, "--optimizer", "muon", "--sample-bytes", "0"]
+    whole = run("train_lm.py", *options, "--out", tmp_path / "whole")
+    assert whole.status == 0, whole.errors
+    losses = metrics(tmp_path / "whole", "valid_loss")
+    assert losses[STEPS] < losses[40] < 4.0
+    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{SAVE_EVERY:08d}"
+    (tmp_path / "later" / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(tmp_path / "later" / "checkpoints" / checkpoint.name)
+    later = run("train_lm.py", *options, "--out", tmp_path / "later", "--resume", "--batch-size", "8", ranks=None)
+    assert later.status == 0, later.errors
+    shared, alone = metrics(tmp_path / "whole", "loss"), metrics(tmp_path / "later", "loss")
+    steps = range(SAVE_EVERY + 10, SAVE_EVERY + 31, 10)
+    assert [alone[step] for step in steps] == pytest.approx([shared[step] for step in steps], rel=1e-2)
+
+
 def test_sigint_ends_all_ranks_with_a_checkpoint(stopped: tuple[Path, Finished]) -> None:
     folder, job = stopped
     assert "sample:" not in job.output
