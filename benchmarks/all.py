@@ -61,6 +61,12 @@ BENCHMARKS = {
         "--rounds 5 --warmup 2",
         "cpu_2ranks_300x64x64.json",
     ),
+    "muon": Benchmark(
+        "optimizer_and_clip/muon.py",
+        ("--rounds 12", "--rounds 8 --layers 6 --dim 512"),
+        "--rounds 3 --warmup 1",
+        "muon_cpu_2ranks_4x256.json",
+    ),
     "wire": Benchmark("wire/main.py", ("",), "--rounds 3 --warmup 1", "cpu_2ranks.json"),
     "checkpoint": Benchmark(
         "checkpoint/main.py", ("--rounds 4",), "--rounds 1 --blocks 2 --dim 256", "cpu_2ranks.json"
