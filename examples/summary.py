@@ -41,19 +41,8 @@ def describe(options: Options, corpus: Corpus, plan: BatchPlan, model: nn.Module
 
 def fingerprint(options: Options, corpus: Corpus, plan: BatchPlan) -> dict[str, object]:
     """What must stay equal for a resumed run to end in the very parameters of an uninterrupted one."""
-    names = (
-        "steps",
-        "batch_size",
-        "seq_len",
-        "grad_accum",
-        "optimizer",
-        "lr",
-        "warmup",
-        "weight_decay",
-        "clip",
-        "seed",
-    )
-    chosen = {name: getattr(options, name) for name in names}
+    names = ("steps", "batch_size", "seq_len", "grad_accum", "lr", "warmup", "weight_decay", "clip", "seed")
+    chosen = {name: getattr(options, name) for name in (*names, "optimizer")}
     bf16 = options.parallel.mixed_precision == "bf16"
     return {**chosen, "bf16": bf16, "world_size": plan.world_size, "data_crc32": corpus.crc32}
 

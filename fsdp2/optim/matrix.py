@@ -15,35 +15,27 @@ One optimizer object holds all param groups, each with an optimizer class of its
 checkpoints see one optimizer.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
-from fsdp2.errors import ArgumentError, MismatchError
+from fsdp2.errors import MismatchError
 from fsdp2.optim.exchange import Bucket, Local, Whole
-from fsdp2.optim.forms import form_of
-from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
-from fsdp2.optim.matrices import Share, Split, boxes_of_matrices, shape_of_matrix
-from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan
+from fsdp2.optim.matrices import Share
+from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan, Probe
 from fsdp2.optim.owned import OwnedTensor
 from fsdp2.optim.owners import BUCKET_BYTES
 from fsdp2.optim.run import identical, local_grad
+from fsdp2.optim.stepper import Kind, Stepper, as_param, names_of, options_of
 from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["MatrixOptimizer", "matrix_optimizer"]
 
-Kind = type[torch.optim.Optimizer]
 Params = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
-
-# Keys of a param group that are not the optimizer's own options.
-NOT_OPTIONS = frozenset({"params", "param_names", "kind", "split"})
 
 
 def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptimizer":
@@ -56,7 +48,7 @@ def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptim
     of matrices.
 
     Param groups may use other optimizers: ``{"params": ..., "kind": torch.optim.AdamW, "lr": 3e-4}``. The elementwise
-    ones of `torch.optim` step on local shards, as `local_optimizer` does; any other steps whole matrices. Besides
+    ones of `torch.optim` and `AdamW8bit` step on local shards; any other steps whole matrices. Besides
     ``kind``, a group of whole matrices may have ``split``: into how many equal parts, or into parts of which sizes, the
     rows of its matrices are divided, such as ``(q_rows, k_rows, v_rows)`` of a fused projection or the number of heads.
     A 3-D parameter is a stack of matrices (the weights of experts).
@@ -89,29 +81,10 @@ def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptim
             [{"params": matrices}, {"params": rest, "kind": torch.optim.AdamW, "lr": 3e-4, "fused": True}],
             lr=0.02,
         )
+
+    Sources: https://kellerjordan.github.io/posts/muon/ (Muon); https://arxiv.org/abs/2502.16982 (`adjust_lr_fn`)
     """
     return MatrixOptimizer(kind, params, options)
-
-
-@dataclass(frozen=True)
-class _Stepper:
-    """What steps one param group: an optimizer of its own, which sees the group only in a step."""
-
-    kind: Kind
-    inner: torch.optim.Optimizer
-    split: Split
-
-    @property
-    def is_elementwise(self) -> bool:
-        return self.kind in ELEMENTWISE
-
-    def step(self, group: dict[str, Any], state: Any) -> None:
-        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again."""
-        self.inner.param_groups, self.inner.state = [group], state
-        try:
-            without_hooks(self.inner.step)(self.inner)
-        finally:
-            self.inner.param_groups, self.inner.state = [], defaultdict(dict)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -119,7 +92,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(self, kind: Kind, params: Params, options: dict[str, Any]):
         self._kind, self._options = kind, options
-        self._steppers: list[_Stepper] = []
+        self._steppers: list[Stepper] = []
         self._owners: Owners = {}
         self._plan: Plan | None = None
         self._agreed = False
@@ -138,7 +111,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(given)
         group = self.param_groups[-1]
         try:
-            stepper = self._stepper_of(kind, group, self._options if kind is self._kind else {})
+            options = self._options if kind is self._kind else {}
+            stepper = Stepper.of(kind, group, len(self._steppers), options)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -212,38 +186,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
-    def _stepper_of(self, kind: Kind, group: dict[str, Any], options: dict[str, Any]) -> _Stepper:
-        own = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        accepted = inspect.signature(kind).parameters
-        options = {**options, **{key: value for key, value in own.items() if key in accepted}}
-        params = group["params"]
-        if kind in ELEMENTWISE:
-            if "split" in group:
-                raise ArgumentError(f"matrix_optimizer: split= is for whole matrices, and {kind.__name__} has none")
-            return _Stepper(kind, local_optimizer(kind, [{**own, "params": params}], **options), None)
-        split = group.get("split")
-        names = _names_of(group, len(self.param_groups) - 1)
-        shapes = [
-            shape_of_matrix(box)
-            for name, param in zip(names, params, strict=True)
-            for box in boxes_of_matrices(name, param.shape, split)
-        ]
-        stand_ins = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
-        try:
-            inner = kind([{**own, "params": stand_ins}], **options)
-        except (ValueError, RuntimeError, TypeError) as error:
-            raise ArgumentError(
-                f"matrix_optimizer: {kind.__name__} refuses {names[0]} and the others of param group "
-                f"{len(self.param_groups) - 1}: {error}. Put embeddings, norms, biases and heads into a group with "
-                "another kind, such as {'params': [...], 'kind': torch.optim.AdamW, 'lr': 3e-4}."
-            ) from error
-        if inner.state:
-            raise ArgumentError(
-                f"matrix_optimizer: {kind.__name__} makes state when it is created, for parameters that are not there "
-                "yet: expected one that makes it in its first step"
-            )
-        return _Stepper(kind, inner, split)
-
     def _check_groups(self) -> None:
         """A state dict of another optimizer may have been loaded: options would come from the wrong group."""
         for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True)):
@@ -261,7 +203,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         whole = [
             (index, group)
             for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True))
-            if not stepper.is_elementwise
+            if not stepper.steps_shards
         ]
         plan = self._plan
         if plan is None or not identical((param for _, group in whole for param in group["params"]), plan.params):
@@ -269,7 +211,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 MatrixGroup(
                     index,
                     list(group["params"]),
-                    _names_of(group, index),
+                    names_of(group, index),
                     self._steppers[index].split,
                     self._steppers[index].kind.__name__,
                     self._probe_of(index),
@@ -295,46 +237,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._buckets = trained, plan.buckets(lambda share: self._locals[share.group, share.position], BUCKET_BYTES)
         return self._buckets[1]
 
-    def _probe_of(self, index: int) -> Callable[..., dict[str, Any]]:
-        """A step on made-up values, to see what state it makes."""
-
-        def probe(
-            shape: tuple[int, ...], dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device
-        ) -> dict[str, Any]:
-            values, grad = (
-                torch.eye(*shape, dtype=each, device=device)
-                if len(shape) == 2
-                else torch.ones(shape, dtype=each, device=device)
-                for each in (dtype, grad_dtype)
-            )
-            stepper, options = self._steppers[index], self._options_of(index)
-            state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-            param = _as_param(values, grad)
-            group = {**options, "params": [param]}
-            devices = [device] if device.type not in ("cpu", "meta") else []
-            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-                stepper.step(group, state)
-            changed = sorted(key for key in group if key != "params" and group[key] is not options.get(key))
-            if changed:
-                raise ArgumentError(
-                    f"matrix_optimizer: a step of {stepper.kind.__name__} changes {changed} in its param group. It "
-                    "steps the matrices of a group in portions and on several ranks, so what it keeps must be in "
-                    "self.state[param]."
-                )
-            form: dict[str, Any] = form_of(state[param])
-            return form
-
-        return probe
-
-    def _options_of(self, index: int) -> dict[str, Any]:
-        return {key: value for key, value in self.param_groups[index].items() if key not in NOT_OPTIONS}
+    def _probe_of(self, index: int) -> Probe:
+        """What the plan asks for the form of a state."""
+        return lambda shape, dtypes, device: self._steppers[index].probe(
+            options_of(self.param_groups[index]), shape, dtypes, device
+        )
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def _local_tensors(self) -> dict[tuple[int, int], Local]:
         found: dict[tuple[int, int], Local] = {}
         for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True)):
-            if not stepper.is_elementwise:
+            if not stepper.steps_shards:
                 for position, param in enumerate(group["params"]):
                     if isinstance(param, DTensor):
                         grad = None if param.grad is None else local_grad(param, param.grad)
@@ -342,10 +256,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return found
 
     def _step_all(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
+        changes = [
+            {} if stepper.steps_shards else stepper.changed_options(options_of(group))
+            for group, stepper in zip(self.param_groups, self._steppers, strict=True)
+        ]
         for bucket in buckets[:1]:
             bucket.send_gradients()
         for group, stepper in zip(self.param_groups, self._steppers, strict=True):
-            if stepper.is_elementwise:
+            if stepper.steps_shards:
                 stepper.step(group, self.state)
         fresh = self._step_plain(plan)
         for index, bucket in enumerate(buckets):
@@ -360,6 +278,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             fresh += self._receive(plan, bucket)
         for share in sorted(fresh, key=lambda share: (share.group, share.position, share.number)):
             plan.states[share].show(self.state[plan.param_of(share)])
+        for group, changed in zip(self.param_groups, changes, strict=True):
+            group.update(changed)
 
     def _step_plain(self, plan: Plan) -> list[Share]:
         """Step the matrices of plain parameters; those whose state is new."""
@@ -380,14 +300,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             by_group.setdefault(whole.share.group, []).append(whole)
         for index, members in by_group.items():
             params = [
-                _as_param(each.values.view(each.share.shape), each.grad.view(each.share.shape)) for each in members
+                as_param(each.values.view(each.share.shape), each.grad.view(each.share.shape)) for each in members
             ]
             state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
             for param, each in zip(params, members, strict=True):
                 inside = plan.states[each.share].inside
                 if inside is not None:
                     state[param] = inside
-            self._steppers[index].step({**self._options_of(index), "params": params}, state)
+            self._steppers[index].step({**options_of(self.param_groups[index]), "params": params}, state)
             for param, each in zip(params, members, strict=True):
                 each.stepped = True
                 if state[param]:
@@ -402,20 +322,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _lacks_state(self, plan: Plan, share: Share) -> bool:
         return plan.states[share].lacks(self.state.get(plan.param_of(share)))
-
-
-def _as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """A tensor on this memory that an optimizer takes for a parameter."""
-    param = values.detach().requires_grad_()
-    if grad.dtype != values.dtype:
-        param.grad_dtype = grad.dtype
-    param.grad = grad
-    return param
-
-
-def _names_of(group: dict[str, Any], index: int) -> list[str]:
-    names = group.get("param_names")
-    return list(names) if names else [f"parameter {at} of group {index}" for at in range(len(group["params"]))]
 
 
 def _as_list(split: Any) -> Any:

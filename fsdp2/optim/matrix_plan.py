@@ -24,10 +24,12 @@ from fsdp2.optim.owned import Crew
 from fsdp2.optim.shown import ShownState
 from fsdp2.tiling import Tiling, replicated, tiling_of
 
-__all__ = ["MatrixGroup", "Owners", "Plan"]
+__all__ = ["MatrixGroup", "Owners", "Plan", "Probe"]
 
 # The owner of each matrix that has one: (group, position, number) -> global rank.
 Owners = dict[tuple[int, int, int], int]
+
+Probe = Callable[[tuple[int, ...], tuple[torch.dtype, torch.dtype], torch.device], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class MatrixGroup:
         index: among the param groups.
         names: of the parameters, for messages.
         kind: the name of the optimizer's class.
-        probe: steps one made-up matrix of the given shape, dtypes and device; returns the form of its state.
+        probe: see `Stepper.probe`: of a shape, dtypes and a device.
     """
 
     index: int
@@ -46,7 +48,7 @@ class MatrixGroup:
     names: Sequence[str]
     split: Split
     kind: str
-    probe: Callable[[tuple[int, ...], torch.dtype, torch.dtype, torch.device], dict[str, Any]]
+    probe: Probe
 
 
 class Plan:
@@ -156,7 +158,7 @@ class Plan:
                 yield crew, share
 
     def _probe(self, share: Share) -> dict[str, Any]:
-        return self._groups[share.group].probe(share.shape, share.dtype, share.grad_dtype, self.home_of(share))
+        return self._groups[share.group].probe(share.shape, (share.dtype, share.grad_dtype), self.home_of(share))
 
     def _add_state(self, share: Share, crew: Crew | None, form: dict[str, Any]) -> None:
         self.states[share] = ShownState(share, form, crew, self._rank, self.home_of(share))

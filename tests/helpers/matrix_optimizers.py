@@ -46,6 +46,18 @@ class Shampoo(torch.optim.Optimizer):
         param -= group["lr"] * (_inverse_root(left) @ grad @ _inverse_root(right))
 
 
+class Decaying(Shampoo):
+    """Counts its steps in the param group, and steps less and less."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        super().step()
+
+    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._step(param, grad, state, {**group, "lr": group["lr"] / group["num_steps"]})
+
+
 def _inverse_root(gram: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)
     return vectors @ torch.diag(values.clamp(min=1e-12) ** -0.25) @ vectors.T

@@ -145,13 +145,21 @@ def test_not_within_backward(rank: int, world_size: int) -> None:
         fsdp2.step_in_backward(matrix_optimizer(torch.optim.Muon, model.parameters()))
 
 
-class Counting(Shampoo):
-    """Counts steps in its group."""
+class Measuring(Shampoo):
+    """Keeps a sum over all parameters in its group."""
 
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
-            group["num_steps"] = group.get("num_steps", 0) + 1
+            group["numel"] = group.get("numel", 0) + sum(param.numel() for param in group["params"])
+
+
+class Opaque(Shampoo):
+    """Keeps an object."""
+
+    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._step(param, grad, state, group)
+        state["helper"] = self
 
 
 class Late(Shampoo):
@@ -183,8 +191,9 @@ class Failing(Shampoo):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Counting, r"a step of Counting changes \['num_steps'\] in its param group"),
+        (Measuring, r"a step of Measuring changes \['numel'\] in its param group, depending on its parameters"),
         (Failing, "no convergence"),
+        (Opaque, "Opaque keeps a Opaque as state 'helper', which other ranks and checkpoints cannot have"),
     ],
 )
 def test_optimizers_that_do_not_step_one_matrix(rank: int, world_size: int, kind: Any, expected: str) -> None:

@@ -17,6 +17,7 @@ import fsdp2
 from fsdp2.optim import matrix, matrix_optimizer
 from tests.helpers.matrix_optimizers import (
     SHAPES,
+    Decaying,
     Shampoo,
     assert_same,
     layouts,
@@ -29,7 +30,7 @@ from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import mesh_of
 
-KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
+KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo, "Decaying": Decaying}
 
 
 def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Optimizer:
@@ -48,6 +49,8 @@ def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
         optimizer = matrix_optimizer(KINDS[kind], sharded(values_of(), layout), lr=0.1)
         train(optimizer, range(4), missing)
         assert_same(optimizer, plain)
+        if kind == "Decaying":
+            assert optimizer.param_groups[0]["num_steps"] == plain.param_groups[0]["num_steps"] == 4
 
 
 @on_ranks(2, 4)
@@ -194,3 +197,23 @@ def test_collectives(rank: int, world_size: int) -> None:
     with CommDebugMode() as seen:
         one.step()
     assert seen.get_total_counts() == 2
+
+
+@on_ranks(2)
+def test_with_moments_of_8_bits(rank: int, world_size: int) -> None:
+    """Optimizers for which the sharding does not matter step on shards in a group of their own."""
+    values = values_of([(8, 6), (64, 128)])
+    mixed = sharded(values)
+    alone = sharded(values)
+    group = {"params": [mixed[1]], "kind": fsdp2.AdamW8bit, "lr": 0.01}
+    optimizer = matrix_optimizer(torch.optim.Muon, [{"params": [mixed[0]]}, group], lr=0.1)
+    both = (torch.optim.Muon([nn.Parameter(values[0])], lr=0.1), fsdp2.AdamW8bit([alone[1]], lr=0.01))
+    for step in range(3):
+        set_grads(optimizer, step)
+        both[0].param_groups[0]["params"][0].grad = full(mixed[0].grad)
+        alone[1].grad = mixed[1].grad
+        for each in (optimizer, *both):
+            each.step()
+    assert torch.equal(full(mixed[0]), both[0].param_groups[0]["params"][0])
+    assert torch.equal(full(mixed[1]), full(alone[1]))
+    assert "exp_avg_code" in optimizer.state[mixed[1]]

@@ -16,14 +16,24 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import adopt_optimizer, fully_shard
 from fsdp2._torch import local_tensor
 from fsdp2.errors import MismatchError
 from fsdp2.optim import MatrixOptimizer, OwnedTensor, matrix_optimizer
-from tests.helpers.matrix_optimizers import SHAPES, Shampoo, assert_same, params_in, sharded, train, value, values_of
+from tests.helpers.matrix_optimizers import (
+    SHAPES,
+    Layout,
+    Shampoo,
+    assert_same,
+    params_in,
+    sharded,
+    train,
+    value,
+    values_of,
+)
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks, run_on_ranks
 from tests.helpers.tp_models import mesh_of
@@ -42,7 +52,8 @@ class Weights(nn.Module):
 def made(kind: str, seed: int = 0, options: Any = None) -> tuple[nn.Module, MatrixOptimizer]:
     """On this number of ranks, with other values for another seed."""
     values = [value(index, shape, seed) for index, shape in enumerate(SHAPES)]
-    model = Weights(sharded(values))
+    hsdp: Layout = ((2, 2), [Replicate(), Shard(0)])
+    model = Weights(sharded(values, hsdp if dist.get_world_size() == 4 else None))
     stack = nn.Parameter(value(9, (2, 4, 3), seed))
     bias = nn.Parameter(value(8, (5,), seed))
     model.more = nn.ParameterList([stack, bias])
@@ -107,7 +118,7 @@ def together(*snapshots: list[Tensor]) -> bool:
     ],
 )
 def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path) -> None:
-    """Saved on three ranks, taken up by one, two and four: bit for bit what an uninterrupted run gives on any number.
+    """Saved on three ranks, taken up by one, two and four (HSDP): bit for bit what an uninterrupted run gives.
     State that is made later on some ranks than on others, or keyed by position, would be another or an error."""
     folder = str(tmp_path / "saved")
     run_on_ranks(save, 3, kind=kind, folder=folder, how=how)

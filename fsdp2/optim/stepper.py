@@ -1,0 +1,195 @@
+"""What steps one param group of a `MatrixOptimizer`: an optimizer of its own. Layer: optim, below matrix.
+
+It sees the group only in a step. An elementwise one sees it as it is, and steps on local shards. Any other is created
+with stand-ins on the meta device, and sees plain tensors: some of the group's matrices at a time.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.errors import ArgumentError
+from fsdp2.optim.adamw8bit import AdamW8bit
+from fsdp2.optim.forms import form_of, leaves_of
+from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
+from fsdp2.optim.matrices import Split, boxes_of_matrices, shape_of_matrix
+
+__all__ = ["Kind", "Stepper", "as_param", "names_of", "options_of"]
+
+Kind = type[torch.optim.Optimizer]
+
+# Keys of a param group that are not the optimizer's own options.
+NOT_OPTIONS = frozenset({"params", "param_names", "kind", "split"})
+# What a state may have beside tensors and numbers.
+CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """See the module docstring.
+
+    Attributes:
+        kind: the class of `inner`.
+        split: of a group of whole matrices.
+    """
+
+    kind: Kind
+    inner: torch.optim.Optimizer
+    split: Split
+
+    @staticmethod
+    def of(kind: Kind, group: dict[str, Any], index: int, options: dict[str, Any]) -> "Stepper":
+        """The stepper of a param group, whose options take precedence over `options`.
+
+        Raises:
+            ArgumentError: `kind` refuses the parameters, or makes state at once; `split` does not fit.
+        """
+        own = options_of(group)
+        accepted = inspect.signature(kind).parameters
+        options = {**options, **{key: value for key, value in own.items() if key in accepted}}
+        params, split = group["params"], group.get("split")
+        if _steps_shards(kind):
+            if split is not None:
+                raise ArgumentError(f"matrix_optimizer: split= is for whole matrices, and {kind.__name__} has none")
+            groups = [{**own, "params": params}]
+            inner = local_optimizer(kind, groups, **options) if kind in ELEMENTWISE else kind(groups, **options)
+            return Stepper(kind, inner, None)
+        names = names_of(group, index)
+        shapes = [
+            shape_of_matrix(box)
+            for name, param in zip(names, params, strict=True)
+            for box in boxes_of_matrices(name, param.shape, split)
+        ]
+        stand_ins = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        try:
+            inner = kind([{**own, "params": stand_ins}], **options)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"matrix_optimizer: {kind.__name__} refuses {names[0]} and the others of param group {index}: {error}. "
+                "Put embeddings, norms, biases and heads into a group with another kind, such as {'params': [...], "
+                "'kind': torch.optim.AdamW, 'lr': 3e-4}."
+            ) from error
+        if inner.state:
+            raise ArgumentError(
+                f"matrix_optimizer: {kind.__name__} makes state when it is created, for parameters that are not there "
+                "yet: expected one that makes it in its first step"
+            )
+        return Stepper(kind, inner, split)
+
+    @property
+    def steps_shards(self) -> bool:
+        """Whether it steps local shards instead of whole matrices."""
+        return _steps_shards(self.kind)
+
+    def step(self, group: dict[str, Any], state: Any) -> None:
+        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again."""
+        self.inner.param_groups, self.inner.state = [group], state
+        try:
+            without_hooks(self.inner.step)(self.inner)
+        finally:
+            self.inner.param_groups, self.inner.state = [], defaultdict(dict)
+
+    def changed_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What a step changes in its param group: many count steps there. A step of a group without parameters tells,
+        on every rank alike; the steps of the matrices, some here and some there, start from the same options."""
+        group: dict[str, Any] = {**options, "params": []}
+        try:
+            self.step(group, defaultdict(dict))
+        except Exception:  # an optimizer that cannot step nothing: `probe` finds out whether it changes options
+            return {}
+        return _changes(options, group)
+
+    def probe(
+        self,
+        options: dict[str, Any],
+        shape: Sequence[int],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+    ) -> dict[str, Any]:
+        """The form of the state that a step makes, from a step of a made-up matrix.
+
+        Args:
+            dtypes: of the parameter and its gradient.
+
+        Raises:
+            ArgumentError: the step changes options of the group that depend on the matrix, or keeps objects.
+        """
+        values, grad = (
+            torch.eye(*shape, dtype=each, device=device)
+            if len(shape) == 2
+            else torch.ones(tuple(shape), dtype=each, device=device)
+            for each in dtypes
+        )
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        param = as_param(values, grad)
+        group = {**options, "params": [param]}
+        with _same_random_numbers_afterwards(device):
+            self.step(group, state)
+        changes = _changes(options, group)
+        if not _equal(changes, self.changed_options(options)):
+            raise ArgumentError(
+                f"matrix_optimizer: a step of {self.kind.__name__} changes {sorted(changes)} in its param group, "
+                "depending on its parameters. It steps the matrices of a group in portions and on several ranks, so "
+                "what it keeps must be in self.state[param]."
+            )
+        form: dict[str, Any] = form_of(state[param])
+        for name, leaf in leaves_of(form):
+            if leaf.kind == "constant" and not isinstance(leaf.constant, CONSTANTS):
+                raise ArgumentError(
+                    f"matrix_optimizer: {self.kind.__name__} keeps a {type(leaf.constant).__name__} as state '{name}', "
+                    "which other ranks and checkpoints cannot have: expected tensors, numbers and texts, in lists and "
+                    "dicts"
+                )
+        return form
+
+
+def _steps_shards(kind: Kind) -> bool:
+    """Whether the sharding does not matter to it."""
+    return kind in ELEMENTWISE or issubclass(kind, AdamW8bit)
+
+
+def _changes(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in group.items()
+        if key != "params" and (key not in options or value is not options[key])
+    }
+
+
+def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[key], other[key]) for key in one]
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def _same_random_numbers_afterwards(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A tensor on the memory of `values` that an optimizer takes for a parameter."""
+    param = values.detach().requires_grad_()
+    if grad.dtype != values.dtype:
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+    return param
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of the optimizer in a param group."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def names_of(group: dict[str, Any], index: int) -> list[str]:
+    """The names of the parameters of a group, for messages."""
+    names = group.get("param_names")
+    return list(names) if names else [f"parameter {at} of group {index}" for at in range(len(group["params"]))]
