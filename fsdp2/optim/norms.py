@@ -75,7 +75,7 @@ class Kind:
     def counts_within(self, ranks: Ranks) -> bool:
         """Whether this rank is the first holder of its piece among `ranks`."""
         coordinate = None if self.mesh is None else self.mesh.get_coordinate()
-        if self.mesh is None or coordinate is None:
+        if self.mesh is None or coordinate is None or not self.cuts:  # all of `ranks` have it, also beyond its mesh
             return ranks[0] == dist.get_rank()
         at = tuple(mine if axis in self.cut_axes else slice(None) for axis, mine in enumerate(coordinate))
         holders = self.mesh.mesh[at].flatten().tolist()

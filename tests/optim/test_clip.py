@@ -303,3 +303,14 @@ def test_a_clipped_model_can_be_moved(rank: int, world_size: int) -> None:
     fsdp2.clip_grad_norm_(model.parameters(), 0.05)
     model.to(torch.float64)
     assert all(param.dtype == torch.float64 for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_data_parallel_axis_of_one_rank(rank: int, world_size: int, norm_type: float) -> None:
+    """All ranks are tensor parallel. What is not split (norms, an embedding) is on the mesh of this rank alone, and
+    equal on the others. It was counted on each of them: the norm was up to sqrt(2) times too large on two ranks."""
+    mesh = mesh_of((1, world_size), ("dp", "tp"))
+    layouts: list[Any] = [(mesh, [Replicate(), Shard(0)]), (mesh["dp"], [Shard(0)]), (mesh["tp"], [Shard(1)]), ()]
+    wholes = [values((4, 6), seed) for seed in range(len(layouts))]
+    check([parameter(whole, *layout) for whole, layout in zip(wholes, layouts, strict=True)], wholes, norm_type, 1)
