@@ -93,8 +93,9 @@ def local_optimizer(
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(
             f"local_optimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, "
-            f"which stepping on shards needs; known are {known} of torch.optim. Use it on the DTensors (make it "
-            "directly), or pass elementwise=True if you are sure."
+            f"which stepping on shards needs; known are {known} of torch.optim. If it steps each matrix as a whole, "
+            "use fsdp2.matrix_optimizer; otherwise make it directly, on the DTensors, or pass elementwise=True if you "
+            "are sure."
         )
     if options.get("differentiable"):
         raise ArgumentError(
