@@ -5,8 +5,8 @@ Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of t
 function names the private API and why no public one is enough.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, profiler
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
@@ -24,6 +26,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FAKE_ERRORS",
     "PICKLED_DCP_FILE",
     "PICKLED_DCP_METADATA",
     "PICKLED_PARAMETER",
@@ -32,6 +35,7 @@ __all__ = [
     "PICKLED_TENSORS",
     "PICKLED_TENSOR_CLASSES",
     "DTensorSpec",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "accept_scaler",
     "all_gather_flat",
@@ -41,6 +45,7 @@ __all__ = [
     "attention_op",
     "backward_is_running",
     "base_of",
+    "buffer_slots",
     "chunk_cat",
     "composable_apis",
     "concatenate_meshes",
@@ -55,6 +60,7 @@ __all__ = [
     "group_allocates",
     "group_named",
     "hooks_of",
+    "is_fake",
     "local_of",
     "local_tensor",
     "make_dtensor",
@@ -68,6 +74,7 @@ __all__ = [
     "post_accumulate_grad_hooks",
     "profiler_is_on",
     "queue_backward_callback",
+    "real_tensors",
     "reduce_scatter_flat",
     "reduce_scatter_flat_coalesced",
     "root_mesh",
@@ -107,6 +114,13 @@ PICKLED_DCP_METADATA = (
     "torch.serialization._get_layout",
 )
 PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
+
+# What fake tensors raise for an operator that needs values, or that torch cannot run without them.
+FAKE_ERRORS = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 _NOTHING = nullcontext()
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
@@ -154,12 +168,29 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of several submeshes of one mesh, in this order, and their process groups. (Slicing the
     root mesh by names would need names that exist there; flattened axes are not among them.)"""
-    return DeviceMesh._concatenate(list(meshes))
+    with real_tensors():
+        return DeviceMesh._concatenate(list(meshes))
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """New tensors are real and on the CPU: those of a mesh have to be, even while the caller builds a model on the meta
+    device or of fake tensors. Only a private name turns the mode of fake tensors off for a while."""
+    with fake_tensor.unset_fake_temporarily(), torch.device("cpu"):
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a fake one, which has a shape but no values."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D mesh of the same ranks; torch creates its process group once and later finds it by name."""
-    return mesh if mesh.ndim == 1 else mesh._flatten()
+    if mesh.ndim == 1:
+        return mesh
+    with real_tensors():
+        return mesh._flatten()
 
 
 def mesh_of_one(device_type: str, rank: int) -> DeviceMesh:
@@ -177,7 +208,8 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
     """Whether two meshes are parts of the same mesh, or of equal ones: a DTensor's mesh may come from a cache."""
-    return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
+    with real_tensors():
+        return torch.equal(one._get_root_mesh().mesh.flatten(), other._get_root_mesh().mesh.flatten())
 
 
 def subclassed_parameter(kind: type, data: torch.Tensor, requires_grad: bool) -> nn.Parameter:
@@ -221,8 +253,8 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
 # For `map` over all parameters in each step, without a Python frame for each.
 # `Tensor.grad`; `Tensor._post_accumulate_grad_hooks`, a dict or None; the result of `local_tensor`; `DTensor._spec`:
 # mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`:
-# how often autograd saw it change in place; `Module._parameters`: where a module's parameters live (`setattr` costs ten
-# times as much).
+# how often autograd saw it change in place; `Module._parameters` and `._buffers`: where a module's tensors live
+# (`setattr` costs ten times as much).
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
@@ -230,6 +262,7 @@ spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffer_slots: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 
 
 # `Module._non_persistent_buffers_set`: without making a state dict.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import concatenate_meshes, flatten_mesh
+from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.policies import DataParallelMeshDims
 
@@ -167,7 +167,7 @@ class MeshRoles:
     def _make_smaller(self, size: int) -> DeviceMesh:
         groups = self.shard_size // size
         assert self.shard_axis is not None
-        with torch.device("cpu"):
+        with real_tensors():
             ranks = self.mesh.mesh.movedim(self.shard_axis, -1)
             if self.replicate_axis is None:
                 return DeviceMesh(self.mesh.device_type, ranks.view(groups, size), mesh_dim_names=("groups", "shard"))
@@ -239,6 +239,5 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # The mesh's own tensors must be real even if the caller builds a model on the meta device.
-    with torch.device("cpu"):
+    with real_tensors():
         return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))

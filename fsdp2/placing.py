@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import local_tensor, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
@@ -63,7 +63,7 @@ def _replicated_mesh(shard_size: int) -> DeviceMesh:
             f"ZeroPolicy: expected a shard_size that divides the {whole.size()} ranks, got {shard_size}"
         )
     if key not in _replicated_meshes:
-        with torch.device("cpu"):
+        with real_tensors():
             shape = (whole.size() // shard_size, shard_size)
             _replicated_meshes[key] = init_device_mesh(whole.device_type, shape, mesh_dim_names=("replicate", "shard"))
     return _replicated_meshes[key]

@@ -94,6 +94,11 @@ class CPUOffloadPolicy(OffloadPolicy):
     def __post_init__(self) -> None:
         _check_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)
 
+    @property
+    def home(self) -> torch.device:
+        """Where the sharded parameters live."""
+        return torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:

@@ -114,7 +114,7 @@ def _delayed(streams: Streams, name: str, seconds: float) -> Any:
 def sharded(setting: Setting, shape: Shape, device: torch.device) -> Llama:
     """A new model, the same each time."""
     lanes = direct(0) if setting.direct else Flat()
-    fsdp2.comm._COMMS[groups.BACKEND] = lanes
+    fsdp2.comm.COMMS[groups.BACKEND] = lanes
     torch.manual_seed(0)
     with device:
         model = Llama(shape)

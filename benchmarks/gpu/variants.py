@@ -109,7 +109,7 @@ class Trainer:
 
     def __init__(self, variant: Variant, shape: Shape, device: torch.device, seed: int = 0):
         if variant.lanes is not None:
-            fsdp2.comm._COMMS.update({BACKEND: variant.lanes, "nccl": variant.lanes})
+            fsdp2.comm.COMMS.update({BACKEND: variant.lanes, "nccl": variant.lanes})
         torch.manual_seed(seed)
         with device:
             model = Llama(shape)

@@ -8,9 +8,10 @@ from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 
-__all__ = ["comm_for"]
+__all__ = ["COMMS", "comm_for"]
 
-_COMMS: dict[str, Comm] = {"gloo": GlooComm(), "nccl": NcclComm()}
+# By the name of the backend. A backend that someone registers with torch may be added.
+COMMS: dict[str, Comm] = {"gloo": GlooComm(), "nccl": NcclComm()}
 _FLAT = FlatComm()
 
 
@@ -20,5 +21,5 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
         device_type, _, backend = part.rpartition(":")
         if device_type in ("", device.type):
             # gloo's point-to-point needs host memory; its collectives also take CUDA tensors.
-            return _COMMS.get(backend, _FLAT) if backend != "gloo" or device.type == "cpu" else _FLAT
+            return COMMS.get(backend, _FLAT) if backend != "gloo" or device.type == "cpu" else _FLAT
     return _FLAT

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._torch import concatenate_meshes, flatten_mesh
+from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel.config import AXES, ParallelConfig
 from fsdp2.parallel.context_agreement import agree, tell_refusal
@@ -143,8 +143,7 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
     if key not in _known:
         facts = {"device type": device_type, **{name: str(degree) for name, degree in config.degrees.items()}}
         agree(world, _TOPIC, facts, "Start all ranks with the same config.")
-        # The meshes' own tensors must be real even if the caller builds a model on the meta device.
-        with torch.device("cpu"):
+        with real_tensors():
             _known[key] = _make(config, device_type)
     known = _known[key]
     return known if known.config == config else Meshes(**{**vars(known), "config": config})

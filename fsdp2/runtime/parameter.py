@@ -87,7 +87,7 @@ class Plan:
     @property
     def home(self) -> torch.device:
         """Where the sharded parameter, its gradient and the optimizer's state live."""
-        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.roles.device
+        return self.offload.home if isinstance(self.offload, CPUOffloadPolicy) else self.roles.device
 
     @property
     def pins(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import is_fake, local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.extension import is_wrapper
@@ -71,8 +71,9 @@ def check_replicas(groups: Sequence[ParamGroup]) -> None:
     """
     by_roles: dict[MeshRoles, _Replicated] = {}
     for group in groups:
-        if group.roles.replicate_size > 1 and not group.roles.sharded_replicas:
-            by_roles.setdefault(group.roles, _Replicated(group.roles, [])).groups.append(group)
+        if group.roles.replicate_size == 1 or group.roles.sharded_replicas or is_fake(group.params[0].flat):
+            continue
+        by_roles.setdefault(group.roles, _Replicated(group.roles, [])).groups.append(group)
     with torch.no_grad():
         # Compare all meshes before raising: ranks of one may wait for those of another.
         found = [text for each in by_roles.values() if (text := each.find_differences())]

@@ -49,7 +49,7 @@ class FlatStorage:
     def __init__(self, nbytes: int, device: torch.device):
         self.nbytes = nbytes
         self._device = device
-        self._storage = torch.UntypedStorage(0, device=device)
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
 
     def alloc(self) -> None:
         """Allocate the memory; its content is undefined. It must be freed on the same stream."""

@@ -8,14 +8,16 @@ The side streams are created once per device and shared by all roots, because st
 run one after another lose nothing by sharing.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
 
-__all__ = ["Streams", "streams_for", "without_grad"]
+__all__ = ["Streams", "simulated", "streams_for", "without_grad"]
 
 _NOTHING = nullcontext()
+_simulated: list["Streams"] = []
 
 
 def without_grad() -> AbstractContextManager[object]:
@@ -98,7 +100,21 @@ class AcceleratorStreams(Streams):
             event.wait()  # not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event
 
 
-@cache
+@contextmanager
+def simulated(streams: Streams) -> Iterator[None]:
+    """Roots that run for the first time in the block use `streams`, whatever their device: a step without one."""
+    _simulated.append(streams)
+    try:
+        yield
+    finally:
+        _simulated.remove(streams)
+
+
 def streams_for(device: torch.device) -> Streams:
-    """The streams of `device`, created at the first call."""
+    """The streams of `device`."""
+    return _simulated[-1] if _simulated else _made_for(device)
+
+
+@cache
+def _made_for(device: torch.device) -> Streams:
     return Streams() if device.type == "cpu" else AcceleratorStreams(device)

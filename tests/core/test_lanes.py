@@ -24,7 +24,7 @@ def lanes(which: str) -> Iterator[None]:
     """``direct``: whatever can; ``packed``: nothing is direct; ``flat``: the backend's own collectives."""
     with pytest.MonkeyPatch.context() as patch:
         if which == "flat":
-            patch.setitem(fsdp2.comm._COMMS, "gloo", FlatComm())
+            patch.setitem(fsdp2.comm.COMMS, "gloo", FlatComm())
         else:
             patch.setattr(GlooComm, "direct_min_bytes", 0 if which == "direct" else None)
         yield

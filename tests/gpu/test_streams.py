@@ -41,7 +41,7 @@ def test_no_stream_may_change_the_result_by_being_late(setting: str) -> None:
 
 
 def model_and_step(lanes: str = "direct", **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
-    fsdp2.comm._COMMS[groups.BACKEND] = direct(0) if lanes == "direct" else Flat()
+    fsdp2.comm.COMMS[groups.BACKEND] = direct(0) if lanes == "direct" else Flat()
     setting = delays.Setting(direct=lanes == "direct", **options)  # type: ignore[arg-type]
     model = delays.sharded(setting, SHAPE, DEVICE)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=DEVICE.type == "cuda")
@@ -113,7 +113,7 @@ def test_two_units_are_alive(is_late: bool) -> None:
     dim, num_units = 1024, 8
     unit_bytes = 4 * dim * dim
     with groups.simulated(8):
-        fsdp2.comm._COMMS[groups.BACKEND] = direct(0)
+        fsdp2.comm.COMMS[groups.BACKEND] = direct(0)
         with DEVICE:
             model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(num_units)])
         mesh = init_device_mesh(DEVICE.type, (8,))
@@ -141,7 +141,7 @@ def test_a_gather_overlaps_the_compute_before_it() -> None:
     the two."""
     dim, num_units, seconds = 1024, 8, 10e-3
     with groups.simulated(8, groups.Wire(bandwidth_bytes=1e15, latency_s=seconds)):
-        fsdp2.comm._COMMS[groups.BACKEND] = direct(0)
+        fsdp2.comm.COMMS[groups.BACKEND] = direct(0)
         with DEVICE:
             model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(num_units)])
         mesh = init_device_mesh(DEVICE.type, (8,))

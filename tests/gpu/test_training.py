@@ -113,7 +113,7 @@ def test_lanes_give_what_torch_gives(replicas: int, monkeypatch: pytest.MonkeyPa
             mesh = init_device_mesh(DEVICE.type, (2, 4), mesh_dim_names=("replicate", "shard"))
         results = []
         for comm in LANES.values():
-            monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, comm)
+            monkeypatch.setitem(fsdp2.comm.COMMS, groups.BACKEND, comm)
             results.append(train(shard(fsdp2, make_model(), mesh)))
         for other in results[1:]:
             assert_same(other, results[0])
@@ -134,7 +134,7 @@ def test_two_ranks_on_one_gpu(rank: int, world_size: int, mixed: bool) -> None:
 
 def test_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and gradients live in pinned host memory; the numbers are those without."""
-    monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, direct(1024))
+    monkeypatch.setitem(fsdp2.comm.COMMS, groups.BACKEND, direct(1024))
     with groups.simulated(8):
         mesh = init_device_mesh(DEVICE.type, (8,))
         model = shard(fsdp2, make_model(), mesh, offload_policy=fsdp2.CPUOffloadPolicy())
@@ -183,7 +183,7 @@ def test_two_compute_dtypes_in_one_unit() -> None:
 
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that were compiled (without a code generator, so that no compiler is needed) give the same."""
-    monkeypatch.setitem(fsdp2.comm._COMMS, groups.BACKEND, direct(1024))
+    monkeypatch.setitem(fsdp2.comm.COMMS, groups.BACKEND, direct(1024))
     losses = []
     torch.compiler.reset()
     with groups.simulated(8), warnings.catch_warnings():

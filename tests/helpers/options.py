@@ -380,7 +380,7 @@ def lane(which: str | None) -> Iterator[None]:
     """``direct``: whatever can takes the direct lane; ``flat``: the backend's own collectives; None: as it is."""
     with pytest.MonkeyPatch.context() as patch:
         if which == "flat":
-            patch.setitem(fsdp2.comm._COMMS, "gloo", FlatComm())
+            patch.setitem(fsdp2.comm.COMMS, "gloo", FlatComm())
         elif which == "direct":
             patch.setattr(GlooComm, "direct_min_bytes", 0)
         yield
