@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 import fsdp2
-from fsdp2 import checkpoint, compat, events, init, parallel
+from fsdp2 import checkpoint, compat, events, init, parallel, plan
 
 HEAD = """# API reference
 
@@ -36,6 +36,7 @@ def page() -> str:
             table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
+            table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
             table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
         ]
@@ -44,7 +45,8 @@ def page() -> str:
 
 def reference() -> dict[str, str]:
     """The pages of the site's reference, by name: what mkdocstrings is to show on each."""
-    modules = {"fsdp2": fsdp2, "checkpoint": checkpoint, "init": init, "parallel": parallel, "compat": compat}
+    modules = {"fsdp2": fsdp2, "checkpoint": checkpoint, "init": init, "parallel": parallel, "plan": plan}
+    modules["compat"] = compat
     pages = {name: f"# {module.__name__}\n\n" + "".join(_entries(module)) for name, module in modules.items()}
     shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
@@ -55,7 +57,7 @@ def reference() -> dict[str, str]:
 def _entries(module: ModuleType) -> Iterable[str]:
     """What mkdocstrings is to show of a module: functions first, each under the name by which it is imported."""
     for name in sorted(module.__all__, key=lambda name: (name[0].isupper(), name.lower())):
-        if name not in ("FSDPModule", "Mode"):
+        if name not in ("FSDPModule", "MACHINES", "Mode"):
             title = f"{module.__name__}.{name}"
             yield f"::: {_home(module, name)}\n    options:\n      heading: {title}\n      toc_label: {name}\n\n"
 

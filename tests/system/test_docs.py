@@ -167,7 +167,17 @@ def run(command: list[str], cwd: Path, env: dict[str, str], what: str) -> None:
         pytest.fail(f"{what}: exit status {process.returncode}\n{output}", pytrace=False)
 
 
-@pytest.mark.parametrize("path", showing("python"), ids=name_of)
+# Half a minute: the worked examples have billions of parameters. `tests/plan` protects the same.
+SLOW = ("docs/plan.md",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name_of(path), marks=pytest.mark.exhaustive if name_of(path) in SLOW else [])
+        for path in showing("python")
+    ],
+)
 def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     blocks = blocks_of(path, "python")
     unknown = {word for block in blocks for word in block.info[1:] if not re.fullmatch(r"ranks=[1-9]\d*", word)}

@@ -1,0 +1,25 @@
+"""What a step will take: memory, communication and time of one rank, without ranks, devices or memory.
+
+>>> from fsdp2.plan import MACHINES, Workload, predict
+"""
+
+from fsdp2.plan.alternatives import Comparison, compare
+from fsdp2.plan.machine import MACHINES, Machine
+from fsdp2.plan.page import comparison_page
+from fsdp2.plan.prediction import Plan, predict
+from fsdp2.plan.rehearsal import Message, Rehearsal
+from fsdp2.plan.workload import Workload, default_loss
+
+__all__ = [
+    "MACHINES",
+    "Comparison",
+    "Machine",
+    "Message",
+    "Plan",
+    "Rehearsal",
+    "Workload",
+    "compare",
+    "comparison_page",
+    "default_loss",
+    "predict",
+]

@@ -1,0 +1,139 @@
+"""`compare`: plans of other settings than the one asked for, and the change that helps most. Layer: plan."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp2.errors import FSDPError
+from fsdp2.parallel import ParallelConfig
+from fsdp2.plan.machine import Machine
+from fsdp2.plan.prediction import Plan, predict
+from fsdp2.plan.workload import Workload
+from fsdp2.trace.drawing import amount, duration
+
+__all__ = ["Comparison", "compare"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several plans of one workload.
+
+    Attributes:
+        asked: the plan that was asked for.
+        plans: all of them: those that fit first, each by time for a token.
+        failed: what could not be planned: what it changes, and why not.
+    """
+
+    asked: Plan
+    plans: Sequence[Plan]
+    failed: Sequence[tuple[str, str]]
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest that fits."""
+        return self.plans[0] if self.plans[0].fits else None
+
+    @property
+    def advice(self) -> str:
+        """What to do, in one sentence."""
+        if self.best is self.asked:
+            return "Of these, what you asked for is the fastest that fits."
+        if self.best is not None:
+            gain = self.best.tokens_per_second / self.asked.tokens_per_second - 1
+            reason = f"{gain:+.0%} tokens/s" if self.asked.fits else "which fits; what you asked for does not"
+            return f"Choose '{self.best.name}': {reason}, peak {amount(self.best.device_bytes)}."
+        least = min(self.plans, key=lambda plan: plan.device_bytes)
+        saved = self.asked.device_bytes - least.device_bytes
+        missing = least.device_bytes - least.machine.memory
+        if least is self.asked or missing <= 0:
+            return "Nothing here fits; each change of one setting takes more memory. Use more ranks."
+        return (
+            f"Nothing here fits. What buys most is '{least.name}': {amount(saved)} less, and still {amount(missing)} "
+            "too much. Change more than one setting, or use more ranks."
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("settings", "tokens/s", "step", "exposed", "peak", "host", "")]
+        for plan in self.plans:
+            rows.append(row_of(plan))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"{name}: cannot be planned: {why}" for name, why in self.failed]
+        return "\n".join([*lines, "", self.advice])
+
+
+def row_of(plan: Plan) -> tuple[str, ...]:
+    """Cells of a table."""
+    return (
+        plan.name,
+        f"{plan.tokens_per_second:,.0f}",
+        duration(plan.seconds),
+        duration(plan.rehearsal.exposed),
+        amount(plan.device_bytes),
+        amount(plan.host_bytes) if plan.host_bytes else "",
+        "" if plan.fits else "does not fit",
+    )
+
+
+def changes(
+    workload: Workload, config: ParallelConfig, machine: Machine, options: dict[str, Any]
+) -> Iterator[tuple[Workload, ParallelConfig]]:
+    """What differs from a resolved config in one setting."""
+    for wanted in ("none", "selective", "full"):
+        yield workload, replace(config, activation_checkpointing=wanted)
+    if config.degrees["shard"] > 1:
+        yield workload, replace(config, reshard_after_forward=False)
+    if config.mixed_precision == "no":
+        yield workload, replace(config, mixed_precision="bf16")
+    if machine.is_accelerator:
+        yield workload, replace(config, cpu_offload=not config.cpu_offload)
+    whole, node = config.degrees["replicate"] * config.degrees["shard"], machine.ranks_per_node
+    if whole > node and whole % node == 0:
+        yield workload, replace(config, replicate=whole // node, shard=node)
+    yield workload, replace(config, replicate=1, shard=whole)
+    if "tp_plan" in options:
+        for tensor in (1, 2, 4, 8):
+            if config.world_size % tensor == 0 and tensor <= node:
+                yield workload, replace(config, tensor=tensor, replicate=1, shard="auto")
+    if workload.batch_size % 2 == 0:
+        half = replace(workload, batch_size=workload.batch_size // 2, microbatches=2 * workload.microbatches)
+        yield half, config
+    if workload.microbatches % 2 == 0:
+        double = replace(workload, batch_size=2 * workload.batch_size, microbatches=workload.microbatches // 2)
+        yield double, config
+
+
+def compare(
+    workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, **options: Any
+) -> Comparison:
+    """Plan `config`, and whatever differs from it in one setting: checkpointing, `reshard_after_forward`, precision,
+    offload, replicas, tensor parallelism (with a `tp_plan`) and the size of microbatches.
+
+    Takes as long as ten calls of `predict`, and its arguments and errors are the same. What cannot be planned is listed
+    with its reason.
+
+    Example::
+
+        comparison = compare(workload, ParallelConfig.load("run.toml"), MACHINES["h100"], world_size=64)
+        print(comparison)
+        print(comparison.best)
+    """
+    asked = predict(workload, config, machine, world_size, **options)
+    plans, failed, seen = [asked], [], {asked.name}
+    for other_workload, other in changes(workload, asked.config, machine, options):
+        try:
+            named = Plan(
+                other.resolve(world_size),
+                machine,
+                other_workload.batch_size,
+                other_workload.microbatches,
+                asked.rehearsal,
+            )
+            if named.name in seen:
+                continue
+            seen.add(named.name)
+            plans.append(predict(other_workload, other, machine, world_size, **options))
+        except FSDPError as error:
+            failed.append((named.name, str(error)))
+    plans.sort(key=lambda plan: (not plan.fits, -plan.tokens_per_second / plan.config.tensor))
+    return Comparison(asked, plans, failed)

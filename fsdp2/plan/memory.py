@@ -1,0 +1,131 @@
+"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: plan.
+
+A storage counts from its birth to its death, and its size may change (`FlatStorage`). What it holds may become known
+later, for example when a buffer is sent: that then counts for its whole life. If several are right, the first of `Kind`
+counts: a gradient that is sent from where it lies is a gradient.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2.trace.timeline import Sample
+
+__all__ = ["Kind", "Memory"]
+
+
+class Kind(IntEnum):
+    """What a storage holds."""
+
+    PARAMETERS = 0
+    STATES = 1
+    UNSHARDED = 2
+    GRADIENTS = 3
+    COMMUNICATION = 4
+    ACTIVATIONS = 5
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Kind.PARAMETERS: "parameters and buffers",
+    Kind.STATES: "optimizer states",
+    Kind.UNSHARDED: "unsharded units",
+    Kind.GRADIENTS: "gradients",
+    Kind.COMMUNICATION: "communication buffers",
+    Kind.ACTIVATIONS: "activations and the rest",
+}
+
+
+@dataclass(eq=False)
+class Holding:
+    """One storage: what it holds, and (number of the operator, seconds, bytes) at each change."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    is_host: bool
+    kind: Kind = Kind.ACTIVATIONS
+    changes: list[tuple[int, float, int]] = field(default_factory=list)
+
+
+class Memory:
+    """Follows storages from the first operator that meets them.
+
+    Args:
+        host: the device that stands for host memory; None if there is none of its own.
+
+    Attributes:
+        tick: the number of the operator that runs.
+        seconds: the time, as someone else keeps it.
+    """
+
+    def __init__(self, host: torch.device | None):
+        self.tick = 0
+        self.seconds = 0.0
+        self._host = host
+        self._holdings: list[Holding] = []
+        self._alive: dict[int, Holding] = {}
+        self._elastic: list[Holding] = []
+
+    def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS) -> None:
+        """What `tensor`'s storage holds, if it is a tensor."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is None:
+            known = Holding(weakref.ref(storage, lambda _: self._died(key)), tensor.device == self._host)
+            known.changes.append((self.tick, self.seconds, storage.nbytes()))
+            self._holdings.append(known)
+            self._alive[key] = known
+        known.kind = min(known.kind, kind)
+
+    def mark_elastic(self, tensor: torch.Tensor) -> None:
+        """`tensor`'s storage may be resized: look at its size at every operator."""
+        self.mark(tensor)
+        known = self._alive[id(tensor.untyped_storage())]
+        if known not in self._elastic:
+            self._elastic.append(known)
+
+    def look(self) -> None:
+        """Note what has been resized."""
+        for known in self._elastic:
+            storage = known.storage()
+            if storage is not None and (nbytes := storage.nbytes()) != known.changes[-1][2]:
+                known.changes.append((self.tick, self.seconds, nbytes))
+
+    def _died(self, key: int) -> None:
+        known = self._alive.pop(key)
+        known.changes.append((self.tick, self.seconds, 0))
+
+    def samples(self, since: int, is_host: bool = False) -> list[Sample]:
+        """Bytes by kind after each change from operator `since` on."""
+        changes: dict[int, list[tuple[Kind, int]]] = {since: []}
+        times = {since: 0.0}
+        total = dict.fromkeys(Kind, 0)
+        for holding in self._holdings:
+            if holding.is_host != is_host:
+                continue
+            before = 0
+            for tick, seconds, nbytes in holding.changes:
+                if tick <= since:
+                    total[holding.kind] += nbytes - before
+                    times[since] = max(times[since], seconds) if tick == since else times[since]
+                else:
+                    changes.setdefault(tick, []).append((holding.kind, nbytes - before))
+                    times[tick] = seconds
+                before = nbytes
+        samples = []
+        for tick in sorted(changes):
+            for kind, difference in changes[tick]:
+                total[kind] += difference
+            samples.append(Sample(times[tick], {kind.text: nbytes for kind, nbytes in total.items()}))
+        return samples

@@ -1,0 +1,369 @@
+"""`rehearse`: run a step of the real library where nothing is real: fake tensors, absent ranks, simulated time.
+
+So a plan cannot drift from the runtime: units, schedule, layouts, lanes and reductions are the runtime's own. Three
+things are stood in for: the ranks (`absent`), the time (`clock`), and the memory of an accelerator, for which the CPU's
+fake tensors serve. (torch cannot make fake CUDA tensors without CUDA.) Host memory is then a second CPU.
+
+Layer: plan.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import events
+from fsdp2._torch import FAKE_ERRORS, FakeTensorMode, TorchDispatchMode, buffer_slots, group_named, parameter_slots
+from fsdp2.comm.gloo import GlooComm
+from fsdp2.comm.nccl import NcclComm
+from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
+from fsdp2.plan.absent import absent_ranks
+from fsdp2.plan.clock import Clock
+from fsdp2.plan.cost import seconds_of
+from fsdp2.plan.machine import Machine
+from fsdp2.plan.memory import Kind, Memory
+from fsdp2.plan.workload import Workload
+from fsdp2.policies import CPUOffloadPolicy
+from fsdp2.runtime.root import units_below
+from fsdp2.runtime.streams import simulated
+from fsdp2.trace.timeline import Sample, Span
+
+__all__ = ["Message", "Rehearsal", "rehearse"]
+
+HOST = torch.device("cpu", 1)
+
+
+class HostMemory(CPUOffloadPolicy):
+    """Offload to what stands for host memory."""
+
+    @property
+    def home(self) -> torch.device:
+        return HOST
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective, or a message of one.
+
+    Attributes:
+        kind: of the event that issued it; ``tensor parallel`` for those of DTensor.
+        unit: FQN of the unit.
+        sent: bytes that this rank sends.
+    """
+
+    kind: str
+    unit: str
+    sent: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank did in a step.
+
+    Attributes:
+        events: what the runtime reported, in order.
+        messages: what was sent.
+        samples, host_samples: bytes by kind in device and in host memory.
+        spans: what ran when.
+        seconds: of the step.
+        exposed: of these, for which compute waited for communication.
+        num_params: elements of all parameters of the whole model.
+        num_units: units with parameters.
+        num_groups: process groups that were communicated in.
+        tokens: of all microbatches of this rank.
+    """
+
+    events: Sequence[events.Event]
+    messages: Sequence[Message]
+    samples: Sequence[Sample]
+    host_samples: Sequence[Sample]
+    spans: Sequence[Span]
+    seconds: float
+    exposed: float
+    num_params: int
+    num_units: int
+    num_groups: int
+    tokens: int
+
+
+class Observer(TorchDispatchMode):
+    """Sees every operator: what it costs, and which storages it meets. Also the `Wire` of the absent ranks."""
+
+    def __init__(self, machine: Machine, log: list[events.Event]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.machine = machine
+        self.clock = Clock(lazy=not machine.is_accelerator)
+        self.memory = Memory(HOST)
+        self.messages: list[Message] = []
+        self.groups: set[int] = set()
+        self.phase = ""
+        self._log = log
+        self._num_seen = 0
+        self._running: list[str] = []
+        self._in_node: dict[int, int] = {}
+
+    # --- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types or getattr(function, "is_view", False):
+            # Half of all. A DTensor's operator becomes one of local tensors; a view takes neither memory nor time.
+            return function(*args, **kwargs)
+        self._tick()
+        result = function(*args, **kwargs)
+        name = function.__name__
+        for leaf in _tensors((args, kwargs, result)):
+            self.memory.mark(leaf)
+        if name.startswith("set_"):
+            self.memory.mark_elastic(result)
+        if function.namespace == "_c10d_functional":
+            self._functional(name, args)
+        else:
+            self._compute(function, args, kwargs, result)
+        return result
+
+    def _tick(self) -> None:
+        self.memory.tick += 1
+        self.memory.seconds = self.clock.now
+        self.memory.look()
+
+    def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = _tensors((args, kwargs, result))
+        on_host = [tensor.device == HOST for tensor in tensors]
+        if any(on_host) and not all(on_host) and tensors:
+            nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
+            seconds = nbytes / self.machine.host_link
+        else:
+            seconds = seconds_of(function, args, kwargs, result, tensors, self.machine)
+        lane = "optimizer" if self.phase == "optimizer" else "compute"
+        self.clock.work(lane, self._label(), seconds, self.machine.op_seconds)
+
+    def _label(self) -> str:
+        """The unit whose forward or backward runs, by the events so far."""
+        for event in self._log[self._num_seen :]:
+            kind, _, what = event.kind.partition("_")
+            label = f"{what} {event.unit or '(root)'}"
+            if kind == "pre" and what in ("forward", "backward"):
+                self._running.append(label)
+            elif kind == "post" and label in self._running:
+                self._running.remove(label)
+        self._num_seen = len(self._log)
+        return self._running[-1] if self._running else self.phase
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self, kind: str, tensors: Sequence[torch.Tensor], nbytes: int, group: dist.ProcessGroup, both: bool = True
+    ) -> Callable[[], None]:
+        """See `Wire`."""
+        for tensor in tensors:
+            self.memory.mark(tensor, Kind.COMMUNICATION)
+        issued = next((e for e in reversed(self._log) if e.group_size), None)
+        unit = issued.unit if issued is not None and kind != "all_reduce" else ""
+        if kind in ("send", "recv"):
+            kind = issued.kind if issued is not None else kind
+        return self._send(kind, unit, nbytes, group, both)
+
+    def _functional(self, name: str, args: Any) -> None:
+        """A collective of DTensor, which waits for it at once."""
+        kind = name.partition(".")[0]
+        names = [arg for arg in args if isinstance(arg, str)]
+        if kind == "wait_tensor" or not names:
+            return
+        group = group_named(names[-1])
+        share = (group.size() - 1) / group.size()
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args))
+        factor = {"all_gather_into_tensor": group.size(), "all_reduce": 2}.get(kind.removesuffix("_"), 1)
+        self._send("tensor parallel", "", int(nbytes * factor * share), group, True)()
+
+    def _send(self, kind: str, unit: str, nbytes: int, group: dist.ProcessGroup, both: bool) -> Callable[[], None]:
+        wire = id(group)
+        self.groups.add(wire)
+        if wire not in self._in_node:
+            ranks = dist.get_process_group_ranks(group)
+            node = dist.get_rank() // self.machine.ranks_per_node
+            self._in_node[wire] = sum(rank // self.machine.ranks_per_node == node for rank in ranks)
+        if both:
+            self.messages.append(Message(kind, unit, nbytes))
+        seconds = self.machine.message_seconds(nbytes, group.size(), self._in_node[wire])
+        end = self.clock.message(wire, kind.replace("_", "-"), unit, seconds, both)
+        return lambda: self.clock.arrive(end)
+
+
+def rehearse(
+    workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, rank: int = 0, **options: Any
+) -> Rehearsal:
+    """The second step of `rank` (the first one makes states and buffers).
+
+    Raises:
+        ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
+        UnsupportedError: an operator cannot run on fake tensors, or there are pipeline stages.
+        OrderError: this process has a process group.
+    """
+    config = config.resolve(world_size)
+    if config.pipeline > 1:
+        raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
+    comm = NcclComm() if machine.is_accelerator else GlooComm()
+    model = _build(workload)
+    with events.record() as log, warnings.catch_warnings():
+        # Neighbours are looked for by their addresses; those of fake tensors are 0, so there are none.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        observer = Observer(machine, log)
+        with (
+            absent_ranks(world_size, rank, comm, observer),
+            simulated(observer.clock),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            _named_operators(),
+            observer,
+        ):
+            return _rehearse(model, workload, config, observer, log, options)
+
+
+def _rehearse(
+    model: nn.Module,
+    workload: Workload,
+    config: ParallelConfig,
+    observer: Observer,
+    log: list[events.Event],
+    options: dict[str, Any],
+) -> Rehearsal:
+    machine = observer.machine
+    _make_fake(model)
+    num_params = sum(param.numel() for param in model.parameters())
+
+    if config.cpu_offload and machine.is_accelerator:
+        options["offload_policy"] = HostMemory(pin_memory=False)
+    meshes = build_meshes(config, "cpu")
+    parallelize(model, config, meshes=meshes, **options)
+    for tensor in (*model.parameters(), *model.buffers()):
+        observer.memory.mark(tensor, Kind.PARAMETERS)
+    optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
+    batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
+    tokens = sum(tensors[0].numel() for batch in batches if (tensors := _tensors(batch)))
+    _step(model, optimizer, batches, workload, observer)
+    _mark_what_stays(model, optimizer, observer.memory)
+
+    clock = observer.clock
+    start, clock.host = clock.end, clock.end
+    clock.spans.clear()
+    clock.exposed, observer.messages, first_event = 0.0, [], len(log)
+    clock.arrive(start)
+    observer._tick()
+    since = observer.memory.tick
+    _step(model, optimizer, batches, workload, observer)
+    units = [unit for unit in units_below(model) if unit.groups]
+    return Rehearsal(
+        log[first_event:],
+        observer.messages,
+        [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since)],
+        [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since, is_host=True)],
+        [Span(each.lane, each.name, each.begin_s - start, each.end_s - start) for each in clock.spans],
+        clock.end - start,
+        clock.exposed,
+        num_params,
+        len(units),
+        len(observer.groups),
+        tokens,
+    )
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], workload: Workload, observer: Observer
+) -> None:
+    """Forwards, backwards, the optimizer, and gradients dropped."""
+    for index, batch in enumerate(batches):
+        if len(batches) > 1:
+            model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
+        observer.phase = "loss"
+        workload.loss(model, batch).backward()
+    for param in model.parameters():
+        observer.memory.mark(param.grad, Kind.GRADIENTS)
+    observer.phase = "optimizer"
+    optimizer.step()
+    optimizer.zero_grad()
+    observer.phase = ""
+
+
+def _mark_what_stays(model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory) -> None:
+    """After the first step, what the optimizer keeps and what units gather into is there for good."""
+    for leaf in _tensors(dict(enumerate(optimizer.state.values()))):
+        memory.mark(leaf, Kind.STATES)
+    for unit in units_below(model):
+        for group in unit.groups:
+            for param in group.params:
+                if param.unsharded is None:
+                    continue
+                memory.mark(param.unsharded, Kind.UNSHARDED)
+                if param.unsharded.requires_grad:
+                    param.unsharded.register_hook(lambda grad: memory.mark(grad, Kind.GRADIENTS))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for each in tree for tensor in _tensors(each)]
+    if isinstance(tree, dict):
+        return [tensor for each in tree.values() for tensor in _tensors(each)]
+    return []
+
+
+def _build(workload: Workload) -> nn.Module:
+    """The model, on the meta device unless its builder insists on another."""
+    try:
+        with torch.device("meta"):
+            model = workload.build()
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"plan: the model is built on the meta device, where one step of its builder is impossible: {error}. Leave "
+            "out .to(device) and whatever reads values"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"plan: build must return a module, got a {type(model).__name__}")
+    return model
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace the tensors of a model (on the meta device, or real) by fake ones of the CPU."""
+    made: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # so that no id is used twice
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+                new.__dict__.update(tensor.__dict__)
+            made[id(tensor)] = new
+            kept.append(tensor)
+        return made[id(tensor)]
+
+    for module in model.modules():
+        slots: tuple[dict[str, Any], ...] = (parameter_slots(module), buffer_slots(module), module.__dict__)
+        for each in slots:
+            for name, value in each.items():
+                if isinstance(value, torch.Tensor):
+                    each[name] = fake(value)
+
+
+@contextmanager
+def _named_operators() -> Iterator[None]:
+    """Say which operator cannot run without values.
+
+    Raises:
+        UnsupportedError: instead of torch's own errors.
+    """
+    try:
+        yield
+    except FAKE_ERRORS as error:
+        raise UnsupportedError(
+            f"plan: '{getattr(error, 'func', None) or error}' cannot run without the values of its inputs"
+        ) from error

@@ -1,0 +1,71 @@
+"""`Workload`: what is trained: a model, a batch, a loss, an optimizer. Layer: plan."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.errors import ArgumentError
+
+__all__ = ["Workload", "default_loss"]
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Call `model` with the batch (a dict: its keywords; a tuple: its arguments). The loss is ``.loss`` or ``["loss"]``
+    of what it returns, or the mean of its first tensor."""
+    if isinstance(batch, dict):
+        output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    if not isinstance(first, torch.Tensor):
+        raise ArgumentError(
+            f"plan: the model returned a {type(first).__name__}; pass loss=, a function of model and batch"
+        )
+    return first.float().mean()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one rank does in a step.
+
+    `build`, `batch` and `loss` run under fake tensors: nothing is allocated and nothing is computed, whatever the size.
+
+    Attributes:
+        build: makes the model, on any device (the meta device is as good as another).
+        batch: makes one microbatch of one rank, of so many sequences or images: tensors in a dict or tuple, or one.
+        batch_size: how many there are in a microbatch.
+        loss: the loss of the model on such a batch.
+        optimizer: makes the optimizer of the parameters that train.
+        microbatches: forwards and backwards before each optimizer step; gradients are reduced in the last.
+
+    Example::
+
+        def batch(size):
+            ids = torch.zeros(size, 4096, dtype=torch.long)
+            return {"input_ids": ids, "labels": ids}
+
+        workload = Workload(lambda: LlamaForCausalLM(config), batch, batch_size=2)
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor] = default_loss
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    batch_size: int = 1
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name}: expected a number, 1 or more; got {value!r}")

@@ -1,0 +1,98 @@
+"""What really happens in a step: the same workload on real ranks, with bytes counted and events recorded."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.memory.tracking import Kind, Moment, Tracker, timeline
+from fsdp2 import events
+from fsdp2.parallel import parallelize
+from tests.helpers.plan_cases import Case
+
+
+class Counter(Tracker):
+    """The tracker of `benchmarks/memory`; counts messages, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__name__.partition(".")[0]
+        if function.namespace == "c10d" and name == "send":
+            self.sent += sum(tensor.nbytes for tensor in args[0])
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def forget_aliases(self) -> None:
+        """Shards that stand together have a storage each, on the memory of another one (`fsdp2.adjacent`). It counts
+        once."""
+        alive = [(storage, holding) for ref, holding in self._alive.values() if (storage := ref()) is not None]
+        spans = [(each.data_ptr(), -each.nbytes(), holding) for each, holding in alive if each.nbytes()]
+        end, aliases = 0, set()
+        for address, negative, holding in sorted(spans, key=lambda span: span[:2]):
+            if address - negative <= end:
+                aliases.add(id(holding))
+            end = max(end, address - negative)
+        self.holdings = [holding for holding in self.holdings if id(holding) not in aliases]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One rank's second step.
+
+    Attributes:
+        events: the collectives, in order.
+        sent: bytes in messages and all-reduces (without those of DTensor).
+        peak: largest sum of bytes at any time.
+        peaks: of each kind.
+    """
+
+    events: list[events.Event]
+    sent: int
+    peak: int
+    peaks: dict[str, int]
+
+
+def measure(case: Case) -> Truth:
+    """Run the case; every rank calls it."""
+    with Counter() as tracker, events.record() as log:
+        torch.manual_seed(0)
+        model = case.workload.build()
+        parallelize(model, case.config, **case.options)
+        tracker.follow(model)
+        for param in model.parameters():
+            tracker.mark(param, Kind.SHARD)
+        optimizer = case.workload.optimizer(param for param in model.parameters() if param.requires_grad)
+        batches = [case.workload.batch(case.workload.batch_size) for _ in range(case.workload.microbatches)]
+        step(case, model, optimizer, batches)
+        gc.collect()
+        torch.zeros(())  # an operator, so that this moment is noted
+        tracker.forget_aliases()
+        since, first, tracker.sent = tracker.now, len(log), 0
+        step(case, model, optimizer, batches)
+        moments = timeline(tracker, since, tracker.now)
+    found = [event for event in log[first:] if event.group_size]
+    sent = tracker.sent + sum(_in_a_ring(event) for event in found if event.kind == "all_reduce")
+    peaks = {kind.name.lower(): max(moment.nbytes[kind] for moment in moments) for kind in Kind}
+    return Truth(found, sent, _peak(moments), peaks)
+
+
+def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+    for index, batch in enumerate(batches):
+        model.set_requires_gradient_sync(index == len(batches) - 1)
+        case.workload.loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _in_a_ring(event: events.Event) -> int:
+    return int(2 * event.nbytes * (event.group_size - 1) / event.group_size)
+
+
+def _peak(moments: list[Moment]) -> int:
+    return max(sum(moment.nbytes) for moment in moments)
