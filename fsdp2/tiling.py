@@ -102,11 +102,16 @@ class Tiling:
         coordinates = self.grid.coordinates(rank)
         return None if coordinates is None else self.box_at(coordinates)
 
+    @cached_property
+    def free_axes(self) -> tuple[int, ...]:
+        """The axes without a cut, along which all ranks hold the same."""
+        cut = {axis for axis, _ in self.cuts}
+        return tuple(axis for axis in range(len(self.grid.shape)) if axis not in cut)
+
     def owns(self, rank: int) -> bool:
         """Whether `rank` is the one that writes its box."""
         coordinates = self.grid.coordinates(rank)
-        cut = {axis for axis, _ in self.cuts}
-        return coordinates is not None and all(axis in cut or not at for axis, at in enumerate(coordinates))
+        return coordinates is not None and not any(coordinates[axis] for axis in self.free_axes)
 
     def written_by(self, rank: int) -> Box | None:
         """What `rank` writes: its box, if it owns it and the box is not empty (unless the whole tensor is)."""
@@ -294,8 +299,7 @@ def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
 
 
 def _spread(tiling: Tiling, itemsize: int) -> Tiling:
-    cut_axes = {axis for axis, _ in tiling.cuts}
-    free = [axis for axis in range(len(tiling.grid.shape)) if axis not in cut_axes and tiling.grid.shape[axis] > 1]
+    free = [axis for axis in tiling.free_axes if tiling.grid.shape[axis] > 1]
     sizes = list(tiling.box_at((0,) * len(tiling.grid.shape)).shape)
     if not free or prod(sizes) * itemsize < SPREAD_BYTES:
         return tiling

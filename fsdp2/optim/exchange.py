@@ -163,12 +163,12 @@ class Bucket:
         for share in shares:
             by_owner[share.owner].append(share)
         mine = {share: share.piece_of(rank) for share in shares}
-        sent = {each: [share for share in by_owner[each] if rank in share.senders] for each in crew.ranks}
+        sent = {each: [share for share in by_owner[each] if share.sends(rank)] for each in crew.ranks}
         self.inward = Transfer(
             crew,
             [Segment([(share, mine[share]) for share in sent[each]], True) for each in crew.ranks],
             [
-                Segment([(share, share.piece_of(each)) for share in self.owned if each in share.senders], True)
+                Segment([(share, share.piece_of(each)) for share in self.owned if share.sends(each)], True)
                 for each in crew.ranks
             ],
         )

@@ -9,9 +9,8 @@ experts are a stack of them, and a fused projection is several, one above the ot
     any other                    one tensor, as it is: whether it can be stepped is for the optimizer to say
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 import torch
@@ -122,18 +121,9 @@ class Share:
         """The index of a piece in a tensor of the matrix's box."""
         return piece.within(self.box).slices()
 
-    @cached_property
-    def senders(self) -> frozenset[int]:
-        """The ranks whose pieces the owner takes: of several replicas, those of its own."""
+    def sends(self, rank: int) -> bool:
+        """Whether the owner takes the piece of `rank`: of several replicas, those of its own."""
         grid = self.tiling.grid
-        home = grid.coordinates(self.owner)
-        assert home is not None
-        free = [axis for axis in range(len(grid.shape)) if axis not in {axis for axis, _ in self.tiling.cuts}]
-        return frozenset(rank for rank, at in _places(self.tiling) if all(at[axis] == home[axis] for axis in free))
-
-
-def _places(tiling: Tiling) -> Iterator[tuple[int, tuple[int, ...]]]:
-    for rank in tiling.grid.ranks:
-        coordinates = tiling.grid.coordinates(rank)
-        assert coordinates is not None
-        yield rank, coordinates
+        at, home = grid.coordinates(rank), grid.coordinates(self.owner)
+        assert at is not None and home is not None
+        return all(at[axis] == home[axis] for axis in self.tiling.free_axes)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,6 +24,7 @@ from tests.helpers.matrix_optimizers import (
     set_grads,
     sharded,
     train,
+    value,
     values_of,
 )
 from tests.helpers.parity_models import full
@@ -217,3 +218,23 @@ def test_with_moments_of_8_bits(rank: int, world_size: int) -> None:
     assert torch.equal(full(mixed[0]), both[0].param_groups[0]["params"][0])
     assert torch.equal(full(mixed[1]), full(alone[1]))
     assert "exp_avg_code" in optimizer.state[mixed[1]]
+
+
+@on_ranks(4)
+def test_meshes_that_differ_by_rank(rank: int, world_size: int) -> None:
+    """Layers on all ranks, and each pair of ranks with experts of its own: owners among those that hold a matrix."""
+    experts = mesh_of((2, 2), ("ep", "fsdp"))["fsdp"]
+    own = [value(10 + 2 * (rank // 2) + index, (5, 6), 0) for index in range(2)]
+    wholes = [*values_of(), *own]
+    plain = torch.optim.Muon([nn.Parameter(each) for each in wholes], lr=0.1)
+    params = sharded(values_of())
+    params += [nn.Parameter(distribute_tensor(each, experts, [Shard(0)])) for each in own]
+    optimizer = matrix_optimizer(torch.optim.Muon, params, lr=0.1)
+    for step in range(2):
+        set_grads(optimizer, step)
+        for param, other in zip(params, plain.param_groups[0]["params"], strict=True):
+            other.grad = full(param.grad)
+        optimizer.step()
+        plain.step()
+    for param, other in zip(params, plain.param_groups[0]["params"], strict=True):
+        assert torch.equal(full(param), other)
