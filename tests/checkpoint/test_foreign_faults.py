@@ -17,11 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import checkpoint
+from fsdp2 import box, checkpoint
 from fsdp2.box import Box, Cover
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.schema import box
 from fsdp2.checkpoint.schema.header import parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import Manifest
 from fsdp2.checkpoint.storage.base import storage_of
@@ -228,7 +227,7 @@ AMPLIFIED = {
 def test_pickles_that_make_much_of_little(kind: str) -> None:
     program = b"\x80\x02" + AMPLIFIED[kind]
     tracemalloc.start()
-    with pytest.raises(CorruptError, match=r"much more content than it has bytes|a long one"):
+    with pytest.raises(CorruptError, match=r"much more content than it has bytes|is too long"):
         unpickle(program, "x")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
