@@ -16,13 +16,19 @@ import pytest
 import torch
 
 from tests.helpers.ranks import close_pools
-from tests.helpers.ranks_worker import IGNORED_WARNINGS
+from tests.helpers.ranks_worker import IGNORED_WARNINGS, RACES
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--races", action="store_true", help="run what runs on ranks under the race detector")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for pattern in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{pattern}")
     torch.set_num_threads(1)
+    if config.getoption("--races"):
+        os.environ[RACES] = "1"
 
 
 MAX_PROTECTIVE_CASES = 6

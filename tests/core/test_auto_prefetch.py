@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import events, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.runtime import context, storage
+from fsdp2.runtime import storage
 from tests.helpers.models import check_step, is_sharded, units
 from tests.helpers.parity_models import Layers, batch, expect, full, lines, mesh_2d, run_logged, shard_blocks
 from tests.helpers.ranks import on_ranks
-from tests.helpers.simulated_streams import SimulatedStreams, Watch, make_model, train
+from tests.races.detector import detecting
+from tests.races.models import make_model, train
 
 FORMS = ("unshard", "reshard")
 
@@ -324,17 +325,15 @@ def test_two_units_alive_with_streams(rank: int, world_size: int) -> None:
     """docs/design.md, invariants 4 and 5: with the streams of an accelerator simulated, prediction keeps the bound of
     two units, frees nothing that compute may read, and gives the same numbers."""
     expected = train(shard_all(make_model()), rank, steps=6)
-    streams = SimulatedStreams()
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, detecting() as detector:
         monkeypatch.setattr(GlooComm, "direct_min_bytes", 4096)  # weights direct, biases packed
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
-        watch = Watch(monkeypatch, streams)
+        watch = detector.resized
         model = shard_all(make_model())
         model.set_auto_forward_prefetch(True)
         actual = train(model, rank, steps=6)
         unit_bytes = sum(param.nbytes for param in make_model()[0].parameters())
         # The packed lane's few biases have a buffer besides.
-        assert unit_bytes * 1.9 < watch.most_alive_bytes < unit_bytes * 2.1
+        assert unit_bytes * 1.9 < watch.most_bytes < unit_bytes * 2.1
         assert watch.num_freed > 0
         assert not watch.alive
         with events.record() as log, torch.no_grad():

@@ -1,7 +1,6 @@
-"""Memory on streams (docs/design.md, invariants 4 and 5; Behaviour 143, 144), proved with simulated streams on the CPU:
-unsharded storage is taken and freed on the all-gather stream only, freed only after that stream has waited for
-compute's last use, and never more than two units are alive; and the order of an accelerator gives the results of the
-CPU's order."""
+"""Memory on streams (docs/design.md, invariants 4 and 5; Behaviour 143, 144), under the race detector on the CPU:
+unsharded storage is taken on the all-gather stream only, freed only after that stream has waited for compute's last
+use, and never more than two units are alive; and the order of an accelerator gives the results of the CPU's order."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.runtime import context
 from tests.helpers.ranks import on_ranks
-from tests.helpers.simulated_streams import SimulatedStreams, Watch, make_model, train
+from tests.races.detector import detecting
+from tests.races.models import make_model, train
 
 
 @on_ranks(2)
@@ -37,17 +36,15 @@ def test_accelerator_order_is_safe_and_gives_the_same(
         return fully_shard(model, mesh=mesh, mp_policy=policy)
 
     expected = train(sharded(), rank)
-    streams = SimulatedStreams()
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, detecting() as detector:
         monkeypatch.setattr(GlooComm, "direct_min_bytes", 4096)  # weights direct, biases packed
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
-        watch = Watch(monkeypatch, streams)
+        streams, watch = detector.streams, detector.resized
         actual = train(sharded(), rank)
         if reshard is not False:
             # Two units, the one that computes and the one that is gathered, and the packed lane's few biases.
             unit_bytes = sum(param.nbytes for param in make_model()[0].parameters())
-            assert unit_bytes * 1.9 < watch.most_alive_bytes < unit_bytes * 2.1
-        assert watch.num_freed > 0
+            assert unit_bytes * 1.9 < watch.most_bytes < unit_bytes * 2.1
+        assert watch.num_freed > 0 and watch.streams == {"gather"}
         assert not watch.alive, "everything is given back at the end of backward"
     for left, right in zip(actual, expected, strict=True):
         assert torch.equal(left, right)
@@ -86,11 +83,10 @@ def test_features_are_safe_and_give_the_same(rank: int, world_size: int, name: s
         return model
 
     expected = train(sharded(), rank, steps=5)
-    streams = SimulatedStreams()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
-        watch = Watch(monkeypatch, streams)
+    with detecting() as detector:
+        streams, watch = detector.streams, detector.resized
         actual = train(sharded(), rank, steps=5)
+        assert watch.streams == {"gather"}
         assert watch.num_freed > 0 or name == "keep storage"
         assert not watch.alive or name == "keep storage", "everything is given back at the end of backward"
     for left, right in zip(actual, expected, strict=True):
@@ -101,10 +97,9 @@ def test_features_are_safe_and_give_the_same(rank: int, world_size: int, name: s
 @on_ranks(2)
 def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> None:
     """Behaviour 145: when unit i is gathered in forward, its stream has not waited for compute i-1, but for i-2."""
-    streams = SimulatedStreams()
     seen: list[tuple[int, int]] = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+    with detecting() as detector:
+        streams = detector.streams
         model = make_model()
         ends: list[dict[str, int]] = []
         for index, block in enumerate(model):

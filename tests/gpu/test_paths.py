@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.runtime import context
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import linears
 from tests.helpers.ranks import on_ranks
-from tests.helpers.simulated_streams import SimulatedStreams
+from tests.races.detector import detecting
 
 
 @on_ranks(2)
 def test_compute_does_not_wait_for_a_partial_reduction_at_once(rank: int, world_size: int) -> None:
     """HSDP, a backward without all-reduce. Compute waited for each reduce-scatter as soon as it had been issued, so
     that only the last microbatch of a step overlapped with its communication. Now it waits when the next is issued."""
-    streams = SimulatedStreams()
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+    with detecting() as detector:
+        streams = detector.streams
         model = linears(3)
         for layer in model:
             fully_shard(layer, mesh=mesh)
@@ -43,9 +40,7 @@ def test_compute_does_not_wait_for_a_partial_reduction_at_once(rank: int, world_
 @on_ranks(2)
 def test_nothing_is_kept_after_a_forward_without_backward(rank: int, world_size: int) -> None:
     """Two units' memory stayed until the next all-gather, which after an evaluation may be long."""
-    streams = SimulatedStreams()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(context, "streams_for", lambda device: streams)
+    with detecting():
         model: nn.Module = linears(3)
         for layer in model.children():
             fully_shard(layer, reshard_after_forward=True)

@@ -14,6 +14,7 @@ import threading
 import traceback
 import types
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,6 +34,8 @@ IGNORED_WARNINGS = (
     r".*TypedStorage is deprecated.*",
     r"DTensor random operators may not have complete support on cpu device mesh",
 )
+
+RACES = "TESTS_UNDER_RACES"  # in the environment: bodies run under the race detector
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,22 @@ def _run(job: Job, config: WorkerConfig) -> Answer:
             warnings.simplefilter("error")
             for pattern in IGNORED_WARNINGS:
                 warnings.filterwarnings("ignore", message=pattern)
-            result = pickle.dumps(body(config.rank, config.world_size, **pickle.loads(job.params)))
+            with _detecting():
+                result = pickle.dumps(body(config.rank, config.world_size, **pickle.loads(job.params)))
     except Skipped as skip:
         return Answer("skipped", text=str(skip.msg))
     except BaseException as error:
         return Answer("failed", text=_format(error, job.path))
     return Answer("ok", payload=result)
+
+
+def _detecting() -> AbstractContextManager[object]:
+    """With `pytest --races`, the detector."""
+    if RACES not in os.environ:
+        return nullcontext()
+    from tests.races.detector import detecting
+
+    return detecting()
 
 
 def _settle() -> Answer:

@@ -1,0 +1,353 @@
+"""Waits, records and keep-alives of the library, to be taken out one at a time.
+
+`python -m tests.races` does that, and shows what the race detector says of each. docs/testing.md has the outcome.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+        module: below ``fsdp2``.
+        old, new: text that the module has once, and what stands there instead.
+        program: of `programs`, which runs the line with something at stake.
+        harmless: why nothing is wrong with it, for one that the detector rightly does not report.
+    """
+
+    name: str
+    module: str
+    old: str
+    new: str
+    program: str
+    harmless: str = ""
+
+
+PARAM_GROUP, REDUCTION, CONTEXT, MEMORY = (
+    f"runtime.{name}" for name in ("param_group", "reduction", "context", "memory")
+)
+SAME_STREAM = "all that is done with it is in the order of one stream"
+WORK_HOLDS = "the work handle holds it until the stream has waited"
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- all-gathers ---
+    Mutant("gather: compute does not wait", PARAM_GROUP, "under_way()\n", "pass\n", "plain"),
+    Mutant(
+        "gather: the event is recorded before the collective ends",
+        PARAM_GROUP,
+        "                finish()\n                self._under_way = partial(streams.wait, streams.record())\n",
+        "                self._under_way = partial(streams.wait, streams.record())\n                finish()\n",
+        "plain",
+    ),
+    Mutant(
+        "gather: no event after it",
+        PARAM_GROUP,
+        "self._under_way = partial(streams.wait, streams.record())",
+        "self._under_way = lambda: None",
+        "plain",
+    ),
+    Mutant(
+        "gather: the event is that of another stream",
+        PARAM_GROUP,
+        "            if streams.lazy:\n                self._under_way = finish\n"
+        "            else:\n                finish()\n"
+        "                self._under_way = partial(streams.wait, streams.record())\n",
+        "            finish()\n        self._under_way = partial(streams.wait, streams.record())\n",
+        "plain",
+    ),
+    Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(resharded)", "pass", "kept"),
+    Mutant(
+        "gather: kept memory is not in use",
+        PARAM_GROUP,
+        "self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE",
+        "self.phase is not Phase.SHARDED",
+        "kept",
+    ),
+    Mutant(
+        "gather: copies on the smaller mesh are not in use",
+        PARAM_GROUP,
+        "self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE",
+        "self.keep is Keep.STORAGE",
+        "smaller",
+        harmless="`make_room` waits for the release of the unit's memory, which comes after its copies were made",
+    ),
+    Mutant(
+        "gather: no room is made",
+        PARAM_GROUP,
+        "            memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)\n",
+        "",
+        "plain",
+    ),
+    Mutant(
+        "gather: on the compute stream",
+        PARAM_GROUP,
+        "with without_grad(), streams.gathering():",
+        "with without_grad():",
+        "plain",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant("gather: the collective is not waited for", "runtime.gather", "pending.wait()", "pass", "plain"),
+    Mutant(
+        "gather: copied out before the wait",
+        "runtime.gather",
+        "        if pending is not None:\n            with communication_errors",
+        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
+        "        if pending is not None:\n            with communication_errors",
+        "plain",
+    ),
+    # --- memory that is released ---
+    Mutant(
+        "reshard: memory is freed at once",
+        PARAM_GROUP,
+        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
+        "            elif self.keep is not Keep.STORAGE:\n                unsharded.storage.free()",
+        "plain",
+    ),
+    Mutant("release: no event", MEMORY, "(storage, self.streams.record())", "(storage, None)", "plain"),
+    Mutant(
+        "release: the event is on the gather stream",
+        MEMORY,
+        "        self._released.append((storage, self.streams.record()))\n",
+        "        with self.streams.gathering():\n            self._released.append((storage, self.streams.record()))\n",
+        "plain",
+    ),
+    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "plain"),
+    Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
+    Mutant(
+        "release: compute waits instead",
+        MEMORY,
+        "        with self.streams.gathering():\n            while self._released:\n"
+        "                self._free_oldest()",
+        "        while self._released:\n            self._free_oldest()",
+        "added",
+    ),
+    Mutant(
+        "inner shards: freed while another stream is current",
+        PARAM_GROUP,
+        "            with memory.streams.gathering():\n                unsharded.free_inner()",
+        "            unsharded.free_inner()",
+        "inner",
+        harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
+    ),
+    # --- what the optimizer changes ---
+    Mutant(
+        "forward: gathers do not wait for the optimizer",
+        CONTEXT,
+        "        self.follow_compute(self.post_optim_event)\n",
+        "",
+        "plain",
+    ),
+    Mutant(
+        "forward: the wait is on the compute stream",
+        CONTEXT,
+        "        with self.streams.gathering():\n            self.streams.wait(event)",
+        "        self.streams.wait(event)",
+        "plain",
+    ),
+    Mutant(
+        "forward: the optimizer's event is ignored",
+        CONTEXT,
+        "event = event or self.streams.record()",
+        "event = self.streams.record()",
+        "optimized_aside",
+    ),
+    Mutant(
+        "forward: the optimizer's event counts for ever",
+        CONTEXT,
+        "        self.post_optim_event = None\n\n    def follow",
+        "\n    def follow",
+        "optimized_aside",
+    ),
+    # --- reductions ---
+    Mutant("reduction: no wait for the gradients", REDUCTION, "streams.wait(born)", "pass", "plain"),
+    Mutant(
+        "reduction: the event is on the reduce stream",
+        REDUCTION,
+        "        born = streams.record()\n        with streams.reducing():\n",
+        "        with streams.reducing():\n            born = streams.record()\n",
+        "plain",
+    ),
+    Mutant(
+        "reduction: on the compute stream",
+        REDUCTION,
+        "        with streams.reducing():\n            # Gradients",
+        "        with suppress():\n            # Gradients",
+        "plain",
+        harmless="slower, but in the order of one stream",
+    ),
+    Mutant(
+        "reduction: gradients are not kept",
+        REDUCTION,
+        "self._keep(grads)\n            pending",
+        "pass\n            pending",
+        "plain",
+        harmless="`_take_grads` keeps those of the compute stream; others belong to the reduce stream",
+    ),
+    Mutant("reduction: gradients before a division are not kept", REDUCTION, "self._kept += found", "pass", "half"),
+    Mutant(
+        "reduction: rows for the wire are not kept",
+        REDUCTION,
+        "            self._keep(grads)\n        emit",
+        "        emit",
+        "wire_over_nccl",
+        harmless=WORK_HOLDS,
+    ),
+    Mutant(
+        "reduction: the packed buffer is not kept",
+        REDUCTION,
+        "        self._kept.append(buffer)\n",
+        "",
+        "plain",
+        harmless=WORK_HOLDS,
+    ),
+    Mutant(
+        "reduction: nothing is kept until the end",
+        REDUCTION,
+        "        if not streams.lazy:\n            yield\n        if done",
+        "        self._kept = []\n        if not streams.lazy:\n            yield\n        if done",
+        "plain",
+    ),
+    Mutant(
+        "reduction: the collective is not waited for",
+        REDUCTION,
+        'with communication_errors("reduce-scatter", self.fqn, roles.shard):\n                    pending.wait()',
+        'with communication_errors("reduce-scatter", self.fqn, roles.shard):\n                    pass',
+        "plain",
+    ),
+    Mutant(
+        "reduction: the scale is on the compute stream",
+        REDUCTION,
+        "            with streams.reducing():\n                self._scale(scaling.post)\n"
+        "                done = streams.record()",
+        "            self._scale(scaling.post)\n            done = streams.record()",
+        "mixed",
+    ),
+    Mutant(
+        "reduction: the event is recorded before the scale",
+        REDUCTION,
+        "                self._scale(scaling.post)\n                done = streams.record()\n        if not",
+        "                done = streams.record()\n                self._scale(scaling.post)\n        if not",
+        "mixed",
+    ),
+    Mutant(
+        "reduction: compute does not wait",
+        REDUCTION,
+        "        streams.wait(done)\n        self._partials",
+        "        self._partials",
+        "plain",
+    ),
+    Mutant(
+        "reduction: handed over before the wait",
+        REDUCTION,
+        "        streams.wait(done)\n        self._partials",
+        "        self._hand_over()\n        streams.wait(done)\n        self._partials",
+        "added",
+    ),
+    Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
+    Mutant(
+        "offload: the gradient that is copied is not kept",
+        REDUCTION,
+        "        self._kept.append(grad)\n",
+        "",
+        "offload",
+        harmless=SAME_STREAM,
+    ),
+    # --- replicas ---
+    Mutant(
+        "partials: compute does not wait",
+        REDUCTION,
+        "                streams.wait(done)\n                self._keep_partial",
+        "                self._keep_partial",
+        "partials",
+    ),
+    Mutant(
+        "all-reduce: no wait for the reduce-scatter",
+        REDUCTION,
+        "                streams.wait(done)\n                pending",
+        "                pending",
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: the collective is not waited for",
+        REDUCTION,
+        'with communication_errors("all-reduce", self.fqn, roles.replicate):\n                    pending.wait()',
+        'with communication_errors("all-reduce", self.fqn, roles.replicate):\n                    pass',
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: no event after it",
+        REDUCTION,
+        "                self._scale(scaling.post)  # [5]\n                done = streams.record()\n",
+        "                self._scale(scaling.post)  # [5]\n",
+        "hsdp",
+    ),
+    Mutant(
+        "all-reduce: the inner output is not kept",
+        REDUCTION,
+        "        self._kept.append(self._flat)\n        flat = torch.empty",
+        "        flat = torch.empty",
+        "inner",
+    ),
+    Mutant(
+        "all-reduce: the output before the cast is not kept",
+        REDUCTION,
+        "        self._kept.append(self._flat)  # allocated on the reduce-scatter stream, read on the all-reduce "
+        "stream\n",
+        "",
+        "hsdp",
+        harmless="the handle of the all-reduce holds it as long",
+    ),
+    # --- hooks on a stream of the user's ---
+    Mutant("hook: its stream does not wait", REDUCTION, "            self._streams.wait(ready)\n", "", "hooked"),
+    Mutant(
+        "hook: nobody waits for it",
+        REDUCTION,
+        "        self._streams.wait(done)\n\n    def _at",
+        "\n    def _at",
+        "hooked",
+    ),
+    Mutant(
+        "hook: its event is recorded before it",
+        REDUCTION,
+        "            hook(flat)\n            done = self._streams.record()",
+        "            done = self._streams.record()\n            hook(flat)",
+        "hooked",
+    ),
+    # --- communication ---
+    Mutant(
+        "comm: works are not waited for", "comm.base", "            work.wait()\n", "            pass\n", "over_nccl"
+    ),
+    Mutant(
+        "comm: results are completed before the wait",
+        "comm.base",
+        "        for work in self.works:\n            work.wait()\n        self.complete()\n",
+        "        self.complete()\n        for work in self.works:\n            work.wait()\n",
+        "wire_over_nccl",
+    ),
+    Mutant(
+        "comm: results are divided before the wait",
+        "comm.base",
+        "        for work in self.works:\n            work.wait()\n        self.complete()\n"
+        "        if self.divisor != 1:\n"
+        "            for output in self.outputs:\n                output.div_(self.divisor)\n",
+        "        if self.divisor != 1:\n"
+        "            for output in self.outputs:\n                output.div_(self.divisor)\n"
+        "        for work in self.works:\n            work.wait()\n        self.complete()\n",
+        "wire_over_nccl",
+    ),
+    Mutant(
+        "comm: messages are not waited for",
+        "comm.gloo",
+        "        super().wait()\n",
+        "        if not self.works:\n            super().wait()\n        self.complete()\n",
+        "plain",
+    ),
+    # --- checkpoints ---
+    Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),
+)

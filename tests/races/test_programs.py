@@ -1,0 +1,86 @@
+"""Whole programs under the race detector: silent, and the same values as without it; and faults that it finds.
+
+`pytest --races` runs any test on ranks under the detector; `SUITES` are the modules for which that is done.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.helpers.ranks import on_ranks
+from tests.helpers.source_tree import ROOT
+from tests.races.mutants import MUTANTS, Mutant
+from tests.races.mutated import found, mutated
+from tests.races.programs import PROGRAMS, num_ranks, run
+
+SUITES = (
+    *("core/test_forward_backward", "core/test_hsdp", "core/test_offload", "core/test_extensions", "core/test_zero"),
+    *("core/test_full_params", "core/test_mixed_precision", "core/test_accumulation", "core/test_comm_custom"),
+    *("core/test_prefetch_events", "parallel/test_pipeline", "parallel/test_pipelining"),
+)
+# Tests that are about the order of the CPU, where a wait blocks and so comes as late as possible.
+ORDER_OF_THE_CPU = {
+    "tests/core/test_extensions.py::test_memory": "memory is freed at once when a unit reshards",
+}
+
+
+def check(rank: int, name: str) -> None:
+    expected = run(name, rank, look=False)
+    actual = run(name, rank, look=True)
+    assert expected and len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if num_ranks(name) == 2])
+def test_silent(rank: int, world_size: int, name: str) -> None:
+    check(rank, name)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "name",
+    ["hsdp", "inner", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("partials", "smaller")]],
+)
+def test_silent_on_four_ranks(rank: int, world_size: int, name: str) -> None:
+    check(rank, name)
+
+
+def test_mutants_change_the_modules_of_today() -> None:
+    for mutant in MUTANTS:
+        with mutated(mutant):
+            pass
+
+
+SAMPLE = ("gather: no event after it", "reduction: nothing is kept until the end", "offload: the host does not wait")
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(each, id=each.name, marks=[] if each.name in SAMPLE else pytest.mark.exhaustive) for each in MUTANTS],
+)
+def test_a_wait_that_is_taken_out_is_found(mutant: Mutant) -> None:
+    """Every fault that is one; and that a harmless one is silent shows that the reason given for it holds."""
+    text = found(mutant)
+    assert bool(text) is not bool(mutant.harmless), text
+    assert not text or "races" in text or "freed" in text, text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_are_silent(suite: str) -> None:
+    """The protective cases of other modules, with the order of an accelerator."""
+    without = [f"--deselect={name}" for name in ORDER_OF_THE_CPU]
+    options = ["--races", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", f"tests/{suite}.py", *without]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
