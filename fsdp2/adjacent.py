@@ -32,6 +32,7 @@ __all__ = [
     "over",
     "runs_of",
     "span_of",
+    "wholes",
 ]
 
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
@@ -76,6 +77,12 @@ def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
         return None
     return base if base.dtype is tensor.dtype else None
+
+
+def wholes() -> set[int]:
+    """The ids of the storages that carved tensors lie on: memory that has two names, which a count must not count
+    twice."""
+    return {id(whole.untyped_storage()) for whole in _carved.values()}
 
 
 class Span(NamedTuple):

@@ -10,8 +10,9 @@ In a trace of `torch.profiler` the phases are ranges with the same names as in t
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
+from time import perf_counter
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -34,14 +35,16 @@ class Event:
 
     Attributes:
         kind: ``unshard``, ``reshard`` (the parameters change form); ``all_gather``, ``reduce_scatter``, ``all_reduce``
-            (communication is issued); ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward`` (a unit's
-            hooks ran); ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
+            (communication is issued), each with ``_wait`` and ``_done`` behind it (the host begins and ends to wait for
+            it; for that of an accelerator not long); ``pre_forward``, ``post_forward``, ``pre_backward``,
+            ``post_backward`` (a unit's hooks ran); ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
         unit: FQN of the unit, ``""`` for the root, several modules joined by ``", "``.
         numel: elements of a collective: the gathered output over all ranks, the reduce-scatter's output on this rank,
             or the all-reduced tensor; padding included.
         nbytes: the same in bytes, in the dtype on the wire.
         dtype: dtype on the wire (None if a collective carries several).
         group_size: ranks that take part.
+        at: when, in seconds of `time.perf_counter`. Events that differ in this alone are equal.
     """
 
     kind: str
@@ -50,6 +53,7 @@ class Event:
     nbytes: int = 0
     dtype: torch.dtype | None = None
     group_size: int = 0
+    at: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.unit or '(root)'}"
@@ -63,7 +67,7 @@ def emit(
 ) -> None:
     """Report this step to all listeners."""
     if _listeners or _log.isEnabledFor(logging.DEBUG):
-        event = Event(kind, unit, numel, nbytes, dtype, group_size)
+        event = Event(kind, unit, numel, nbytes, dtype, group_size, perf_counter())
         for listener in _listeners:
             listener.append(event)
         _log.debug("%s", event)

@@ -34,7 +34,7 @@ def _memory(plan: Plan) -> str:
     rows.append(("all", amount(plan.device_bytes)))
     verdict = "fits" if plan.fits else '<span class="bad">does not fit</span>'
     beyond = plan.machine.memory - plan.machine.context - plan.communicators
-    drawn = memory_svg(plan.rehearsal.samples, plan.seconds, beyond)
+    drawn = memory_svg(plan.timeline, limit=beyond)
     return (
         f"<h2>Memory: {amount(plan.device_bytes)} of {amount(plan.machine.memory)}, {verdict}</h2>{drawn}"
         f"{table(('at the peak', 'bytes'), rows)}"

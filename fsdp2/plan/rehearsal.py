@@ -28,11 +28,11 @@ from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
 from fsdp2.plan.cost import seconds_of
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.memory import Kind, Memory
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.streams import simulated
+from fsdp2.trace.memory import Kind, Memory, tensors_in
 from fsdp2.trace.timeline import Sample, Span
 
 __all__ = ["Message", "Rehearsal", "rehearse"]
@@ -113,16 +113,18 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if DTensor in types or getattr(function, "is_view", False):
-            # Half of all. A DTensor's operator becomes one of local tensors; a view takes neither memory nor time.
+        if DTensor in types:
+            return NotImplemented  # it becomes operators of local tensors, which come here too
+        if function.namespace == "prim" or getattr(function, "is_view", False):  # half of all: neither memory nor time
             return function(*args, **kwargs)
         self._tick()
         result = function(*args, **kwargs)
         name = function.__name__
-        for leaf in _tensors((args, kwargs, result)):
+        for leaf in tensors_in((args, kwargs, result)):
             self.memory.mark(leaf)
         if name.startswith("set_"):
             self.memory.mark_elastic(result)
+        self.memory.tick += 1  # what dies now was alive together with the result
         if function.namespace == "_c10d_functional":
             self._functional(name, args)
         else:
@@ -135,7 +137,7 @@ class Observer(TorchDispatchMode):
         self.memory.look()
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = _tensors((args, kwargs, result))
+        tensors = tensors_in((args, kwargs, result))
         on_host = [tensor.device == HOST for tensor in tensors]
         if any(on_host) and not all(on_host) and tensors:
             nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -179,7 +181,7 @@ class Observer(TorchDispatchMode):
             return
         group = group_named(names[-1])
         share = (group.size() - 1) / group.size()
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(args))
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(args))
         factor = {"all_gather_into_tensor": group.size(), "all_reduce": 2}.get(kind.removesuffix("_"), 1)
         self._send("tensor parallel", "", int(nbytes * factor * share), group, True)()
 
@@ -246,9 +248,9 @@ def _rehearse(
         observer.memory.mark(tensor, Kind.PARAMETERS)
     optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
     batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
-    tokens = sum(tensors[0].numel() for batch in batches if (tensors := _tensors(batch)))
+    tokens = sum(tensors[0].numel() for batch in batches if (tensors := tensors_in(batch)))
     _step(model, optimizer, batches, workload, observer)
-    _mark_what_stays(model, optimizer, observer.memory)
+    observer.memory.mark_what_stays(model, optimizer)
 
     clock = observer.clock
     start, clock.host = clock.end, clock.end
@@ -289,31 +291,6 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     observer.phase = ""
-
-
-def _mark_what_stays(model: nn.Module, optimizer: torch.optim.Optimizer, memory: Memory) -> None:
-    """After the first step, what the optimizer keeps and what units gather into is there for good."""
-    for leaf in _tensors(dict(enumerate(optimizer.state.values()))):
-        memory.mark(leaf, Kind.STATES)
-    for unit in units_below(model):
-        for group in unit.groups:
-            for param in group.params:
-                if param.unsharded is None:
-                    continue
-                memory.mark(param.unsharded, Kind.UNSHARDED)
-                if param.unsharded.requires_grad:
-                    param.unsharded.register_hook(lambda grad: memory.mark(grad, Kind.GRADIENTS))
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for each in tree for tensor in _tensors(each)]
-    if isinstance(tree, dict):
-        return [tensor for each in tree.values() for tensor in _tensors(each)]
-    return []
 
 
 def _build(workload: Workload) -> nn.Module:

@@ -4,13 +4,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm
+from fsdp2.comm.base import Comm, Pending
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.groups import separate_group
 from fsdp2.errors import CollectiveError, FSDPError
+from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 
-__all__ = ["Channel", "communication_errors"]
+__all__ = ["Channel", "communication_errors", "wait_for"]
 
 
 class communication_errors:
@@ -38,6 +39,18 @@ class communication_errors:
                 f"{error}. Another rank died, or did something else: did all ranks run the same modules in the same "
                 "order?"
             ) from error
+
+
+def wait_for(pending: Pending, kind: str, fqn: str, axis: Axis) -> None:
+    """Wait for a collective of this kind, as events call it.
+
+    Raises:
+        CollectiveError: see `communication_errors`.
+    """
+    with communication_errors(kind.replace("_", "-"), fqn, axis):
+        emit(f"{kind}_wait", fqn)
+        pending.wait()
+        emit(f"{kind}_done", fqn)
 
 
 class Channel:

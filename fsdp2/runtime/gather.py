@@ -19,7 +19,7 @@ from fsdp2.comm.base import Operand, Pending
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
-from fsdp2.runtime.channel import Channel, communication_errors
+from fsdp2.runtime.channel import Channel, communication_errors, wait_for
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
 
@@ -139,8 +139,7 @@ class Gather:
 
     def _finish(self, pending: Pending | None) -> None:
         if pending is not None:
-            with communication_errors("all-gather", self._channel.fqn, self._axis):
-                pending.wait()
+            wait_for(pending, "all_gather", self._channel.fqn, self._axis)
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)
             self._packed.free()

@@ -34,7 +34,7 @@ from fsdp2.events import emit
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.channel import communication_errors
+from fsdp2.runtime.channel import communication_errors, wait_for
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
@@ -131,8 +131,7 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                with communication_errors("reduce-scatter", self.fqn, roles.shard):
-                    pending.wait()
+                wait_for(pending, "reduce_scatter", self.fqn, roles.shard)
             done = streams.record()
         if roles.replicate_group is not None:
             if self.leaves_partials:  # [3]
@@ -146,8 +145,8 @@ class Reduction:
                 pending = self._over_replicas(scaling)  # [4]
                 if streams.lazy:
                     yield
-                with communication_errors("all-reduce", self.fqn, roles.replicate):
-                    pending.wait()
+                kind = "reduce_scatter" if roles.sharded_replicas else "all_reduce"
+                wait_for(pending, kind, self.fqn, roles.replicate)
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
         else:

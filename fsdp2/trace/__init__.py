@@ -1,1 +1,10 @@
-"""Timelines."""
+"""Timelines of steps: record a real one, or take that of a plan, and draw them.
+
+>>> from fsdp2 import trace
+"""
+
+from fsdp2.trace.recording import Recording, record
+from fsdp2.trace.saving import chrome_trace, save
+from fsdp2.trace.timeline import Sample, Span, Timeline
+
+__all__ = ["Recording", "Sample", "Span", "Timeline", "chrome_trace", "record", "save"]

@@ -6,9 +6,9 @@ Widths are in units of the view box; a page scales a drawing to its width, and l
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from fsdp2.trace.timeline import LANES, Sample, Timeline
+from fsdp2.trace.timeline import LANES, Timeline
 
-__all__ = ["COLOURS", "amount", "duration", "lanes_svg", "memory_svg", "page", "table"]
+__all__ = ["COLOURS", "PALETTE", "amount", "duration", "lanes_svg", "legend", "memory_svg", "page", "table"]
 
 WIDTH, LEFT, LANE = 960, 118, 22
 
@@ -119,8 +119,9 @@ def lanes_svg(timeline: Timeline, end_s: float | None = None) -> str:
     return f'<div class="wide"><svg viewBox="0 0 {WIDTH} {height + 22}" role="img">{"".join(parts)}</svg></div>'
 
 
-def memory_svg(samples: Sequence[Sample], end_s: float, limit: int | None = None, height: int = 220) -> str:
-    """Bytes by kind over time, stacked, with a line at `limit`; and the legend."""
+def memory_svg(timeline: Timeline, end_s: float | None = None, limit: int | None = None, height: int = 220) -> str:
+    """Bytes by kind over time, stacked, with a line at `limit`; and the legend. See `lanes_svg`."""
+    samples, end = timeline.samples, end_s or timeline.end_s or 1.0
     kinds = [kind for kind in samples[0].nbytes if any(sample.nbytes[kind] for sample in samples)]
     top = max(sample.total for sample in samples) * 1.08 or 1
     if limit is not None and limit < 3 * top:
@@ -130,7 +131,7 @@ def memory_svg(samples: Sequence[Sample], end_s: float, limit: int | None = None
     def y(nbytes: float) -> float:
         return height * (1 - nbytes / top)
 
-    parts = [_axis(end_s, height)]
+    parts = [_axis(end, height)]
     for step in range(5):
         at = top * step / 4
         parts.append(
@@ -140,7 +141,7 @@ def memory_svg(samples: Sequence[Sample], end_s: float, limit: int | None = None
     times = [sample.at_s for sample in samples]
     for kind in kinds:
         above = [low + sample.nbytes[kind] for low, sample in zip(below, samples, strict=True)]
-        points = _outline(times, above, below, end_s)
+        points = _outline(times, above, below, timeline.end_s, end)
         path = " ".join(f"{x:.1f},{y(nbytes):.1f}" for x, nbytes in points)
         parts.append(f'<polygon points="{path}" fill="{colours[kind]}"><title>{escape(kind)}</title></polygon>')
         below = above
@@ -154,10 +155,10 @@ def memory_svg(samples: Sequence[Sample], end_s: float, limit: int | None = None
 
 
 def _outline(
-    times: Sequence[float], above: Sequence[float], below: Sequence[float], end_s: float
+    times: Sequence[float], above: Sequence[float], below: Sequence[float], until: float, end_s: float
 ) -> list[tuple[float, float]]:
     """The corners of an area whose edges are steps, thinned to what a screen can show: of the samples within one unit
-    of width, the highest."""
+    of width, the highest. The last one holds until `until`."""
     chosen: list[int] = []
     for index, seconds in enumerate(times):
         x = int(_x(seconds, end_s))
@@ -168,7 +169,7 @@ def _outline(
             chosen.append(index)
     top, bottom = [], []
     for position, index in enumerate(chosen):
-        right = _x(times[chosen[position + 1]] if position + 1 < len(chosen) else end_s, end_s)
+        right = _x(times[chosen[position + 1]] if position + 1 < len(chosen) else until, end_s)
         top += [(_x(times[index], end_s), above[index]), (right, above[index])]
         bottom += [(_x(times[index], end_s), below[index]), (right, below[index])]
     return top + bottom[::-1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.memory.tracking import Kind, Moment, Tracker, timeline
 from fsdp2 import events
@@ -23,6 +24,8 @@ class Counter(Tracker):
         self.sent = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it becomes operators of local tensors, which come here too
         name = function.__name__.partition(".")[0]
         if function.namespace == "c10d" and name == "send":
             self.sent += sum(tensor.nbytes for tensor in args[0])

@@ -22,9 +22,10 @@ from tests.helpers.plan_cases import CASES, TENSOR_PLAN, Mlps, of_gpt, of_mlps, 
 from tests.helpers.plan_truth import Truth, measure
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
-# transformers makes a mask where it sees fake tensors, and no mask for real ones. Its experts' weights are gathered a
-# token, and one more of these copies is alive.
-TOLERANCE = {"llama": 0.05, "gpt2": 0.05, "qwen2, bf16, checkpointed": 0.05, "mixtral": 0.12}
+# Autograd adds fake gradients out of place. transformers makes a mask where it sees fake tensors, and no mask for real
+# ones. Its experts' weights are gathered for each token, and one more of these copies is alive.
+TOLERANCE = {"gpt, frozen": 0.05, "gpt, resharded to 2": 0.02, "llama": 0.05, "gpt2": 0.05, "mixtral": 0.12}
+TOLERANCE["qwen2, bf16, checkpointed"] = 0.05
 PROTECTIVE = ("gpt, large lanes", "gpt, bf16", "mlps, tensor")
 
 CPU = Machine("cpu", 2**34, {"float32": 1e11}, 1e10, 1e9, 1e9, is_accelerator=False)

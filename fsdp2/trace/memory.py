@@ -1,4 +1,4 @@
-"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: plan.
+"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: trace.
 
 A storage counts from its birth to its death, and its size may change (`FlatStorage`). What it holds may become known
 later, for example when a buffer is sent: that then counts for its whole life. If several are right, the first of `Kind`
@@ -8,13 +8,16 @@ counts: a gradient that is sent from where it lies is a gradient.
 import weakref
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.runtime.root import units_below
 from fsdp2.trace.timeline import Sample
 
-__all__ = ["Kind", "Memory"]
+__all__ = ["Kind", "Memory", "tensors_in"]
 
 
 class Kind(IntEnum):
@@ -71,6 +74,7 @@ class Memory:
         self._holdings: list[Holding] = []
         self._alive: dict[int, Holding] = {}
         self._elastic: list[Holding] = []
+        self._handles: list[Any] = []
 
     def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS) -> None:
         """What `tensor`'s storage holds, if it is a tensor."""
@@ -91,9 +95,31 @@ class Memory:
     def mark_elastic(self, tensor: torch.Tensor) -> None:
         """`tensor`'s storage may be resized: look at its size at every operator."""
         self.mark(tensor)
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         known = self._alive[id(tensor.untyped_storage())]
         if known not in self._elastic:
             self._elastic.append(known)
+
+    def mark_what_stays(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """After a first step: what the optimizer keeps and what units gather into is there for good."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.mark(tensor, Kind.PARAMETERS)
+        for leaf in tensors_in(dict(enumerate(optimizer.state.values()))) if optimizer is not None else ():
+            self.mark(leaf, Kind.STATES)
+        for unit in units_below(model):
+            for param in (param for group in unit.groups for param in group.params):
+                if param.unsharded is None:
+                    continue
+                self.mark(param.unsharded, Kind.UNSHARDED)
+                self.mark_elastic(param.unsharded)
+                if param.unsharded.requires_grad:
+                    handle = param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
+                    self._handles.append(handle)
+
+    def close(self) -> None:
+        """Remove the hooks that `mark_what_stays` registered."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def look(self) -> None:
         """Note what has been resized."""
@@ -129,3 +155,14 @@ class Memory:
                 total[kind] += difference
             samples.append(Sample(times[tick], {kind.text: nbytes for kind, nbytes in total.items()}))
         return samples
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for each in tree for tensor in tensors_in(each)]
+    if isinstance(tree, dict):
+        return [tensor for each in tree.values() for tensor in tensors_in(each)]
+    return []

@@ -1,0 +1,129 @@
+"""Timelines of real steps: what is in them agrees with the events, the clock and the plan; and how they are written."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter, sleep
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2 import events, trace
+from fsdp2.errors import ArgumentError
+from fsdp2.parallel import ParallelConfig, parallelize
+from fsdp2.plan import Machine, predict
+from tests.helpers.plan_cases import CASES, Case, of_mlps
+from tests.helpers.ranks import on_ranks, run_on_ranks
+
+CPU = Machine("cpu", 2**34, {"float32": 1e11}, 1e10, 1e9, 1e9, is_accelerator=False)
+
+
+def prepared(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = parallelize(case.workload.build(), case.config)
+    optimizer = case.workload.optimizer(model.parameters())
+    return model, optimizer, case.workload.batch(case.workload.batch_size)
+
+
+def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    case.workload.loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("config", [ParallelConfig(), ParallelConfig(replicate=2)], ids=["fsdp", "hsdp"])
+def test_spans_are_the_events(rank: int, world_size: int, config: ParallelConfig) -> None:
+    """A span for each collective, from its issue; the lanes of the host never overlap, and fill most of the time."""
+    case = Case(of_mlps(), config)
+    work = prepared(case)
+    step(case, *work)
+    begin = perf_counter()
+    with events.record() as log, trace.record() as recording:
+        step(case, *work)
+    took = perf_counter() - begin
+    spans = recording.timeline.spans
+    issued = [(event.kind.replace("_", "-"), event.unit or "(root)") for event in log if event.group_size]
+    found = [(span.lane, span.name) for span in spans if span.lane in ("all-gather", "reduce-scatter", "all-reduce")]
+    assert sorted(found) == sorted(issued)
+    on_host = sorted((s.begin_s, s.end_s) for s in spans if s.lane in ("compute", "waiting", "optimizer"))
+    assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(on_host))
+    assert 0.5 * took < sum(end - start for start, end in on_host) <= took
+    assert {span.name for span in spans if span.lane == "compute"} >= {"forward blocks.0", "backward blocks.2"}
+    assert sum(span.lane == "optimizer" for span in spans) == 1
+    assert not recording.timeline.samples
+
+
+@on_ranks(2)
+def test_a_late_rank_is_waited_for(rank: int, world_size: int) -> None:
+    """Rank 1 sleeps before its step; rank 0's timeline shows the wait, in the first unit that needs the other."""
+    case = Case(of_mlps())
+    work = prepared(case)
+    step(case, *work)
+    with trace.record() as recording:
+        if rank == 1:
+            sleep(0.3)
+        step(case, *work)
+    waits = [span for span in recording.timeline.spans if span.lane == "waiting"]
+    longest = max(waits, key=lambda span: span.seconds)
+    if rank == 0:
+        assert longest.seconds > 0.2 and longest.name == "forward blocks.0"
+    else:
+        assert sum(span.seconds for span in waits) < 0.2
+
+
+def metered(rank: int, world_size: int, name: str) -> trace.Timeline:
+    case = CASES[name]
+    work = prepared(case)
+    step(case, *work)
+    with trace.record(work[0], work[1], title=name) as recording:
+        step(case, *work)
+    return recording.timeline
+
+
+@pytest.mark.parametrize("name", ["mlps, uneven", pytest.param("convolutions", marks=pytest.mark.exhaustive)])
+def test_memory_is_what_was_planned(name: str, tmp_path: Path) -> None:
+    """Of each kind; and both can be drawn together."""
+    case = CASES[name]
+    measured = run_on_ranks(metered, 2, name=name)[0]
+    planned = predict(case.workload, case.config, CPU, 2).timeline
+    for kind in measured.samples[0].nbytes:
+        found = [max(sample.nbytes[kind] for sample in timeline.samples) for timeline in (measured, planned)]
+        assert found[0] == pytest.approx(found[1], rel=0.05), kind
+    peaks = [max(sample.total for sample in timeline.samples) for timeline in (measured, planned)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+
+    trace.save(tmp_path / "both.html", measured, planned)
+    page = (tmp_path / "both.html").read_text()
+    assert page.count("<svg") == 4 and f"<h2>{name}" in page and "<h2>predicted" in page and "<script" not in page
+
+
+def test_files(tmp_path: Path) -> None:
+    spans = [trace.Span("compute", "forward a<b", 0.0, 0.01), trace.Span("all-gather", "a<b", 0.002, 0.004)]
+    spans.append(trace.Span("waiting", "", 0.01, 0.012))
+    timeline = trace.Timeline("a title", spans, [trace.Sample(0.0, {"x": 2**20}), trace.Sample(0.005, {"x": 2**21})])
+    trace.save(tmp_path / "trace.json", timeline)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    drawn = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in found if event["ph"] == "X"]
+    assert drawn[1] == ("all-gather", "a<b", pytest.approx(2000), pytest.approx(2000))
+    assert [event["args"]["x"] for event in found if event["ph"] == "C"] == [2**20, 2**21]
+    trace.save(tmp_path / "trace.html", timeline)
+    page = (tmp_path / "trace.html").read_text()
+    assert "forward a&lt;b: 10.00 ms" in page and "2.00 ms of it exposed" in page and "a<b" not in page
+    with pytest.raises(ArgumentError, match=r"\.html, \.png or \.json"):
+        trace.save(tmp_path / "trace.svg", timeline)
+    with pytest.raises(ArgumentError, match="got none"):
+        trace.save(tmp_path / "trace.html")
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = trace.Timeline(
+        "t", [trace.Span("compute", "", 0, 1)], [trace.Sample(0, {"x": 1}), trace.Sample(1, {"x": 2})]
+    )
+    trace.save(tmp_path / "trace.png", timeline, timeline)
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
