@@ -212,7 +212,7 @@ class _Step:
         self, new: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, step: int
     ) -> torch.Tensor:
         """Change the parameter and both moments in place; returns the square root of the second one. Every operation
-        rounds once: a multiply-add would round differently at the ends of a vector register."""
+        rounds once: a multiply-add may round differently at the ends of a vector register."""
         first, second = self._group["betas"]
         lr = float(self._group["lr"])
         mean.mul_(first).add_(grad * (1 - first))

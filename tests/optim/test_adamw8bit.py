@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import fsdp2
 from fsdp2 import AdamW8bit, checkpoint
+from fsdp2._torch import make_dtensor, make_spec, shard_dim, split_factor, strided_shard
 from fsdp2.errors import ArgumentError, MismatchError, UnsupportedError
-from fsdp2.init.owned import Owned
+from fsdp2.init.owned import Cut, Owned
 from fsdp2.optim import adopt_optimizer, step_in_backward
 from fsdp2.optim.eight_bits import BLOCK, SIGNED, UNSIGNED, Code
 from fsdp2.optim.rounding import key_of, round_to_bfloat16
@@ -161,18 +162,41 @@ def test_equals_one_process(rank: int, world_size: int, kind: str, dtype: torch.
         assert not torch.equal(params_in(nearest)[0], params_in(plain)[0])
 
 
+def cut_to(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """As `distribute_tensor`, which knows no strided shards."""
+    spec = make_spec(mesh, placements, whole.shape, whole.stride(), whole.dtype)
+    cuts = [
+        Cut(shard_dim(placement), mesh.size(axis), mesh.get_local_rank(axis), before_of(placement))
+        for axis, placement in enumerate(placements)
+    ]
+    box = Owned.of(whole.shape, cuts)
+    own = whole.new_empty(box.local_shape)
+    for there, here in box.within(tuple((0, size) for size in whole.shape)):
+        own[here] = whole[there]
+    return make_dtensor(own, spec)
+
+
+def before_of(placement: Placement) -> int | None:
+    factor = split_factor(placement)
+    return None if factor == 1 else factor
+
+
 @on_ranks(2, 4)
 def test_other_dims(rank: int, world_size: int) -> None:
     """A cut of dim 1 between blocks is right; one within a block is an error on every rank, so that none waits."""
     mesh = mesh_of((world_size,), ("shard",))
-    whole, grads = values((32, 512 * world_size), 0), [values((32, 512 * world_size), index) for index in (1, 2)]
-    params = [nn.Parameter(distribute_tensor(whole.clone(), mesh, [Shard(1)])), nn.Parameter(whole.clone())]
-    optimizers = [AdamW8bit([param]) for param in params]
-    for grad in grads:
-        params[0].grad, params[1].grad = distribute_tensor(grad, mesh, [Shard(1)]), grad
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_equal(*optimizers)
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [(mesh, [Shard(1)])]
+    if world_size == 4:
+        layouts += [(mesh_2d(2, 2), [Shard(0), Shard(1)]), (mesh_2d(2, 2), [strided_shard(0, 2), Shard(0)])]
+    whole, grads = values((31, 512 * world_size), 0), [values((31, 512 * world_size), index) for index in (1, 2)]
+    for where in layouts:
+        param, plain = nn.Parameter(cut_to(whole, *where)), nn.Parameter(whole.clone())
+        optimizers = [AdamW8bit([param]), AdamW8bit([plain])]
+        for grad in grads:
+            param.grad, plain.grad = cut_to(grad, *where), grad
+            for optimizer in optimizers:
+                optimizer.step()
+        assert_equal(*optimizers)
     cut = nn.Parameter(distribute_tensor(values((32, 600), 0), mesh, [Shard(1)]))
     cut.grad = torch.ones_like(cut)
     with pytest.raises(UnsupportedError, match="blocks of 256 elements of its rows would be cut"):
