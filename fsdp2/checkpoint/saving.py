@@ -58,6 +58,7 @@ from fsdp2.checkpoint.state.model import State, model_state, unwrapped
 from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.events import profiler_range
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
 from fsdp2.tiling import Tiling, spread_replicas
@@ -283,7 +284,8 @@ class _Job:
         nonce = self.agreement.nonce()
         shares = extra_shares(extra)
         if staged:
-            pieces, shares = stage(pieces, shares)
+            with profiler_range("FSDP::checkpoint_stage"):
+                pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
         return nonce, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
 

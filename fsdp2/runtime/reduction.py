@@ -30,7 +30,7 @@ from fsdp2._torch import (
 from fsdp2.comm.base import Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
-from fsdp2.events import emit
+from fsdp2.events import emit, profiled
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
@@ -164,9 +164,7 @@ class Reduction:
     def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The existing gradients, contiguous and in `dtype`."""
         found, self._grads = self._grads, []
-        grads = [
-            grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in found
-        ]
+        grads = [_contiguous(grad, dtype) for grad in found]
         if not self._streams.lazy:
             self._kept += found
         return grads
@@ -176,6 +174,7 @@ class Reduction:
         CPU only those that are sent without packing, because packed ones have been copied by then."""
         self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
 
+    @profiled("FSDP::reduce_scatter")
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Create the flat output and issue the reduce-scatter of `grads` into it."""
         roles, plan = self.roles, self._plan
@@ -238,6 +237,7 @@ class Reduction:
             total = output if param.partial is None else param.partial.over(divisor).add_(output)
             param.partial = Partial(total, divisor)
 
+    @profiled("FSDP::all_reduce")
     def _over_replicas(self, scaling: Scaling) -> Pending:
         """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
         assert self._flat is not None
@@ -322,12 +322,12 @@ class Reduction:
         assert self._flat is not None
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
+    @profiled("FSDP::hand_over")
     def _hand_over(self) -> None:
         """Set `sharded.grad`, or add to the existing one."""
         if self._is_abandoned:
             return
-        old, new = [], []
-        hooked = []
+        old, new, hooked = [], [], []
         for param, output, offset, spec in zip(self._plan.params, *self._reduced(), self._plan.grad_specs, strict=True):
             sharded = param.sharded
             local = param.geometry.local_view(output, offset)
@@ -342,3 +342,8 @@ class Reduction:
             hook(sharded)
         for call in self._settings.when_reduced:
             call(self.params)
+
+
+def _contiguous(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient itself, if it is contiguous and of this dtype."""
+    return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()

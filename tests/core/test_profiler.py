@@ -5,15 +5,19 @@ A program that was migrated, and whose users looked at its traces, showed none o
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
+import fsdp2.checkpoint
 from fsdp2.events import profiler_range
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
@@ -22,6 +26,8 @@ from tests.helpers.source_tree import ROOT
 NOT_HERE = {"FSDP::post_backward_accumulate"}
 # torch waits for the reduction of the unit before, once a unit; here the last of a unit's groups is waited for.
 ELSEWHERE = {"FSDP::post_backward_rs_wait"}
+# The steps of a reduction, which torch does not name.
+HERE_ALONE = {"FSDP::reduce_scatter", "FSDP::all_reduce", "FSDP::hand_over"}
 
 
 def trained(api: Any) -> nn.Module:
@@ -57,7 +63,7 @@ def phase(name: str) -> str:
 def test_a_trace_has_torchs_ranges(rank: int, world_size: int) -> None:
     torchs, ours = ranges(trained(torch_fsdp)), ranges(trained(fsdp2))
     for counter in (torchs, ours):
-        for name in [name for name in counter if phase(name) in NOT_HERE | ELSEWHERE]:
+        for name in [name for name in counter if phase(name) in NOT_HERE | ELSEWHERE | HERE_ALONE]:
             del counter[name]
     assert ours == torchs
     assert ours["FSDP::all_gather (0)"] == 2 and ours["FSDP::pre_forward (1)"] == 1
@@ -67,6 +73,33 @@ def test_a_trace_has_torchs_ranges(rank: int, world_size: int) -> None:
 def test_waits_for_reductions_are_named(rank: int, world_size: int) -> None:
     names = {name for name in ranges(trained(fsdp2)) if phase(name) in ELSEWHERE}
     assert names and names <= {f"FSDP::post_backward_rs_wait{where}" for where in ("", " (0)", " (1)", " (2)")}
+
+
+@on_ranks(2)
+def test_the_steps_of_a_reduction_are_named(rank: int, world_size: int) -> None:
+    """Whether a step is long because of its communication, or of what follows on the gradients."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fsdp2.fully_shard(model[0], mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    optimizer = fsdp2.local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step(model)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    names = Counter(event.name for event in trace.events())
+    for kind in HERE_ALONE:
+        assert names[f"{kind} (0)"] == names[kind] == 2
+    assert names["Optimizer.step#LocalSGD.step"] == 1, "torch's own"
+
+
+@on_ranks(2)
+def test_staging_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What an asynchronous save costs the trainer."""
+    model = trained(fsdp2)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        fsdp2.checkpoint.save(str(tmp_path / "checkpoint"), model=model, async_op=True).wait()
+    assert [event.name for event in trace.events() if "FSDP::checkpoint" in event.name] == ["FSDP::checkpoint_stage"]
 
 
 @on_ranks(2)
@@ -91,7 +124,19 @@ def test_nothing_is_made_without_a_profiler() -> None:
 
 def test_the_page_lists_the_ranges() -> None:
     page = (ROOT / "docs" / "lifecycle.md").read_text()
-    source = "".join(path.read_text() for path in (ROOT / "fsdp2" / "runtime").glob("*.py"))
+    source = "".join(path.read_text() for path in (ROOT / "fsdp2").rglob("*.py") if path.name != "events.py")
     names = {part.partition('"')[0].removesuffix(" for") for part in source.split('"FSDP::')[1:]}
-    assert len(names) >= 12
+    assert len(names) >= 16
     assert [name for name in sorted(names) if f"FSDP::{name}" not in page] == []
+
+
+def test_a_picture_has_each_range_below_those_that_it_is_within() -> None:
+    """`docs/make_trace.py`."""
+    path = ROOT / "docs" / "make_trace.py"
+    spec = importlib.util.spec_from_file_location("make_trace", path)
+    assert spec is not None and spec.loader is not None
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    ranges = drawing.nested([("b", 2, 3), ("a", 0, 10), ("c", 4, 9), ("d", 5, 6), ("e", 10, 11)])
+    assert [(name, depth) for name, _, _, depth in ranges] == [("a", 0), ("b", 1), ("c", 1), ("d", 2), ("e", 0)]
+    assert drawing.svg(ranges).count("<title>") == 5
