@@ -21,7 +21,7 @@ from fsdp2 import AdamW8bit, checkpoint
 from fsdp2._torch import make_dtensor, make_spec, shard_dim, split_factor, strided_shard
 from fsdp2.errors import ArgumentError, MismatchError, UnsupportedError
 from fsdp2.init.owned import Cut, Owned
-from fsdp2.optim import adopt_optimizer, step_in_backward
+from fsdp2.optim import adopt_optimizer, local_optimizer, step_in_backward
 from fsdp2.optim.eight_bits import BLOCK, SIGNED, UNSIGNED, Code
 from fsdp2.optim.rounding import key_of, round_to_bfloat16
 from tests.helpers.optimizers import Optim, assert_same, params_in
@@ -244,7 +244,7 @@ def resume_at(rank: int, world_size: int, kind: str, folder: Path, late: bool) -
     ("before", "after"),
     [
         (("fsdp", 2), ("hsdp", 4)),
-        (("hsdp", 2), ("fsdp", 3)),
+        pytest.param(("hsdp", 2), ("fsdp", 3), marks=pytest.mark.exhaustive),
         pytest.param(("fsdp", 3), ("fsdp", 2), marks=pytest.mark.exhaustive),
         pytest.param(("fsdp", 4), ("fsdp", 1), marks=pytest.mark.exhaustive),
         pytest.param(("plain", 1), ("fsdp", 2), marks=pytest.mark.exhaustive),
@@ -324,7 +324,7 @@ def test_bytes_of_state() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_trains_like_adamw(rank: int, world_size: int, in_backward: bool) -> None:
     """The losses of a small net with moments of 8 bits, beside those with fp32. Within backward the same."""
 
@@ -334,11 +334,11 @@ def test_trains_like_adamw(rank: int, world_size: int, in_backward: bool) -> Non
         for layer in (model[0], model[2], model[4]):
             fsdp2.fully_shard(layer)
         fsdp2.fully_shard(model)
-        optimizer = kind(model.parameters(), lr=3e-3, **options)
+        optimizer = kind(model.parameters(), lr=6e-3, **options)
         if in_backward:
             step_in_backward(optimizer)
         found = []
-        for number in range(40):
+        for number in range(24):
             x = batch(number % 4, rank)
             loss = (model(x) - x.sum(1, keepdim=True).tanh()).square().mean()
             loss.backward()
@@ -347,7 +347,8 @@ def test_trains_like_adamw(rank: int, world_size: int, in_backward: bool) -> Non
             found.append(loss.detach())
         return mean_over_ranks(torch.stack(found))
 
-    exact, ours = losses(torch.optim.AdamW), losses(AdamW8bit, min_quantised_numel=1000)
+    exact = losses(lambda params, **options: local_optimizer(torch.optim.AdamW, params, fused=True, **options))
+    ours = losses(AdamW8bit, min_quantised_numel=1000)
     assert exact[-4:].mean() < 0.3 * exact[:4].mean()
     assert abs(ours[-4:].mean() - exact[-4:].mean()) < 0.1 * exact[:4].mean()
     assert torch.allclose(losses(AdamW8bit, min_quantised_numel=10**9), exact, rtol=1e-3, atol=1e-5)
