@@ -92,13 +92,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "plain",
         harmless="slower, but in the order of one stream",
     ),
-    Mutant("gather: the collective is not waited for", "runtime.gather", "pending.wait()", "pass", "plain"),
+    Mutant(
+        "gather: the collective is not waited for",
+        "runtime.gather",
+        'wait_for(pending, "all_gather", self._channel.fqn, self._axis)',
+        "pass",
+        "plain",
+    ),
     Mutant(
         "gather: copied out before the wait",
         "runtime.gather",
-        "        if pending is not None:\n            with communication_errors",
+        "        if pending is not None:\n            wait_for",
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
-        "        if pending is not None:\n            with communication_errors",
+        "        if pending is not None:\n            wait_for",
         "plain",
     ),
     # --- memory that is released ---
@@ -216,8 +222,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: the collective is not waited for",
         REDUCTION,
-        'with communication_errors("reduce-scatter", self.fqn, roles.shard):\n                    pending.wait()',
-        'with communication_errors("reduce-scatter", self.fqn, roles.shard):\n                    pass',
+        'wait_for(pending, "reduce_scatter", self.fqn, roles.shard)',
+        "pass",
         "plain",
     ),
     Mutant(
@@ -276,8 +282,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        'with communication_errors("all-reduce", self.fqn, roles.replicate):\n                    pending.wait()',
-        'with communication_errors("all-reduce", self.fqn, roles.replicate):\n                    pass',
+        "wait_for(pending, kind, self.fqn, roles.replicate)",
+        "pass",
         "hsdp",
     ),
     Mutant(
