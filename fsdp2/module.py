@@ -44,9 +44,10 @@ _swapped_classes: dict[type, type] = {}
 def swapped_class(original: type) -> type:
     """The class with the FSDP methods in addition to those of `original`; there is one for each original class."""
     if original not in _swapped_classes:
-        # Keep the original's `__module__` for code that looks at it. (transformers distinguishes its own modules from
-        # those of users by it, and initialises them differently.)
-        names = {"__module__": original.__module__}
+        # Keep these two for code that looks at them. transformers distinguishes its own modules from those of users by
+        # `__module__`, and initialises them differently; by the str of the class, which consists of both, it finds what
+        # outputs a model can record (`output_hidden_states`).
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
 

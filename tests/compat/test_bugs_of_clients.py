@@ -100,3 +100,14 @@ def test_weights_are_tied_after_sharding(rank: int, world_size: int) -> None:
         for optim in optims:
             optim.step()
             optim.zero_grad()
+
+
+@on_ranks(2)
+def test_str_of_the_class_of_a_sharded_module(rank: int, world_size: int) -> None:
+    """transformers 5.23 looks up by it what outputs a model can record. A sharded model was not found there, and its
+    `hidden_states` were None with `output_hidden_states=True`, without a message."""
+    model = Language()
+    before = str(type(model))
+    sharded = fully_shard(model)
+    assert str(type(sharded)) == before
+    assert type(sharded).__name__ == "FSDPLanguage"

@@ -183,7 +183,7 @@ def test_missing_method(rank: int, world_size: int) -> None:
         rank,
         wrapped(error_of(ValueError, lambda: register_fsdp_forward_method(model, "decode"))),
         """\
-register_fsdp_forward_method: <class 'tests.core.test_forward_methods.FSDPEncoder'> has no method
+register_fsdp_forward_method: <class 'tests.core.test_forward_methods.Encoder'> has no method
 'decode'
 """,
     )
