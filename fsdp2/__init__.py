@@ -42,7 +42,14 @@ from fsdp2.optim import (
     matrix_optimizer,
     step_in_backward,
 )
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptionalPolicy,
+    ZeroPolicy,
+)
 from fsdp2.tuning import tune_lanes
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
@@ -62,6 +69,7 @@ __all__ = [
     "MisuseError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptionalPolicy",
     "OrderError",
     "ReplacedError",
     "ShardPlacementResult",

@@ -14,14 +14,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import composable_apis, parameter_slots
-from fsdp2.arguments import check_options, own_mesh_dims, own_offload_policy, own_precision_policy, parameter_set
+from fsdp2.arguments import (
+    check_options,
+    own_mesh_dims,
+    own_offload_policy,
+    own_optional_policy,
+    own_precision_policy,
+    parameter_set,
+)
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.past_hooks import explain_mixed_tensors
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
-from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, UnitSettings, ZeroPolicy
+from fsdp2.policies import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptionalPolicy,
+    UnitSettings,
+    ZeroPolicy,
+)
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.left_out import note_ignored
 from fsdp2.runtime.param_group import Keep
@@ -48,6 +62,7 @@ class Options(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     zero: ZeroPolicy | None
+    optional: bool | OptionalPolicy
 
 
 @overload
@@ -67,6 +82,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero: ZeroPolicy | None = None,
+    optional: bool | OptionalPolicy = False,
 ) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
 
@@ -96,6 +112,8 @@ def fully_shard(
         dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
             DTensors. Replicate axes alone shard nothing.
         zero: what is sharded and when, as a stage of ZeRO.
+        optional: some ranks may not run `module` in a forward: True, or how: see `OptionalPolicy`. The same holds for
+            units below `module`. Not for the root.
 
     Returns:
         `module`, the same object.
@@ -122,6 +140,7 @@ def fully_shard(
         parameter_set(ignored_params),
         own_mesh_dims(dp_mesh_dims),
     )
+    optional_policy = own_optional_policy(optional)
     roles = roles_for(mesh, dims, zero)
     offload = own_offload_policy(offload_policy, roles.device)
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
@@ -143,7 +162,7 @@ def fully_shard(
         groups.setdefault((plan.roles, keep), []).append(new)
     note_ignored(ignored_params or ())
     _move_buffers(managed, roles.device)
-    settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero)
+    settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
     unit = Unit(modules, list(groups.values()), roles.device, placing.policy, settings)
     for group, (_, keep) in zip(unit.groups, groups, strict=True):
         group.smaller, group.keep = smaller[group.roles], keep

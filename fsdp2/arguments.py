@@ -13,9 +13,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.errors import ArgumentError, UnsupportedError
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    OptionalPolicy,
+    ZeroPolicy,
+)
 
-__all__ = ["check_options", "own_mesh_dims", "own_offload_policy", "own_precision_policy", "parameter_set"]
+__all__ = [
+    "check_options",
+    "own_mesh_dims",
+    "own_offload_policy",
+    "own_optional_policy",
+    "own_precision_policy",
+    "parameter_set",
+]
 
 # Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
 _TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
@@ -75,6 +89,20 @@ def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
             "machine does not have. Pass CPUOffloadPolicy(pin_memory=False)."
         )
     return policy
+
+
+def own_optional_policy(optional: Any) -> OptionalPolicy | None:
+    """The policy of an optional unit; None for a unit that all ranks run.
+
+    Raises:
+        ArgumentError: `optional` is neither a bool nor an `OptionalPolicy`.
+    """
+    if isinstance(optional, bool):
+        return OptionalPolicy() if optional else None
+    if isinstance(optional, OptionalPolicy):
+        return optional
+    hint = f"Pass OptionalPolicy(runs_if={getattr(optional, '__name__', 'function')})." if callable(optional) else ""
+    raise _unfit("optional", "a bool or an OptionalPolicy", optional, hint)
 
 
 def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:

@@ -36,8 +36,9 @@ class Event:
     Attributes:
         kind: ``unshard``, ``reshard`` (the parameters change form); ``all_gather``, ``reduce_scatter``, ``all_reduce``
             (communication is issued), each with ``_wait`` and ``_done`` behind it (the host begins and ends to wait for
-            it; for that of an accelerator not long); ``pre_forward``, ``post_forward``, ``pre_backward``,
-            ``post_backward`` (a unit's hooks ran); ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
+            it; for that of an accelerator not long); ``agreement`` (the ranks tell each other about optional units);
+            ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward`` (a unit's hooks ran);
+            ``root_pre_forward``, ``root_post_backward`` (an iteration's ends).
         unit: FQN of the unit, ``""`` for the root, several modules joined by ``", "``.
         numel: elements of a collective: the gathered output over all ranks, the reduce-scatter's output on this rank,
             or the all-reduced tensor; padding included.

@@ -5,7 +5,7 @@ The public ones have the fields of torch's FSDP2, so that either's objects can b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -160,6 +160,46 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class OptionalPolicy:
+    """A unit that some ranks run in a forward of the root and others do not: the vision tower of a model that gets
+    text-only batches on some ranks, an expert that gets no token. No rank needs a dummy forward.
+
+    The unit around it, which must run on all ranks (its *host*), gathers it on all ranks when it gathers itself, keeps
+    it as long as it keeps itself, and frees it with itself; so does it with the units below the optional one, which are
+    optional too. Gradients of the optional unit and of its host wait for the end of the backward. There the ranks agree
+    on what they have (one tensor of a few bytes), and parameters of which some rank has a gradient are reduced, with
+    zeros from the others. The others keep ``grad = None``, as in one process.
+
+    Attributes:
+        runs_if: called on each rank before each forward of the root, with the inputs of that forward, as
+            ``runs_if(*args, **kwargs)``; returns whether this rank may run the unit in it. The ranks exchange the
+            answers (one tensor of a few bytes for all optional units of a mesh); if all are False, the unit is not
+            gathered. A rank that said False and runs the unit gets an `OrderError`. None: always gathered.
+        average_over: the gradients' sum is divided by the number of ``"all"`` ranks, as if the others had run the unit
+            on a dummy input, or of the ranks that ``"ran"`` it and have gradients at the reduction (the sum of several
+            microbatches is divided once). `FSDPModule.set_gradient_divide_factor` takes precedence.
+
+    Raises:
+        ArgumentError: `runs_if` is not a function, or `average_over` is unknown.
+
+    Example::
+
+        has_images = OptionalPolicy(runs_if=lambda *args, pixel_values=None, **kwargs: pixel_values is not None)
+        fully_shard([model.vision_tower, model.projector], optional=has_images)
+        fully_shard(model)
+    """
+
+    runs_if: Callable[..., bool] | None = None
+    average_over: Literal["all", "ran"] = "all"
+
+    def __post_init__(self) -> None:
+        if self.runs_if is not None and not callable(self.runs_if):
+            raise ArgumentError(f"OptionalPolicy: runs_if: expected a function or None, got {self.runs_if!r}")
+        if self.average_over not in ("all", "ran"):
+            raise ArgumentError(f"OptionalPolicy: average_over: expected 'all' or 'ran', got {self.average_over!r}")
+
+
+@dataclass(frozen=True)
 class ZeroPolicy:
     """What is sharded, and when: the stages of ZeRO in one argument of `fully_shard`.
 
@@ -247,6 +287,7 @@ class UnitSettings:
         zero: what waits for the last backward of a step; None: nothing does.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
         backward of a step.
+        optional: some ranks may not run the unit; None: all do, unless a unit around it is optional.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -264,6 +305,7 @@ class UnitSettings:
     manual_finalization: bool = False
     zero: ZeroPolicy | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
+    optional: OptionalPolicy | None = None
 
     @property
     def ends_step(self) -> bool:

@@ -20,6 +20,7 @@ from fsdp2.runtime.finalization import Finalization, Ticket
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.left_out import warn_after_backward
 from fsdp2.runtime.memory import ReleasedMemory
+from fsdp2.runtime.optional import OptionalUnits
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unreduced import Unreduced
@@ -71,6 +72,7 @@ class Context(Generic[Unit]):
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded
         afterwards.
         model: a weak reference to the outermost module around the root, until its first backward has been checked.
+        optional: the optional units of the root; None without any.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
     """
 
@@ -85,6 +87,7 @@ class Context(Generic[Unit]):
         self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
         self.model: ref[nn.Module] | None = None
+        self.optional: OptionalUnits | None = None
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Unit]] = deque()
@@ -198,13 +201,20 @@ class Context(Generic[Unit]):
         self._end = None
         self.recomputed.clear()
         root = self.units[0]
-        for unit in self.units:
-            unit.finish_backward()
+        self._finish_units()
         if self.is_last_backward:
             self.finish_reductions()
         self._note_unreduced()
         self._look_for_left_out()
         emit("root_post_backward", root.fqn)
+
+    def _finish_units(self) -> None:
+        if self.optional is not None:
+            self.optional.begin_reductions()
+        for unit in self.units:
+            unit.finish_backward()
+        if self.optional is not None:
+            self.optional.end_reductions()
 
     def _look_for_left_out(self) -> None:
         weak_model, self.model = self.model, None
@@ -248,8 +258,7 @@ class Context(Generic[Unit]):
         self.finalization.end()
         self.finalization.is_ending = True
         try:
-            for unit in self.units:
-                unit.finish_backward()
+            self._finish_units()
         finally:
             self.finalization.is_ending = False
         if not is_async:

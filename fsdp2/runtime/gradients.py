@@ -146,6 +146,14 @@ class Gradients:
                 handle.remove()
                 self._hook(index)
 
+    def which_wait(self, with_partials: bool) -> list[bool]:
+        """For each parameter, whether a gradient of it waits to be reduced; `with_partials`: or to be all-reduced."""
+        return [
+            (param.unsharded is not None and param.unsharded.grad is not None)
+            or (with_partials and param.partial is not None)
+            for param in self._params
+        ]
+
     def wait_for_reduction(self, params: set[int]) -> bool:
         """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
         grads = [(param.partial, param.unsharded) for param in self._params if param.is_among(params)]
@@ -159,7 +167,9 @@ class Gradients:
                 param.unsharded.grad = None
         self.end_backward()
 
-    def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
+    def take(
+        self, settings: UnitSettings, at_end: bool, streams: Streams, wanted: frozenset[int] | None = None
+    ) -> list[Reduction]:
         """Reductions, not yet started, of all existing gradients, one per original dtype of parameters. The unsharded
         parameters have no gradients afterwards.
 
@@ -167,8 +177,10 @@ class Gradients:
             at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
                 settings require it), and partials without new gradients reduced. Earlier, more gradients could still
                 arrive.
+            wanted: at the end, the indices of the parameters to reduce, with zeros where this rank has no gradient;
+                None for those that have one.
         """
-        fill = at_end and settings.reduce_unused
+        fill = at_end and (settings.reduce_unused or bool(wanted))
         may_have_partials = at_end and self._channel.roles.replicate_group is not None
         if not (fill or may_have_partials or any(map(_is_there, map(grad_of, self._unsharded)))):
             return []
@@ -176,7 +188,8 @@ class Gradients:
         takes_partials = settings.requires_all_reduce
         by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}
         for index, param in enumerate(self._params):
-            grad, partial = self._filled(param) if fill else param.take_grad(), None
+            fills = fill and (wanted is None or index in wanted)
+            grad, partial = self._filled(param, wanted is not None) if fills else param.take_grad(), None
             if takes_partials and param.partial is not None:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
@@ -195,14 +208,15 @@ class Gradients:
         return Reduction(contributions, self._plans[key], settings, streams)
 
     @staticmethod
-    def _filled(param: ManagedParameter) -> torch.Tensor | None:
-        """The gradient of one parameter; zeros for a trainable one without a gradient."""
+    def _filled(param: ManagedParameter, always: bool) -> torch.Tensor | None:
+        """The gradient of one parameter; zeros for one without a gradient that is trainable, or `always`."""
         if param.sharded.requires_grad and not param.has_known_reduce_dtype:
             raise ArgumentError(
-                f"'{param.fqn}': with set_reduce_scatter_unused_params(True) all ranks must know the dtype of a "
-                "gradient that some do not have; its grad_dtype is None. Set that, or the policy's reduce_dtype."
+                f"'{param.fqn}': with set_reduce_scatter_unused_params(True), and in and around optional units, all "
+                "ranks must know the dtype of a gradient that some do not have; its grad_dtype is None. Set that, or "
+                "the policy's reduce_dtype."
             )
         grad = param.take_grad()
-        if grad is None and param.sharded.requires_grad:
+        if grad is None and (always or param.sharded.requires_grad):
             return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
         return grad

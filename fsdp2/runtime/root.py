@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
+from fsdp2.runtime.hosts import assign_roles
 from fsdp2.runtime.left_out import outermost_model
 from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.replicas import check_replicas
@@ -36,7 +37,8 @@ def become_root(root: Unit) -> None:
     Raises:
         OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
         ArgumentError: one weight belongs to two groups, or is managed under one name and not under another; replicas
-            differ.
+            differ; the root is optional.
+        UnsupportedError: an optional unit shares a weight with a unit that other ranks run.
     """
     modules = root.modules
     if len(modules) != 1:
@@ -65,11 +67,13 @@ def become_root(root: Unit) -> None:
             name_parameters(group.params, module_fqns)
     check_tied(modules[0], [param for unit in units for param in unit.params])
     check_borrowed(units)
+    optional = assign_roles(modules[0], units)
     for unit in units:
         unit.refresh()
     check_replicas([group for unit in units for group in unit.groups])
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
     context.model = ref(outermost_model(modules[0]))
+    context.optional = optional
     for unit in units:
         if unit.context is not None:
             unit.context.memory.free_all()

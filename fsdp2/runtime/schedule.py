@@ -23,9 +23,14 @@ Unit = TypeVar("Unit")
 
 
 class Pass(Generic[Unit]):
-    """The units that one forward ran, in the order in which they finished."""
+    """The units that one forward ran, in the order in which they finished.
 
-    def __init__(self) -> None:
+    Attributes:
+        skipped: ids of the groups of optional units that no rank needed in that forward.
+    """
+
+    def __init__(self, skipped: frozenset[int] = frozenset()) -> None:
+        self.skipped = skipped
         self._order: list[Unit] = []
 
     def record(self, unit: Unit) -> int:
@@ -41,15 +46,28 @@ class Pass(Generic[Unit]):
 
 
 class Schedule(Generic[Unit]):
-    """The schedule of one root."""
+    """The schedule of one root.
+
+    Attributes:
+        skipped: see `Pass`; of the forward that runs, or of the one whose backward runs.
+    """
 
     def __init__(self) -> None:
+        self.skipped: frozenset[int] = frozenset()
         self._pass: Pass[Unit] = Pass()
         self._in_root_forward = False
         self._starts: list[str] = []
         self._last: list[str] = []
         self._follows = False
         self._guesses: set[str] = set()
+
+    def skip(self, groups: frozenset[int]) -> None:
+        """The ranks have agreed that none needs these groups in the root's forward that runs."""
+        self.skipped = self._pass.skipped = groups
+
+    def resume(self, current: Pass[Unit]) -> None:
+        """The backward of a forward reaches a unit: skip what that forward skipped."""
+        self.skipped = current.skipped
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new pass."""
@@ -75,7 +93,7 @@ class Schedule(Generic[Unit]):
         A forward outside of the root's (a unit called alone, the recomputation of a reentrant checkpoint) has its own
         pass, because what ran before it is unrelated to its backward.
         """
-        current = self._pass if self._in_root_forward else Pass[Unit]()
+        current = self._pass if self._in_root_forward else Pass[Unit](self.skipped)
         return current, current.record(unit)
 
     @staticmethod

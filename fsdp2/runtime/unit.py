@@ -30,6 +30,7 @@ from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
@@ -91,6 +92,7 @@ class Unit:
         left_by: the call that let its last backward leave gradients unreduced; "" for none.
         split_backward: a backward without gradient sync ran through the unit without giving any of its parameters a
             gradient, as in pipeline schedules that compute the gradients of weights later.
+        role: in the running of optional units; None without one.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists, of weak references, since two units may name each other.
         was_emptied: `to_empty` was called, and it is not known yet whether everything was filled (see
@@ -116,6 +118,7 @@ class Unit:
         self.settings = settings
         self.forward_prefetch: list[ref[Unit]] = []
         self.backward_prefetch: list[ref[Unit]] = []
+        self.role: Role | None = None
         self.in_flight: InFlight | None = None
         self.left_by = ""
         self.was_emptied = False
@@ -154,11 +157,19 @@ class Unit:
             self.context = Context([self], self.device, is_provisional=True)
         return self.context
 
-    def _in_backward(self) -> UnitSettings:
+    def in_backward(self) -> UnitSettings:
         """The settings for this backward."""
         context = self.ready_context()
         settings = self.settings.in_backward(context.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if context.finalization.is_manual else settings
+
+    @property
+    def _is_optional(self) -> bool:
+        return self.role is not None and self.role.is_optional
+
+    def _is_in_pass(self, context: "Context[Unit]") -> bool:
+        """Whether a forward or a backward of the root runs, so that the unit's host gathers this optional unit."""
+        return context.schedule.in_root_forward or backward_is_running()
 
     def _reshard_after_forward(self) -> None:
         how = self.settings.reshard_after_forward
@@ -213,6 +224,10 @@ class Unit:
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
         context = self.ready_context()
         groups = [*self.groups, *self.borrowed] if self.borrowed else self.groups
+        if self.role is not None:
+            if self.role.is_optional and self.role.comes_gathered(self.fqn, groups, self._is_in_pass(context)):
+                return
+            groups = [*groups, *self.role.guest_groups(context.schedule.skipped)]
         with outside_transforms():
             for group in reversed(groups) if prefetching and backward_is_running() else groups:
                 group.users.add(id(self))
@@ -246,8 +261,11 @@ class Unit:
         """
         if self.context is None:
             return
+        guests: Sequence[ParamGroup] = () if self.role is None else self.role.guest_groups()
+        for group in guests:
+            group.users.clear()  # the same on ranks that ran them and ranks that did not
         with outside_transforms():
-            for group in (*self.groups, *self.borrowed):
+            for group in (*self.groups, *self.borrowed, *guests):
                 group.users.discard(id(self))
                 if not group.users:
                     to = Phase.INNER if within_step and group.roles.sharded_replicas else Phase.SHARDED
@@ -280,6 +298,8 @@ class Unit:
         if context.root is self and is_new:
             with profiler_range("FSDP::root_pre_forward"):
                 context.begin_forward()
+                if context.optional is not None:
+                    context.schedule.skip(context.optional.begin_forward(args, kwargs))
                 args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
@@ -290,9 +310,12 @@ class Unit:
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
+        if self._is_optional and not backward_is_running():
+            assert self.role is not None
+            self.role.begin_forward(self.fqn, context.schedule.in_root_forward)
         self.unshard()
         self.wait_for_unshard()
-        if not is_recomputation:
+        if not is_recomputation and not self._is_optional:
             self._prefetch_in_forward(context)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
@@ -302,7 +325,7 @@ class Unit:
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
         predicted = context.predict(self)  # called even if a list takes precedence, because it records what starts
-        for unit in _alive(self.forward_prefetch) or predicted:
+        for unit in _prefetched(self.forward_prefetch) or predicted:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
 
@@ -328,7 +351,8 @@ class Unit:
         if not self._to_run:
             self._move(Stage.IDLE)
             if backward_is_running():
-                self.context.recomputed.append(ref(self))
+                if not self._is_optional:
+                    self.context.recomputed.append(ref(self))
                 self.context.expect_end_of_backward()
             else:
                 self._reshard_after_forward()
@@ -353,7 +377,9 @@ class Unit:
             return output
         assert self.context is not None
         order, position = None, -1
-        if self.groups:
+        if self._is_optional:
+            pass  # not in the order: other ranks may not have run it, and prefetch what comes before it
+        elif self.groups or self.role is not None:
             order, position = self.context.schedule.finished(self)
         conversions = self._conversions()
         return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output)
@@ -381,7 +407,11 @@ class Unit:
         """
         assert self.context is not None
         self.context.expect_end_of_backward()
+        if order is not None:
+            self.context.schedule.resume(order)
         if self.stage is Stage.BACKWARD:
+            if self.role is not None and self.role.guests and self.settings.unshard_in_backward:
+                self.unshard()  # a second forward in this backward may need other guests than the first
             return
         self._check_not_stepped()
         emit("pre_backward", self.fqn)
@@ -397,7 +427,7 @@ class Unit:
                 )
             self.wait_for_unshard()
         if order is not None:
-            explicit = _alive(self.backward_prefetch)
+            explicit = _prefetched(self.backward_prefetch)
             for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
                     with profiler_range("FSDP::backward_prefetch for", unit.fqn):
@@ -409,7 +439,7 @@ class Unit:
         Raises:
             OrderError: they are no longer those of the forward, because an optimizer stepped them in this backward.
         """
-        if any(group.gradients.were_taken for group in self.groups) and self._in_backward().when_reduced:
+        if any(group.gradients.were_taken for group in self.groups) and self.in_backward().when_reduced:
             raise OrderError(
                 f"unit '{self.fqn}': backward needs its parameters again, but step_in_backward stepped them when their "
                 "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
@@ -425,17 +455,21 @@ class Unit:
         ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that
         are used as they are cannot be stepped before the unit's backward ends."""
         self.ready_context().expect_end_of_backward()
-        settings = self._in_backward()
+        settings = self.in_backward()
         steps_what_is_used = bool(settings.when_reduced) and self.groups[index].roles.shard_axis is None
-        if settings.requires_gradient_sync and not settings.reduce_unused and not steps_what_is_used:
+        waits = settings.reduce_unused or self.role is not None or steps_what_is_used
+        if settings.requires_gradient_sync and not waits:
             self._reduce(self.groups[index], settings)
 
     def _reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         assert self.context is not None
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
+        wanted = None
+        if self.role is not None:
+            settings, wanted = self.role.reduction_of(group, settings)
         with outside_transforms():
-            reductions = group.gradients.take(settings, at_end, self.context.streams)
+            reductions = group.gradients.take(settings, at_end, self.context.streams, wanted)
             if reductions and not reductions[0].leaves_partials:
                 self.context.unreduced.has_reduced = True
             self.context.in_flight.start(reductions)
@@ -444,11 +478,11 @@ class Unit:
         """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
         self._move(Stage.DONE)
-        settings = self._in_backward()
+        settings = self.in_backward()
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", self.fqn):
                 self.reshard(within_step=not settings.ends_step)
-        if settings.requires_gradient_sync and not settings.reduce_unused:
+        if settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
             for group in reversed(self.groups):
                 self._reduce(group, settings)
 
@@ -460,7 +494,7 @@ class Unit:
         assert self.context is not None
         if self.stage is Stage.BACKWARD:
             self.post_backward()
-        settings = self._in_backward()
+        settings = self.in_backward()
         if settings.reshard_after_backward and self.context.is_last_backward:
             self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync:
@@ -522,8 +556,9 @@ def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
         unit.gradients_ready(index)
 
 
-def _alive(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
-    return [unit for weak in weak_units if (unit := weak()) is not None]
+def _prefetched(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
+    """The units of a list that are alive; without optional ones, which are gathered with their hosts."""
+    return [unit for weak in weak_units if (unit := weak()) is not None and not unit._is_optional]
 
 
 def _make_room_for_recomputation(context: Context[Unit]) -> None:
