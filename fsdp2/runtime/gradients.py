@@ -146,13 +146,9 @@ class Gradients:
                 handle.remove()
                 self._hook(index)
 
-    def which_wait(self, with_partials: bool) -> list[bool]:
-        """For each parameter, whether a gradient of it waits to be reduced; `with_partials`: or to be all-reduced."""
-        return [
-            (param.unsharded is not None and param.unsharded.grad is not None)
-            or (with_partials and param.partial is not None)
-            for param in self._params
-        ]
+    def which_wait(self) -> list[bool]:
+        """For each parameter, whether it has an unsharded gradient."""
+        return [param.unsharded is not None and param.unsharded.grad is not None for param in self._params]
 
     def wait_for_reduction(self, params: set[int]) -> bool:
         """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
@@ -189,7 +185,7 @@ class Gradients:
         by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}
         for index, param in enumerate(self._params):
             fills = fill and (wanted is None or index in wanted)
-            grad, partial = self._filled(param, wanted is not None) if fills else param.take_grad(), None
+            grad, partial = self._filled(param) if fills else param.take_grad(), None
             if takes_partials and param.partial is not None:
                 partial, param.partial = param.partial, None
             if grad is not None or partial is not None:
@@ -208,8 +204,8 @@ class Gradients:
         return Reduction(contributions, self._plans[key], settings, streams)
 
     @staticmethod
-    def _filled(param: ManagedParameter, always: bool) -> torch.Tensor | None:
-        """The gradient of one parameter; zeros for one without a gradient that is trainable, or `always`."""
+    def _filled(param: ManagedParameter) -> torch.Tensor | None:
+        """The gradient of one parameter; zeros for a trainable one without a gradient."""
         if param.sharded.requires_grad and not param.has_known_reduce_dtype:
             raise ArgumentError(
                 f"'{param.fqn}': with set_reduce_scatter_unused_params(True), and in and around optional units, all "
@@ -217,6 +213,6 @@ class Gradients:
                 "the policy's reduce_dtype."
             )
         grad = param.take_grad()
-        if grad is None and (always or param.sharded.requires_grad):
+        if grad is None and param.sharded.requires_grad:
             return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
         return grad

@@ -125,11 +125,9 @@ class OptionalUnits:
         have gradient sync turned off."""
         by_mesh: dict[object, list[tuple[ParamGroup, list[bool]]]] = {}
         for unit in _alive(self._reduced_at_end):
-            settings = unit.in_backward()
-            for group in unit.groups if settings.requires_gradient_sync else ():
-                flags = group.gradients.which_wait(settings.requires_all_reduce)
-                flags.append(any(group.gradients.which_wait(False)))
-                by_mesh.setdefault(group.roles.mesh, []).append((group, flags))
+            for group in unit.groups if unit.in_backward().requires_gradient_sync else ():
+                flags = group.gradients.which_wait()
+                by_mesh.setdefault(group.roles.mesh, []).append((group, [*flags, any(flags)]))
         self._found = {}
         for found in by_mesh.values():
             sums = _sums([flags for _, flags in found], found[0][0].roles)

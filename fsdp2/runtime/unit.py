@@ -305,7 +305,7 @@ class Unit:
             context.follow_compute()
         is_first = is_new and (not self._to_run or len(self._modules) == 1)
         if is_first:
-            if backward_is_running():
+            if backward_is_running() and not self._is_optional:
                 _make_room_for_recomputation(context)
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)

@@ -319,6 +319,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.mix = nn.Linear(DIM, DIM)
         self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.out = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         x = self.mix(x)
@@ -326,7 +327,7 @@ class Mixture(nn.Module):
         for index, expert in enumerate(self.experts):
             if (rows := (chosen == index).nonzero()[:, 0]).numel():
                 result = result.index_add(0, rows, expert(x[rows]))
-        return result
+        return self.out(result)
 
 
 class Experts(nn.Module):
@@ -380,6 +381,45 @@ def test_experts_without_tokens(rank: int, world_size: int, averages: str, use_r
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("nested", [(), ("mix",), ("mix", "out")])
+@pytest.mark.parametrize("others", [1, 3])
+def test_one_checkpoint_around_several_hosts(rank: int, world_size: int, others: int, nested: tuple[str, ...]) -> None:
+    """The recomputation of a reentrant checkpoint makes room as it goes. Expert units would have made more of it on the
+    ranks that run them, which then gathered a layer that the others still had. Rank 1 runs one expert or none."""
+
+    class Together(Experts):
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            def run(x: Tensor) -> Tensor:
+                for layer in self.layers:
+                    x = layer(x, chosen)
+                return x
+
+            return self.head(checkpoint(run, x.clone().requires_grad_(), use_reentrant=True)).square().mean()
+
+    torch.manual_seed(0)
+    plain = Together(None)
+    model: Any = copy.deepcopy(plain)
+    for layer in model.layers:
+        for expert in layer.experts:
+            fully_shard(expert, optional=OptionalPolicy(runs_if=lambda x, chosen: bool((chosen < 3).any())))
+        for name in nested:
+            fully_shard(layer.get_submodule(name))
+        fully_shard(layer)
+    fully_shard(model)
+
+    def run(model: Any, rank: int) -> None:
+        model(batch(0, rank), torch.tensor([0, 1, 2] if rank == 0 else [others] * 3)).backward()
+
+    gradients(plain, world_size, run)
+    run(model, rank)
+    assert_equal_gradients(plain, model)
+    with events.record() as log:
+        model(batch(0, rank), torch.tensor([3, 3, 3])).backward()
+    assert counts(log, "layers.0.experts.0") == {}  # nor are they gathered in backward, where the layer is
+    assert counts(log, "layers.0")["all_gather"] >= 2
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("policy", ["plain", "runs_if"])
 def test_frozen_tower(rank: int, world_size: int, policy: str) -> None:
     plain, model = pair(POLICIES[policy])
@@ -397,7 +437,8 @@ def test_frozen_tower(rank: int, world_size: int, policy: str) -> None:
 
 
 @on_ranks(2)
-def test_prefetching_around_a_tower_that_one_rank_runs(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("by", ["default", "prediction", "lists"])
+def test_prefetching_around_a_tower_that_one_rank_runs(rank: int, world_size: int, by: str) -> None:
     """The order of the other units' gathers and reductions is the same on both ranks, with prefetch lists, with the
     automatic prefetch, and with the tower between two blocks of text."""
 
@@ -409,10 +450,13 @@ def test_prefetching_around_a_tower_that_one_rank_runs(rank: int, world_size: in
             return self.blocks[1](x).square().mean()
 
     plain, model = pair(POLICIES["runs_if"], Between, reshard_after_forward=True)
-    model.set_auto_forward_prefetch()
-    model.blocks[0].set_modules_to_forward_prefetch([model.vision, model.blocks[1]])
-    model.vision.set_modules_to_forward_prefetch([model.blocks[1]])
-    model.vision.set_modules_to_backward_prefetch([model.blocks[0]])
+    if by == "prediction":
+        model.set_auto_forward_prefetch()
+    elif by == "lists":
+        model.blocks[0].set_modules_to_forward_prefetch([model.vision])
+        model.vision.set_modules_to_forward_prefetch([model.blocks[1]])
+        model.vision.set_modules_to_backward_prefetch([model.blocks[0]])
+        model.blocks[1].set_modules_to_backward_prefetch([model.vision])
     orders = []
     for step, with_images in enumerate([[0], [0], [0], [], [1]]):
         for each in (plain, model):
@@ -458,7 +502,7 @@ def test_an_exception_in_the_tower(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("policy", ["plain", "runs_if"])
 def test_around_the_step(rank: int, world_size: int, policy: str) -> None:
     """Evaluation, calls of the tower alone, explicit unshards, state dicts, whole parameters and copies."""
-    plain, model = pair(POLICIES[policy])
+    plain, model = pair(POLICIES[policy], reshard_after_forward=policy == "plain")
     images = batch(7, rank)
     with torch.no_grad():
         assert_close(model(*inputs(0, rank, [0])), plain(*inputs(0, rank, [0])))
@@ -712,3 +756,18 @@ def test_a_vision_language_model_of_transformers(rank: int, world_size: int, che
         sent = {each.kind for each in log if "vision_tower" in each.unit} & {"all_gather", "reduce_scatter"}
         assert sent == ({"all_gather", "reduce_scatter"} if with_images else set())
     assert model.model.vision_tower.post_layernorm.weight.grad is None
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_in_backward(rank: int, world_size: int) -> None:
+    """Optional units and their hosts are stepped at its end, and only where some rank has gradients."""
+    plain, model = pair(POLICIES["runs_if"])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    fsdp2.step_in_backward(optimizers[1])
+    for step, with_images in enumerate(([0], [], [1])):
+        run = forward_and_backward(step, with_images)
+        gradients(plain, world_size, run)
+        run(model, rank)
+        optimizers[0].step()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert_close(local(other), shard_like(one, other), rtol=1e-5, atol=1e-6)
