@@ -265,7 +265,7 @@ def test_average_over_those_that_ran_in_a_step_of_several_backwards(rank: int, w
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("reshards", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_checkpointing_and_a_tower_that_runs_twice(
     rank: int, world_size: int, reshards: bool, use_reentrant: bool
 ) -> None:
@@ -285,7 +285,7 @@ def test_checkpointing_and_a_tower_that_runs_twice(
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("order", ["one backward", "in order", "reversed", "last before first"])
-@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("reshards", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_two_forwards_before_a_backward(rank: int, world_size: int, reshards: bool, order: str) -> None:
     """Of one forward's batches nobody has images, of the other's one rank: each backward gathers what its own forward
     gathered."""
@@ -348,7 +348,7 @@ class Experts(nn.Module):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("use_reentrant", [None, True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("averages", ["all", "ran"])
 def test_experts_without_tokens(rank: int, world_size: int, averages: str, use_reentrant: bool | None) -> None:
     """Expert 0 gets rows on rank 0 only, expert 1 on all ranks, expert 2 on none, whose gradient stays None. The
@@ -382,7 +382,7 @@ def test_experts_without_tokens(rank: int, world_size: int, averages: str, use_r
 
 @on_ranks(2)
 @pytest.mark.parametrize("nested", [(), ("mix",), ("mix", "out")])
-@pytest.mark.parametrize("others", [1, 3])
+@pytest.mark.parametrize("others", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_one_checkpoint_around_several_hosts(rank: int, world_size: int, others: int, nested: tuple[str, ...]) -> None:
     """The recomputation of a reentrant checkpoint makes room as it goes. Expert units would have made more of it on the
     ranks that run them, which then gathered a layer that the others still had. Rank 1 runs one expert or none."""
@@ -622,8 +622,9 @@ def test_gradients_that_are_finalised_by_hand(rank: int, world_size: int) -> Non
     assert_equal_gradients(plain, model, exact=False)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks(rank: int, world_size: int, backend: str) -> None:
     plain, model = pair(POLICIES["runs_if"])
     for block in (*model.blocks, *model.vision.blocks):
