@@ -3,6 +3,7 @@
 # make docs     the documents as a site, build/site                 make bench     a short version of every benchmark, and figures
 # make fuzz     ten minutes of hostile checkpoints                  make wheel    dist/fsdp2-*.whl, as a release has it
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
+# make test-device    sharded training on a lagging accelerator; needs a C++ compiler (compiles it, once)
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
@@ -25,7 +26,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-clients lint bench docs fuzz fuzz-runtime wheel clean
+.PHONY: train test test-all test-device test-clients lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -55,6 +56,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    --no-build-isolation --editable '.[dev,examples]'
 	@touch $@
+
+test-device: $(INSTALLED)
+	$(BIN)/python -m pytest tests/device --durations=15 $(ARGS)
 
 # The clients have an environment of their own: their versions must not bind ours.
 test-clients: $(CLIENTS)/.installed

@@ -27,20 +27,29 @@ __all__ = ["RanksFailed", "close_pools", "on_ranks", "run_on_ranks"]
 
 
 def run_on_ranks(
-    body: Callable[..., Any], world_size: int, /, *, timeout_s: float = DEFAULT_TIMEOUT_S, **params: Any
+    body: Callable[..., Any],
+    world_size: int,
+    /,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: str = "",
+    **params: Any,
 ) -> list[Any]:
     """Call module-level `body(rank, world_size, **params)` on every rank; the picklable results in rank order.
+
+    Args:
+        device: a module that gives each rank an accelerator; see `ranks_pool.Pool`.
 
     Raises:
         RanksFailed: some rank raised, died or did not answer within `timeout_s`.
         pytest.skip.Exception: the body skipped.
     """
     body = getattr(body, "rank_body", body)
-    return pool_of(world_size).run(body, params, timeout_s)
+    return pool_of(world_size, device).run(body, params, timeout_s)
 
 
 def on_ranks(
-    *world_sizes: int, timeout_s: float = DEFAULT_TIMEOUT_S
+    *world_sizes: int, timeout_s: float = DEFAULT_TIMEOUT_S, device: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Parametrise a test by world size and run its body on every rank. See the module docstring.
 
@@ -56,7 +65,7 @@ def on_ranks(
         def test(world_size: int, **params: Any) -> None:
             __tracebackhide__ = True
             try:
-                run_on_ranks(body, world_size, timeout_s=timeout_s, **params)
+                run_on_ranks(body, world_size, timeout_s=timeout_s, device=device, **params)
             except RanksFailed as error:
                 message = str(error)
             else:

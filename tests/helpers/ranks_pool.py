@@ -36,7 +36,7 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distribute
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
 class RanksFailed(Exception):
@@ -48,11 +48,11 @@ def forking() -> multiprocessing.context.ForkServerContext:
     return _context
 
 
-def pool_of(world_size: int) -> Pool:
-    """The running pool of this size; starts one if there is none."""
-    pool = _pools.get(world_size)
+def pool_of(world_size: int, device: str = "") -> Pool:
+    """The running pool of this size and device; starts one if there is none."""
+    pool = _pools.get((world_size, device))
     if pool is None or not pool.alive:
-        pool = _pools[world_size] = Pool(world_size)
+        pool = _pools[world_size, device] = Pool(world_size, device)
     return pool
 
 
@@ -63,9 +63,14 @@ def close_pools() -> None:
 
 
 class Pool:
-    """`world_size` workers and the pipes to them."""
+    """`world_size` workers and the pipes to them.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        device: name of a module whose `register()` gives a process an accelerator, and whose `BACKENDS` are those of
+            the default process group. What torch knows of accelerators is then different for the life of a worker.
+    """
+
+    def __init__(self, world_size: int, device: str = "") -> None:
         self.world_size = world_size
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
@@ -74,7 +79,7 @@ class Pool:
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            config = WorkerConfig(rank, world_size, self._store.port, self._stacks_path(rank))
+            config = WorkerConfig(rank, world_size, self._store.port, self._stacks_path(rank), device)
             name = f"rank{rank}of{world_size}"
             process = _context.Process(target=serve, args=(config, theirs), daemon=True, name=name)
             process.start()

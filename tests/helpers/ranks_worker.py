@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import queue
@@ -64,6 +65,7 @@ class WorkerConfig:
     world_size: int
     store_port: int
     stacks_path: str
+    device: str
 
 
 def serve(config: WorkerConfig, connection: Connection) -> None:
@@ -81,7 +83,12 @@ def serve(config: WorkerConfig, connection: Connection) -> None:
     jobs = _read_jobs(connection)
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False)
     timeout = timedelta(hours=1)  # the pool watches the clock
-    dist.init_process_group("gloo", store=store, rank=config.rank, world_size=config.world_size, timeout=timeout)
+    backends = "gloo"
+    if config.device:
+        module = importlib.import_module(config.device)
+        module.register()
+        backends = module.BACKENDS
+    dist.init_process_group(backends, store=store, rank=config.rank, world_size=config.world_size, timeout=timeout)
     gc.freeze()
     connection.send_bytes(pickle.dumps(Answer("ok")))
     while True:

@@ -1,0 +1,22 @@
+"""Sharded training on the lagging device gives, bit for bit, what it gives on the CPU, whichever streams are late."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device.ranks import SEEDS, on_device_ranks
+from tests.device.scenarios import SCENARIOS
+from tests.device.training import FEATURES, check
+
+
+@on_device_ranks(2)
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(rank: int, world_size: int, name: str) -> None:
+    check(name, rank, world_size, range(SEEDS))
+
+
+@on_device_ranks(2)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios(rank: int, world_size: int, name: str) -> None:
+    for seed in range(SEEDS):
+        SCENARIOS[name](rank, world_size, seed)

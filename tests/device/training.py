@@ -1,0 +1,168 @@
+"""What is trained on the lagging device and on the CPU: one small model, sharded with one feature at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, comm
+from fsdp2.comm.nccl import NcclComm
+from tests.device.ranks import DEVICE, late
+from tests.helpers.parity_models import Stack, batch
+
+__all__ = ["FEATURES", "Feature", "check", "sharded", "train"]
+
+BF16 = torch.bfloat16
+
+
+class Coalesced(NcclComm):
+    """What NCCL is given, for this device: weights on the direct lane, biases on the packed one."""
+
+    direct_min_bytes = 256
+
+
+@dataclass(frozen=True)
+class Feature:
+    """How a model is sharded and trained.
+
+    Attributes:
+        prepare: called with the sharded model and the kind of device.
+        coalesced: what NCCL is given, instead of one flat collective for all parameters of a unit.
+        sync_each: whether each of the `backwards` of a step reduces.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any, str], object] = lambda model, device: None
+    depth: int = 3
+    reentrant: bool | None = None
+    backwards: int = 1
+    sync_each: bool = True
+    coalesced: bool = False
+    clips: bool = False
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+
+
+def mixed(**more: Any) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32, **more)}
+
+
+def halves(gradient: torch.Tensor) -> None:
+    gradient.div_(2)
+
+
+def hooks_beside(model: Any, device: str) -> None:
+    """An all-reduce hook on a stream of its own."""
+    stream = None if device == "cpu" else torch.Stream(device)
+    for unit in [*model.blocks, model]:
+        unit.set_all_reduce_hook(halves, stream=stream)
+
+
+def collects_twice(model: Any, device: str) -> None:
+    """Two reductions in flight, in their own process group."""
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_separate_reduce_scatter_group(True)
+
+
+def prefetches_two(model: Any, device: str) -> None:
+    """Each block gathers the next two in forward, and the two before it in backward."""
+    blocks = list(model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
+
+
+FEATURES = {
+    "plain": Feature(),
+    "coalesced": Feature(coalesced=True),
+    "stays unsharded": Feature({"reshard_after_forward": False}),
+    "keeps storage": Feature(prepare=lambda model, device: model.set_keep_unsharded_storage(True)),
+    "mixed precision": Feature(mixed()),
+    "mixed precision, coalesced": Feature(mixed(), coalesced=True),
+    "16 bits on the wire": Feature(mixed(reduce_scatter_dtype=BF16)),
+    "int8 gather": Feature({"mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)}),
+    "accumulation": Feature(backwards=3),
+    "accumulation without sync": Feature(backwards=3, sync_each=False),
+    "checkpointed": Feature(reentrant=False),
+    "checkpointed, reentrant": Feature(reentrant=True),
+    "clipped AdamW": Feature(clips=True, optimizer=torch.optim.AdamW),
+    "offload": Feature({"offload_policy": CPUOffloadPolicy()}),
+    "offload, mixed precision": Feature({"offload_policy": CPUOffloadPolicy(), **mixed()}),
+    "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
+    "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
+    "prefetched": Feature(prepare=prefetches_two),
+    "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
+    "hook on a stream": Feature(prepare=hooks_beside),
+    "two reductions": Feature(prepare=collects_twice),
+}
+
+
+def sharded(feature: Feature, device: str, world_size: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(dim=16, hidden=19, depth=feature.depth, use_reentrant=feature.reentrant).to(device)
+    options = dict(feature.options)
+    if "zero" not in options:
+        options["mesh"] = mesh_of(device, (world_size,), ("shard",))
+    if device == "cpu" and "offload_policy" in options:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, **options)
+    fsdp2.fully_shard(model, **options)
+    feature.prepare(model, device)
+    return model
+
+
+_meshes: dict[Any, DeviceMesh] = {}
+
+
+def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One per process, since making a mesh makes process groups."""
+    key = device, sizes
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device, sizes, mesh_dim_names=names)
+    return _meshes[key]
+
+
+def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) -> list[torch.Tensor]:
+    """Losses, and at the end the local parameters."""
+    optimizer = feature.optimizer(model.parameters(), lr=0.1, foreach=False)
+    results = []
+    for step in range(steps):
+        for number in range(feature.backwards):
+            model.set_is_last_backward(number == feature.backwards - 1)
+            if not feature.sync_each:
+                model.set_requires_gradient_sync(number == feature.backwards - 1)
+            x = batch(10 * step + number, rank, 16).to(device)
+            loss = model(x).square().mean()
+            loss.backward()
+            results.append(loss.detach())
+        if feature.clips:
+            fsdp2.clip_grad_norm_(model.parameters(), max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    results += [param.to_local().detach() for param in model.parameters()]
+    return [result.cpu() for result in results]
+
+
+def check(name: str, rank: int, world_size: int, seeds: range) -> None:
+    """Train with this feature on the CPU, and once for each seed on the lagging device.
+
+    Raises:
+        AssertionError: some loss or parameter differs in a bit.
+    """
+    feature = FEATURES[name]
+    expected = train(sharded(feature, "cpu", world_size), feature, "cpu", rank)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if feature.coalesced:
+            monkeypatch.setitem(comm.COMMS, "laggingccl", Coalesced())
+        for seed in seeds:
+            with late(seed):
+                actual = train(sharded(feature, DEVICE, world_size), feature, DEVICE, rank)
+            for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
+                assert torch.equal(left, right), f"seed {seed}, number {number}: {left} is not {right}"
