@@ -30,7 +30,7 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory to copy through: pinned where that makes the copies of `device` faster."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type not in ("cpu", "meta"))
 
 
 def blocks_of(values: torch.Tensor, first: int, last: int, block: int) -> Iterator[tuple[memoryview, bool]]:
