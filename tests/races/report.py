@@ -40,8 +40,9 @@ def where() -> Stack:
 
 
 def is_of_library(stack: Stack) -> bool:
-    """Whether the innermost frame is one of fsdp2."""
-    return bool(stack) and stack[0][0].startswith(str(ROOT / "fsdp2"))
+    """Whether the innermost frame is one of fsdp2; but not of its checkpoints, which fill memory from files, unseen."""
+    path = stack[0][0] if stack else ""
+    return path.startswith(str(ROOT / "fsdp2")) and not path.startswith(str(ROOT / "fsdp2" / "checkpoint"))
 
 
 @dataclass(frozen=True)
