@@ -47,7 +47,10 @@ class AdamW8bit(torch.optim.Optimizer):
 
     Args:
         params: as for torch's optimizers; DTensors and plain tensors, of any floating-point dtype.
-        lr, betas, eps, weight_decay: as for `torch.optim.AdamW`. ``lr`` may be a tensor.
+        lr: as for `torch.optim.AdamW`, like the next three; may be a tensor.
+        betas: likewise.
+        eps: likewise.
+        weight_decay: likewise.
         min_quantised_numel: parameters with fewer elements (in all ranks together), those with less than two dims, and
             those with fewer than 16 elements in a row of dim 0 keep their moments in fp32.
         rounding_seed: an integer rounds bfloat16 parameters stochastically, with random bits that depend on this
