@@ -301,10 +301,10 @@ def test_gloo_has_no_memory_of_its_own(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_symmetric_memory_needs_nccl(rank: int, world_size: int, device: str) -> None:
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_symmetric_memory_needs_nccl(rank: int, world_size: int, kind: str) -> None:
     """Behaviour 136: on the CPU, and on CUDA over gloo; and NCCL is the only backend of it."""
-    with pytest.raises(UnsupportedError, match=f"expected CUDA parameters and a process group of NCCL, got {device}"):
-        SymmetricMemory(world(), torch.device(device))
+    with pytest.raises(UnsupportedError, match=f"expected CUDA parameters and a process group of NCCL, got {kind}"):
+        SymmetricMemory(world(), torch.device(kind))
     with pytest.raises(ArgumentError, match="expected backend 'NCCL', got 'NVSHMEM'"):
-        SymmetricMemory(world(), torch.device(device), backend="NVSHMEM")
+        SymmetricMemory(world(), torch.device(kind), backend="NVSHMEM")
