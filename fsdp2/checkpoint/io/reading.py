@@ -205,23 +205,27 @@ class PieceBytes:
         if not self.verify:
             self.fetch(reader, start, into)
             return
-        # This runs thousands of times per GB, so what is the same for all chunks is looked up once.
-        size, step, place = into.nbytes, reader.chunk, self._place()
-        begin = None if place is None else place + start
-        crc = 0
-        for at in range(0, size, step):
-            chunk = into[at : at + step]
-            if begin is None:
-                self.fetch(reader, start + at, chunk)
-            else:
-                reader.read_into(begin + at, chunk)
-            end = min(at + step, size)
-            for low in range(at, end, BLOCK):
-                high = min(low + BLOCK, end)
-                crc = crc32(chunk if high - low == end - at else chunk[low - at : high - at], crc)
-                if high == size or not high % BLOCK:
-                    self._check(start + (high - 1) // BLOCK * BLOCK, start + high, text_of(crc))
-                    crc = 0
+        # This runs thousands of times per GB: what is the same for all chunks is looked up once.
+        place, chunk, read_into = self._place(), reader.chunk, reader.read_into
+        if place is None or chunk > BLOCK:
+            self._read_blocks(reader, start, into)
+            return
+        for low in range(0, into.nbytes, BLOCK):
+            high, crc = min(low + BLOCK, into.nbytes), 0
+            for at in range(low, high, chunk):
+                part = into[at : min(at + chunk, high)]
+                read_into(place + start + at, part)
+                crc = crc32(part, crc)
+            self._check(start + low, start + high, text_of(crc))
+
+    def _read_blocks(self, reader: Reader, start: int, into: memoryview) -> None:
+        """The same where a request for bytes is expensive, or they are not contiguous."""
+        step = max(reader.chunk, BLOCK)
+        for at in range(0, into.nbytes, step):
+            part = into[at : at + step]
+            self.fetch(reader, start + at, part)
+            for first, last, found, _ in self.bad_blocks(start + at, part):
+                self._check(first, last, found)
 
     def _check(self, first: int, last: int, found: str) -> None:
         """Compare the checksum of a block with the stored one."""

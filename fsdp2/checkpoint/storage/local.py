@@ -225,8 +225,8 @@ class LocalReader:
     """See `Reader`. Reads instead of mapping, so that a file that shrinks causes an error, not a SIGBUS."""
 
     # Source and destination, so twice this, must fit into the cache of one core (1 or 2 MiB) when the checksum is
-    # computed. With half of it, the overhead of the calls exceeds the gain.
-    chunk = 512 << 10
+    # computed. With half of it, the overhead of the calls exceeds the gain. Must divide a block.
+    chunk = 256 << 10
 
     def __init__(self, path: str, fd: int | None = None, owned: bool = True):
         """`fd`: the file, if it is open already; it is closed with this reader if it is `owned`."""
