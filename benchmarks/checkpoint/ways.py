@@ -253,10 +253,10 @@ def ways_of(state: State, group: dist.ProcessGroup | None) -> dict[str, Way]:
 
 
 def fetch(folder: Path) -> None:
-    """Let the kernel have the files in memory, read from the disk, whoever had written them. What was written through the
-    page cache lies there in large folios, what was read in small ones, and copying out of those takes a third longer
-    (224 and 164 ms a GiB on the Xeon): loads are compared here, not what saves leave behind. Twice: at the second access
-    the kernel moves a page to those that are in use."""
+    """Let the kernel have the files in memory, read from the disk, whoever had written them. What was written through
+    the page cache lies there in large folios, what was read in small ones, and copying out of those takes a third
+    longer (224 and 164 ms a GiB on the Xeon): loads are compared here, not what saves leave behind. Twice: at the
+    second access the kernel moves a page to those that are in use."""
     evict(folder)
     buffer = bytearray(CHUNK)
     for path in [*folder.rglob("*")] * 2:
