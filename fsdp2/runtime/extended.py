@@ -104,8 +104,7 @@ class ExtendedGather:
             if type(tensor) is torch.Tensor:
                 param.whole = param.geometry.to_memory(tensor.detach().data)
         else:
-            for storage, nbytes in self._inner:
-                storage.resize_(nbytes)
+            self._allocate_inner()
             self._extension.fsdp_post_all_gather(
                 tuple(self.fulls), self._metadata, param.compute_dtype, out=param.unsharded
             )
@@ -120,8 +119,12 @@ class ExtendedGather:
         """Allocate the tensors that `post` made, which a gather from the smaller mesh fills without the hooks; `raw` is
         not needed."""
         self._raw.free()
+        self._allocate_inner()
+
+    def _allocate_inner(self) -> None:
         for storage, nbytes in self._inner:
-            storage.resize_(nbytes)
+            if storage.nbytes() != nbytes:  # torch moves memory even if it has this size already
+                storage.resize_(nbytes)
 
     def free(self) -> None:
         self._raw.free()

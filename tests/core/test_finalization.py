@@ -86,6 +86,21 @@ def test_kept_storage(rank: int, world_size: int, raf: bool) -> None:
 
 
 @on_ranks(2)
+def test_kept_storage_moved_where_integers_were_gathered(rank: int, world_size: int) -> None:
+    """Each unshard resized a dequantised parameter's storage to the size that it had. Torch allocates memory for that,
+    copies, and frees the old: the parameter moved, with twice its memory for a while."""
+    model = sharded(Layers(2), manual=False, mp_policy=MixedPrecisionPolicy(all_gather_dtype=torch.int8))
+    model.set_keep_unsharded_storage(True)
+    pointers = []
+    for _ in range(2):
+        model.unshard()
+        (weight,) = model.parameters(recurse=False)
+        pointers.append(weight.data_ptr())
+        model.reshard()
+    assert pointers[0] == pointers[1]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_kept_storage_of_one_unit(rank: int, world_size: int, recurse: bool) -> None:
     """Behaviour 192: recursive, unless told not to be."""
