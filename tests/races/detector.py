@@ -106,7 +106,7 @@ class Detector(TorchDispatchMode):
         self.resized = Resized()
         self._memory = Memory()
         self._blocks: dict[int, Block] = {}
-        self._dropped: deque[int] = deque()
+        self._dropped: deque[tuple[int, ref[torch.UntypedStorage]]] = deque()
         self._reusable: defaultdict[str, list[Operation]] = defaultdict(list)
         self._under_way: dict[dist.Work, Clock] = {}  # their ends
         self._finished: set[dist.Work] = set()  # of these, without the program's wait
@@ -234,6 +234,7 @@ class Detector(TorchDispatchMode):
                         self._add("write", operation, other, tensor, nbytes)
 
     def _note_outputs(self, result: Any, operation: Operation, filled: bool) -> None:
+        self._forget_dropped()
         for tensor in tensors_in(result):
             storage = memory_of(tensor)
             if storage is None or not storage.nbytes() or (id(storage) in self._blocks and not self._moved(storage)):
@@ -270,15 +271,27 @@ class Detector(TorchDispatchMode):
                 return self._blocks[key]
             self._forget(key)
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        block = Block(start, end, new_on, ref(storage, lambda _: self._dropped.append(key)))
+        is_alias = self._memory.is_known(start, end) and self._belongs_to_another(start, end)
+        block = Block(start, end, new_on, ref(storage, lambda dead: self._dropped.append((key, dead))), is_alias)
         self._blocks[key] = block
-        if self._memory.is_known(start, end):
-            block.is_alias = True
-        else:
+        if not is_alias:
             self._memory.allocate(start, end, filled=new_on is None)
             if new_on is not None:
                 self._take(new_on)
         return block
+
+    def _belongs_to_another(self, start: int, end: int) -> bool:
+        """Whether a block that is still there has some of these addresses. One whose storage has moved, unseen (within
+        an operator, as `resize_` and ``out=`` do), had its memory there before: it is forgotten."""
+        over = [(key, block) for key, block in self._blocks.items() if block.start < end and start < block.end]
+        is_there = False
+        for key, block in over:
+            storage = block.storage()
+            if storage is None or self._moved(storage):
+                self._forget(key)
+            else:
+                is_there = True
+        return is_there
 
     def _take(self, stream: str) -> None:
         """A block was allocated on this stream: it may be one that was freed there."""
@@ -292,7 +305,9 @@ class Detector(TorchDispatchMode):
 
     def _forget_dropped(self) -> None:
         while self._dropped:
-            self._forget(self._dropped.popleft())
+            key, dead = self._dropped.popleft()
+            if key in self._blocks and self._blocks[key].storage is dead:  # not another with its id
+                self._forget(key)
 
     def _forget(self, key: int) -> None:
         block = self._blocks.pop(key)
@@ -309,13 +324,15 @@ class Detector(TorchDispatchMode):
         self.finish_works()
         stream = self.streams.current
         self._forget_dropped()
-        if storage.nbytes():
+        before = storage.nbytes()
+        if before:
             self._block_of(storage)
-            if storage.nbytes() != nbytes:
-                self._forget(id(storage))
-        result = self._resize(storage, nbytes)
-        if nbytes and id(storage) not in self._blocks:
-            self._block_of(storage, new_on=stream)
+            self._forget(id(storage))
+        result = self._resize(storage, nbytes)  # moves the memory even to a size that it has
+        if nbytes:
+            block = self._block_of(storage, new_on=stream)
+            if before:
+                self._memory.allocate(block.start, block.end, filled=True)  # with a copy of what it held
         self.resized.note(id(storage), nbytes, stream)
         return result
 

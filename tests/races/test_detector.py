@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,6 +182,26 @@ def test_the_host_waits_where_it_needs_a_value() -> None:
             assert x.sum().item() == 4
         x.add_(1)
         assert races_of(detector) == []
+
+
+def test_a_storage_that_moves_leaves_its_memory() -> None:
+    """The next block at its address has a history of its own. (A resize to the size that a storage has moves it, which
+    went unseen: later blocks at the old address had races with what was long over.)"""
+    memory = np.ones(64, dtype=np.float32)
+    with detecting() as detector:
+        x = torch.from_numpy(memory)
+        with detector.streams.gathering():
+            x.add_(1)
+            done = detector.streams.record()
+        done.wait()
+        x.share_memory_()  # puts it elsewhere, out of sight
+        with detector.streams.reducing():
+            torch.from_numpy(memory).add_(1)
+        assert races_of(detector) == []
+        storage = torch.ones(5000).untyped_storage()
+        start = storage.data_ptr()
+        storage.resize_(20000)
+        assert storage.data_ptr() != start and detector._blocks[id(storage)].start != start
 
 
 @on_ranks(2)
