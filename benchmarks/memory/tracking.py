@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdp2._torch import MemoryMode
 
 PRODUCTS = {"mm", "addmm", "bmm"}  # there are equally many in every peer's step: a clock that they share
 
@@ -42,7 +43,7 @@ class Holding:
     changes: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(MemoryMode):
     """While active, follows all storages on the CPU. Time is counted in operators.
 
     Attributes:
@@ -63,6 +64,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        function = self.as_without(function, args)
         kind = Kind.COMMUNICATION if function.namespace == "c10d" else Kind.OTHER
         for leaf in tree_leaves((args, kwargs)):
             self.mark(leaf, kind)
@@ -71,6 +73,7 @@ class Tracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             self.mark(leaf, kind)
         self._tick(False)
+        self.products.append(self.products[-1])  # what dies now was alive together with the result
         return result
 
     def mark(self, tensor: Any, kind: Kind) -> None:

@@ -4,6 +4,7 @@
 """
 
 from fsdp2.plan.alternatives import Comparison, compare
+from fsdp2.plan.calibration import calibrate
 from fsdp2.plan.machine import MACHINES, Machine
 from fsdp2.plan.page import comparison_page
 from fsdp2.plan.prediction import Plan, predict
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "Rehearsal",
     "Workload",
+    "calibrate",
     "compare",
     "comparison_page",
     "default_loss",

@@ -52,6 +52,27 @@ class Comparison:
             "too much. Change more than one setting, or use more ranks."
         )
 
+    @property
+    def line(self) -> str:
+        """For the start of a run: ``402 M parameters in 26 units over 8 ranks; peak 11.2 GiB of 79.1 GiB predicted;
+        next lever: 'shard 8, bf16, 1 x 2', +31% tokens/s``."""
+        peak = f"peak {amount(self.asked.device_bytes)} of {amount(self.asked.machine.memory)} predicted"
+        peak += "" if self.asked.fits else ", WHICH DOES NOT FIT"
+        return f"{self.asked.size}; {peak}; {self._lever}"
+
+    @property
+    def _lever(self) -> str:
+        least = min(self.plans, key=lambda plan: plan.device_bytes)
+        if self.best is not None and self.best is not self.asked and self.asked.fits:
+            gain = self.best.tokens_per_second / self.asked.tokens_per_second - 1
+            return f"next lever: '{self.best.name}', {gain:+.0%} tokens/s"
+        if self.best is not None and self.best is not self.asked:
+            return f"next lever: '{self.best.name}', which fits"
+        if least is self.asked:
+            return "no change of one setting is faster or smaller"
+        saved = self.asked.device_bytes - least.device_bytes
+        return f"next lever: '{least.name}', {amount(saved)} less"
+
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("settings", "tokens/s", "step", "exposed", "peak", "host", "")]
         for plan in self.plans:

@@ -109,14 +109,18 @@ class Plan:
         return ", ".join([*degrees, f"{self.microbatches} x {self.batch_size}"])
 
     @property
-    def _ranks(self) -> str:
-        return f"{self.config.world_size} rank{'s' * (self.config.world_size > 1)}"
+    def size(self) -> str:
+        """``402 M parameters in 26 units over 8 ranks``."""
+        ranks = f"{self.config.world_size} rank{'s' * (self.config.world_size > 1)}"
+        millions = self.rehearsal.num_params / 1e6
+        return (
+            f"{millions:,.{0 if millions >= 10 else 1}f} M parameters in {self.rehearsal.num_units} units over {ranks}"
+        )
 
     def __str__(self) -> str:
         done = self.rehearsal
         lines = [
-            f"{done.num_params / 1e6:,.0f} M parameters in {done.num_units} units over {self._ranks} of "
-            f"{self.machine.name}: {self.name}",
+            f"{self.size} of {self.machine.name}: {self.name}",
             "",
             f"{'memory at the peak':32}{amount(self.device_bytes):>12} of {amount(self.machine.memory)}, "
             + ("fits" if self.fits else "DOES NOT FIT"),

@@ -8,7 +8,7 @@ Layer: plan.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import events
-from fsdp2._torch import FAKE_ERRORS, FakeTensorMode, TorchDispatchMode, buffer_slots, group_named, parameter_slots
+from fsdp2._torch import (
+    FAKE_ERRORS,
+    FakeTensorMode,
+    MemoryMode,
+    buffer_slots,
+    group_named,
+    parameter_slots,
+)
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
-from fsdp2.plan.cost import seconds_of
+from fsdp2.plan.cost import Call, Cost
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import CPUOffloadPolicy
@@ -78,6 +85,7 @@ class Rehearsal:
         num_units: units with parameters.
         num_groups: process groups that were communicated in.
         tokens: of all microbatches of this rank.
+        operators: one call of each kind that ran, by its name; for `calibrate`.
     """
 
     events: Sequence[events.Event]
@@ -91,15 +99,17 @@ class Rehearsal:
     num_units: int
     num_groups: int
     tokens: int
+    operators: Mapping[str, Call]
 
 
-class Observer(TorchDispatchMode):
+class Observer(MemoryMode):
     """Sees every operator: what it costs, and which storages it meets. Also the `Wire` of the absent ranks."""
 
     def __init__(self, machine: Machine, log: list[events.Event]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.machine = machine
-        self.clock = Clock(lazy=not machine.is_accelerator)
+        self.clock = Clock(lazy=not machine.is_accelerator, overlap=machine.overlap)
+        self.cost = Cost(machine)
         self.memory = Memory(HOST)
         self.messages: list[Message] = []
         self.groups: set[int] = set()
@@ -114,9 +124,11 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if DTensor in types:
+            self.clock.host += self.machine.dtensor_seconds
             return NotImplemented  # it becomes operators of local tensors, which come here too
         if function.namespace == "prim" or getattr(function, "is_view", False):  # half of all: neither memory nor time
             return function(*args, **kwargs)
+        function = self.as_without(function, args)
         self._tick()
         result = function(*args, **kwargs)
         name = function.__name__
@@ -143,7 +155,7 @@ class Observer(TorchDispatchMode):
             nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
             seconds = nbytes / self.machine.host_link
         else:
-            seconds = seconds_of(function, args, kwargs, result, tensors, self.machine)
+            seconds = self.cost.seconds_of(function, args, kwargs, result, tensors)
         lane = "optimizer" if self.phase == "optimizer" else "compute"
         self.clock.work(lane, self._label(), seconds, self.machine.op_seconds)
 
@@ -152,6 +164,8 @@ class Observer(TorchDispatchMode):
         for event in self._log[self._num_seen :]:
             kind, _, what = event.kind.partition("_")
             label = f"{what} {event.unit or '(root)'}"
+            if kind in ("pre", "post"):  # four for each unit in a step
+                self.clock.host += self.machine.unit_seconds / 4
             if kind == "pre" and what in ("forward", "backward"):
                 self._running.append(label)
             elif kind == "post" and label in self._running:
@@ -273,6 +287,7 @@ def _rehearse(
         len(units),
         len(observer.groups),
         tokens,
+        observer.cost.seen,
     )
 
 

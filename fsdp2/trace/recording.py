@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2 import events
-from fsdp2._torch import TorchDispatchMode
+from fsdp2._torch import MemoryMode
 from fsdp2.adjacent import wholes
 from fsdp2.trace.memory import Kind, Memory, tensors_in
 from fsdp2.trace.timeline import Sample, Span, Timeline
@@ -135,11 +135,11 @@ def spans_of(log: Sequence[events.Event], steps: Sequence[float], start: float, 
     return spans
 
 
-class Meter(TorchDispatchMode):
+class Meter(MemoryMode):
     """Counts the memory that operators meet, at the time of each."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.memory = Memory(None)
         self.memory.seconds = perf_counter()
         self._model = model
@@ -152,6 +152,7 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # it becomes operators of local tensors, which come here too
         if getattr(function, "is_view", False):
             return function(*args, **kwargs)
+        function = self.as_without(function, args)
         self.memory.tick += 1
         self.memory.seconds = perf_counter()
         self.memory.look()

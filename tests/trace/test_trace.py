@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.plan.cases import CASES, Case, of_mlps
 from fsdp2 import events, trace
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel import ParallelConfig, parallelize
 from fsdp2.plan import Machine, predict
-from tests.helpers.plan_cases import CASES, Case, of_mlps
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 CPU = Machine("cpu", 2**34, {"float32": 1e11}, 1e10, 1e9, 1e9, is_accelerator=False)

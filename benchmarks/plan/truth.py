@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.memory.tracking import Kind, Moment, Tracker, timeline
+from benchmarks.plan.cases import Case
 from fsdp2 import events
 from fsdp2.parallel import parallelize
-from tests.helpers.plan_cases import Case
 
 
 class Counter(Tracker):

@@ -1,4 +1,4 @@
-"""What is planned and then run: models of plain nn and of transformers, each with a config."""
+"""What is planned and then run: small models of plain nn and of transformers, each with a config."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def gpt(dim: int = 128, tied: bool = False, frozen: bool = False) -> nn.Module:
-    model = GPT(VOCAB, LENGTH, dim, 4, 4)
+    model = GPT(VOCAB, LENGTH, dim, 4, 3)
     if tied:
         model.head.weight = model.tokens.weight
     if frozen:
@@ -102,8 +102,36 @@ class Mlps(nn.Module):
         return x
 
 
-def of_mlps(dim: int = 96) -> Workload:
-    return Workload(lambda: Mlps(dim), lambda size: torch.ones(size, dim), square, batch_size=8)
+def of_mlps(dim: int = 96, depth: int = 3) -> Workload:
+    return Workload(lambda: Mlps(dim, depth), lambda size: torch.ones(size, dim), square, batch_size=8)
+
+
+class Experts(nn.Module):
+    """A mixture of experts without a loop over tokens: each token goes through all, weighted by the router."""
+
+    def __init__(self, dim: int, num: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, num, bias=False)
+        self.up = nn.Parameter(torch.randn(num, dim, 2 * dim) * 0.02)
+        self.down = nn.Parameter(torch.randn(num, 2 * dim, dim) * 0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.router(x).softmax(-1)
+        hidden = F.silu(torch.einsum("bd,ndh->nbh", x, self.up))
+        return x + torch.einsum("nbh,nhd,bn->bd", hidden, self.down, weights)
+
+
+class Mixture(nn.Module):
+    """Several of them."""
+
+    def __init__(self, dim: int = 64, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts(dim, 4) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def transformers_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -127,11 +155,29 @@ def transformers_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
     return build
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+def bert(sizes: dict[str, int] = SMALL, length: int = LENGTH) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=length, **sizes))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    config.use_cache = False
+    return T5ForConditionalGeneration(config)
+
+
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **sizes))
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SMALL))
 
 
 def images(size: int) -> dict[str, torch.Tensor]:
@@ -164,6 +210,8 @@ CASES: dict[str, Case] = {
         ),
         ParallelConfig(blocks=("blocks.*",)),
     ),
+    "experts": Case(Workload(Mixture, lambda size: torch.ones(size, 64), square, batch_size=64)),
+    "mlps, large lanes": Case(of_mlps(256, 2)),
     "mlps, uneven": Case(of_mlps(99)),
     "mlps, tensor": Case(of_mlps(), ParallelConfig(tensor=2), options={"tp_plan": TENSOR_PLAN}),
     "llama": Case(Workload(transformers_model("llama", **WIDER, **FOUR_HEADS), tokens, batch_size=2)),
@@ -179,8 +227,45 @@ CASES: dict[str, Case] = {
             batch_size=4,
         )
     ),
+    "bert": Case(Workload(bert, tokens, batch_size=4)),
+    "t5, tied": Case(Workload(t5, tokens, batch_size=4), ParallelConfig(blocks=("T5Block",))),
     "vit": Case(Workload(vit, images, batch_size=4)),
     "gpt, HSDP": Case(of_gpt(), ParallelConfig(replicate=2), ranks=4),
     "gpt, resharded to 2": Case(of_gpt(), ParallelConfig(reshard_after_forward=2), ranks=4),
     "mlps, sharded and tensor": Case(of_mlps(), ParallelConfig(tensor=2), 4, {"tp_plan": TENSOR_PLAN}),
+}
+
+
+def longer(size: int, length: int = 128) -> dict[str, torch.Tensor]:
+    ids = torch.arange(size * length).remainder(VOCAB).view(size, length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def of_larger(**options: Any) -> Workload:
+    """Of a GPT whose steps take a tenth of a second and more."""
+    return Workload(lambda: GPT(VOCAB, 128, 384, 6, 4), longer, lm_loss, batch_size=2, **options)
+
+
+LARGER = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_hidden_layers": 4}
+
+# What is timed: large enough that a step is not mostly overhead.
+TIMED: dict[str, Case] = {
+    "gpt": Case(of_larger()),
+    "gpt, checkpointed": Case(of_larger(), ParallelConfig(activation_checkpointing="full")),
+    "gpt, bf16": Case(of_larger(), ParallelConfig(mixed_precision="bf16")),
+    "gpt, 3 microbatches": Case(of_larger(microbatches=3)),
+    "gpt, kept after forward": Case(of_larger(), ParallelConfig(reshard_after_forward=False)),
+    "gpt, replicated": Case(of_larger(), ParallelConfig(replicate=2, shard=1)),
+    "llama": Case(Workload(transformers_model("llama", **LARGER, num_key_value_heads=2), longer, batch_size=2)),
+    "bert, wider": Case(Workload(lambda: bert(LARGER, 128), longer, batch_size=2)),
+    "experts": Case(Workload(lambda: Mixture(256, 4), lambda size: torch.ones(size, 256), square, batch_size=256)),
+    "mlps, tensor": Case(
+        Workload(lambda: Mlps(512, 4), lambda size: torch.ones(size, 512), square, batch_size=512),
+        ParallelConfig(tensor=2),
+        options={"tp_plan": TENSOR_PLAN},
+    ),
+    "convolutions": Case(
+        Workload(Convolutions, lambda size: torch.ones(size, 3, 64, 64), square, batch_size=8),
+        ParallelConfig(blocks=("blocks.*",)),
+    ),
 }
