@@ -53,6 +53,8 @@ class Options:
     save_every: int
     keep: int
     sample_bytes: int
+    plan: bool
+    monitor: list[str]
 
     def model(self) -> LMConfig:
         return LMConfig(
@@ -202,4 +204,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--save-every", type=_count_or_zero, default=200, help="steps between checkpoints; 0: at the end alone")
     add("--keep", type=_count_or_zero, default=0, help="how many of the newest checkpoints stay; 0: all")
     add("--sample-bytes", type=_count_or_zero, default=200, help="length of the text generated at the end")
+    add("--plan", action="store_true", help="say at the start how much memory the run will take, and what would help")
+    names = ("jsonl", "tensorboard", "wandb", "mlflow")
+    add("--monitor", nargs="+", default=[], choices=names, help="where to write gradient norms by unit, and waiting")
     return parser

@@ -44,6 +44,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("fsdp2",),
     ("compat.*",),
     ("plan.*",),
+    ("monitor.*",),
     ("trace.*",),
     ("checkpoint.*",),
     ("checkpoint.run.*",),
@@ -113,7 +114,7 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 
 # `import fsdp2` must not load these.
-LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "compat")
+LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "monitor", "compat")
 
 FORBIDDEN_IMPORTS = ("torch.distributed.fsdp._", "torch.distributed._composable")
 PRIVATE_TORCH_HOME = "_torch"
@@ -138,6 +139,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("file lines", "_torch"): "everything that an upgrade of torch has to look at, in one place",
     ("attributes", "runtime.unit:Unit"): "the same",
     ("file lines", "runtime.unit"): "the same",
+    ("attributes", "plan.machine:Machine"): "the lines of a data sheet, each with a meaning of its own",
     ("parameters", "checkpoint.saving:save"): "what goes where, and switches that each stand for themselves",
     ("parameters", "checkpoint.tools.converting:convert"): "the same",
     ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",
