@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import subprocess
@@ -201,3 +202,29 @@ def test_many_lists_in_few_bytes(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x04" + b"]\x94" * 2_000_000 + b".")
     with pytest.raises(CorruptError, match="more than there can be"):
         checkpoint.load(folder)
+
+
+def test_plans_of_many_tensors_keep_the_collector_out(tmp_path: Path) -> None:
+    """It went over all objects of torch again and again: most of what a save of thousands of tensors cost."""
+    values = {f"layers.{number}.weight": torch.ones(2) for number in range(3000)}
+    checkpoint.save(tmp_path / "a", model=values)
+    full: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        full.extend([info["generation"]] if phase == "start" and info["generation"] else [])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        checkpoint.save(tmp_path / "b", model=values)
+        checkpoint.load(tmp_path / "b", model=values)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(full) < 10, full
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        checkpoint.load(tmp_path / "b", model=values)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -17,12 +17,13 @@ import safetensors.torch
 import torch
 
 import fsdp2.checkpoint as fc
+from fsdp2 import CheckpointError
 from fsdp2.checkpoint.tools.cli import main
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import Damage, find_damage, verify
-from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.errors import CorruptError
 from tests.helpers.checkpoint_cases import value_of
 from tests.helpers.source_tree import ROOT
 
@@ -488,3 +489,10 @@ print(main(sys.argv[1:]), main([*sys.argv[1:], "--json"]))
     assert "pip install 'fsdp2[cli]'" in done.stderr
     assert done.stdout.startswith("{")
     assert done.stdout.endswith("}\n2 0\n")
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "1e999GB"])
+def test_sizes_that_are_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(tmp_path), str(tmp_path / "b"), "--max-file-size", size])
+    assert ended.value.code == 2 and "is not a size" in capsys.readouterr().err

@@ -20,12 +20,13 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
+from fsdp2 import CheckpointError, checkpoint
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
+from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from tests.helpers.checkpoint_cases import (
     LAYOUTS,
     Awkward,
@@ -449,3 +450,12 @@ def test_more_files_than_a_process_may_open(old: Path, tmp_path: Path) -> None:
     done = run(FEW_FILES, old, tmp_path / "many", tmp_path / "one")
     assert done.returncode == 0, done.stderr
     assert len(os.listdir(tmp_path / "many")) == 126
+
+
+def test_what_only_one_format_can_hold_differs(tmp_path: Path) -> None:
+    """`diff` of a checkpoint and its conversion, which lacks the extra state, said that they were equal."""
+    checkpoint.save(tmp_path / "a", model={"w": torch.ones(2)}, extra={"loader": {"at": 3}})
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    assert checkpoint.diff(tmp_path / "a", tmp_path / "b").other == ["extra state: only in the first"]
+    assert checkpoint.diff(tmp_path / "b", tmp_path / "a").other == ["extra state: only in the second"]
+    assert checkpoint.diff(tmp_path / "a", tmp_path / "b", model_only=True).equal

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import checkpoint
+from fsdp2 import ArgumentError, CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.run import retention
 from fsdp2.checkpoint.run.folders import STALE_S, left_overs, sweep
@@ -20,7 +20,6 @@ from fsdp2.checkpoint.run.lease import take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.checkpoint.tools.cli import main
-from fsdp2.errors import ArgumentError, CheckpointError
 
 
 def save(root: Path, step: int, value: float | None = None, **options: Any) -> None:
@@ -361,3 +360,26 @@ def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="Input/output error"):
         save(tmp_path, 1, value=3.0, overwrite=True)
     assert aside.exists()
+
+
+def test_prune_keeps_what_can_be_loaded(tmp_path: Path) -> None:
+    """A damaged newest checkpoint counted as the one to keep."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)
+    next((tmp_path / "step-00000002").glob("model-*")).unlink()
+    assert checkpoint.prune(tmp_path, keep=1) == []
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None and newest.endswith("step-00000001")
+
+
+def test_prune_deletes_a_link_and_not_what_is_behind_it(tmp_path: Path) -> None:
+    """The manifest of a checkpoint elsewhere was deleted."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "elsewhere", model={"w": torch.full((2,), float(step))}, step=step)
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        name = f"step-0000000{step}"
+        (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere" / name)
+    checkpoint.prune(tmp_path / "run", keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
+    assert len(checkpoint.checkpoints(tmp_path / "elsewhere")) == 2

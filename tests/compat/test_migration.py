@@ -12,7 +12,13 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-from tests.helpers import migration_from_deepspeed, migration_from_fsdp1, migration_from_torch  # noqa: F401  (they register cases)
+from tests.helpers import (  # noqa: F401  (they register cases)
+    migration_from_ddp,
+    migration_from_deepspeed,
+    migration_from_fsdp1,
+    migration_from_fsdp1_states,
+    migration_from_torch,
+)
 from tests.helpers.migration_cases import (
     CASES,
     ROWS,

@@ -16,9 +16,19 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import OrderError, fully_shard
+from fsdp2.runtime.gather import Gather
 from tests.helpers.models import Dot, add, grads
-from tests.helpers.parity_models import Stack, assert_gradients, batch, local, mean_gradients, mesh_2d, shard_blocks
+from tests.helpers.parity_models import (
+    Stack,
+    assert_gradients,
+    batch,
+    local,
+    mean_gradients,
+    mesh_2d,
+    shard_blocks,
+)
 from tests.helpers.ranks import on_ranks
+from tests.helpers.two_layers import assert_same_gradients, backward_of, sharded_layers, two_layers
 
 
 class Broken(Exception):
@@ -227,3 +237,95 @@ def test_exception_in_a_recompute(rank: int, world_size: int, use_reentrant: boo
         model.zero_grad()
         step(model, rank)
         assert_gradients(model, mean_gradients(plain, world_size, step))
+
+
+@on_ranks(2)
+def test_forward_after_a_failed_backward_passed_for_a_recomputation(rank: int, world_size: int) -> None:
+    """A unit whose backward had raised was still "in backward"; the next forward took itself for the recomputation of a
+    checkpoint, hooked nothing, and its gradients were never reduced. Now it says what to do."""
+    model = fully_shard(nn.Linear(4, 4))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("from the user's hook")
+
+    hidden = model(torch.ones(2, 4, requires_grad=True))
+    hidden.register_hook(fail)
+    with pytest.raises(KeyError):
+        hidden.sum().backward()
+    with pytest.raises(OrderError, match="reset_iter_state"):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+
+
+@on_ranks(2)
+def test_backward_that_failed_above_the_root_went_unnoticed(rank: int, world_size: int) -> None:
+    """The root's own backward was over when something before it raised. The next forward was accepted, but nothing
+    ended the backward after it, and the failed one's gradients came out of it."""
+    model = fully_shard(nn.Linear(4, 4))
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            raise KeyError("before the root")
+
+    with pytest.raises(KeyError):
+        model(Fail.apply(100 * torch.ones(2, 4, requires_grad=True))).sum().backward()
+    with pytest.raises(OrderError, match="reset_iter_state"):
+        model(torch.ones(2, 4))
+    model.reset_iter_state()
+    model(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+
+
+@on_ranks(2)
+def test_call_that_raised_left_sharded_parameters(rank: int, world_size: int) -> None:
+    """fully_shard replaced the parameters and then found that the class cannot be swapped."""
+
+    class Picky(nn.Linear):
+        def __init_subclass__(cls, *, needed: int) -> None:
+            super().__init_subclass__()
+
+    layer = Picky(4, 4)
+    weight = layer.weight
+    with pytest.raises(TypeError):
+        fully_shard(layer)
+    assert layer.weight is weight
+    assert type(layer) is Picky
+    assert fully_shard.state(layer) is None
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_reset_after_an_unshard_that_failed(
+    rank: int, world_size: int, nth: int, reshard_after_forward: bool | int
+) -> None:
+    """docs/design.md, invariant 7: what a copy out of memory, or a `fsdp_post_all_gather` that raises, leaves: in
+    forward, and in backward (the third gather), where the module held parameters of the smaller mesh."""
+    model = sharded_layers(reshard_after_forward=reshard_after_forward)
+    backward_of(model)
+    original, calls = Gather._finish, []
+
+    def failing(self: Gather, *args: Any) -> None:
+        original(self, *args)
+        calls.append(self)
+        if len(calls) == nth:
+            raise torch.OutOfMemoryError("on every rank")
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Gather, "_finish", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            backward_of(model)
+        model.reset_iter_state()
+        assert all(param.device_mesh.ndim == 1 for param in model.parameters())
+        model.zero_grad()
+        backward_of(model)
+    plain = two_layers()
+    backward_of(plain)
+    assert_same_gradients(model, plain)

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 import fsdp2
-from tests.helpers.extensions import Gathered, InPieces, Wrapped, aten, keep_version
+from fsdp2 import FSDPError, ZeroPolicy, fully_shard
+from tests.helpers.extensions import Gathered, InPieces, Wrapped, aten, keep_version, layers_in_pieces
 from tests.helpers.models import reference_grads, run_step
 from tests.helpers.parity_models import assert_gradients, batch, local, mesh_2d
 from tests.helpers.ranks import on_ranks
@@ -464,3 +465,28 @@ def test_unpadded_input(rank: int, world_size: int) -> None:
         with pytest.raises(AssertionError) as info:
             layer.unshard()
         assert "3, 4" in str(info.value) and "2, 4" in str(info.value)
+
+
+@on_ranks(2)
+def test_an_extension_without_a_shard_axis(rank: int, world_size: int) -> None:
+    """ZeRO stage 0 with a weight that has hooks, which nothing would call: refused."""
+    with pytest.raises(FSDPError, match="hooks"):
+        layers_in_pieces(zero=ZeroPolicy(stage=0))
+
+
+class TimesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(InPieces(weight.t().contiguous().t(), {}))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value @ self.weight
+
+
+@on_ranks(2)
+def test_a_wrapper_that_is_not_contiguous(rank: int, world_size: int) -> None:
+    """A transposed weight of a subclass (fp8 stores those) is cut along the wrong dim; square ones without an error.
+    torch's FSDP2 refuses."""
+    with pytest.raises(FSDPError):
+        fully_shard(TimesWeight())

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.models import is_sharded, linears, reference_grads, run_step
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
+from tests.helpers.models import is_sharded, reference_grads, run_step
 from tests.helpers.parity_models import (
     Layers,
     assert_gradients,
@@ -30,6 +31,7 @@ from tests.helpers.parity_models import (
     shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
+from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers
 
 
 def sharded(plain: nn.Module, manual: bool = True, **options: Any) -> Any:
@@ -398,91 +400,6 @@ def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> Non
 # --- param_dtype_override_fn ------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    """A norm, which is to stay in fp32, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(4)
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x.to(self.norm.weight.dtype)).to(self.linear.weight.dtype))
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("keep", [torch.float32, None, torch.bfloat16])
-def test_param_dtype_override(rank: int, world_size: int, keep: torch.dtype | None) -> None:
-    """Behaviour 122: called once for each parameter, in `fully_shard`; the original dtype keeps it from being cast."""
-    model: Any = Normed()
-    norms, everything = set(model.norm.parameters()), list(model.parameters())
-    asked: list[Tensor] = []
-
-    def override(param: nn.Parameter) -> torch.dtype | None:
-        asked.append(param)
-        return keep if param in norms else None
-
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
-    fully_shard(model, mp_policy=policy)
-    assert len(asked) == len(everything) and {id(param) for param in asked} == {id(param) for param in everything}
-    seen: list[torch.dtype] = []
-    model.norm.register_forward_hook(lambda *_: seen.extend(param.dtype for param in model.parameters()))
-    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    with events.record() as log:
-        loss = model(batch(0, rank, 4)).sum()
-    loss.backward()
-    kept = keep or torch.bfloat16
-    assert seen == [torch.bfloat16, kept, kept, torch.bfloat16, torch.bfloat16], "inputs are cast all the same"
-    assert count(log, "all_gather") == {"all_gather": 1}
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
-    assert_close(full(model.linear.bias.grad), torch.full((4,), 3.0))
-    assert len(asked) == len(everything)
-
-
-@on_ranks(2)
-def test_param_dtype_override_trains(rank: int, world_size: int) -> None:
-    """Behaviour 122: everything uncast is training without a policy, but for the inputs."""
-    plain = linears(2)
-    policy = MixedPrecisionPolicy(
-        torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=lambda param: param.dtype
-    )
-    model = sharded(plain, manual=False, mp_policy=policy)
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, step)
-        assert_gradients(model, reference_grads(plain, world_size, step))
-
-
-@on_ranks(2)
-def test_param_dtype_override_of_managed_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 122: not called for ignored parameters, nor for those of units below, and once for a tied one."""
-    model: Any = linears(3)
-    model[2].weight = model[1].weight
-    fully_shard(model[0])
-    asked: list[Tensor] = []
-    managed = [model[1].weight, model[1].bias]
-    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=asked.append)
-    fully_shard(model, mp_policy=policy, ignored_params={model[2].bias})
-    assert [id(param) for param in asked] == [id(param) for param in managed]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("value", [torch.float16, torch.int32, "float32", 1])
-def test_param_dtype_override_values(rank: int, world_size: int, value: Any) -> None:
-    """Behaviour 122: param_dtype, the original dtype, or None; the error names parameter and value."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: value)
-    with pytest.raises(ValueError, match=r"0\.weight") as info:
-        fully_shard(linears(1), mp_policy=policy)
-    assert str(value) in str(info.value)
-
-
-def test_param_dtype_override_is_keyword_only() -> None:
-    """Behaviour 122: not the fifth positional argument."""
-    with pytest.raises(TypeError):
-        MixedPrecisionPolicy(torch.bfloat16, None, None, True, lambda param: None)  # type: ignore[misc]
-    assert MixedPrecisionPolicy().param_dtype_override_fn is None
-
-
 # --- gradient dtypes --------------------------------------------------------------------------------------------------
 
 
@@ -546,3 +463,36 @@ def test_partials_survive_zero_grad(rank: int, world_size: int) -> None:
         model(torch.ones(1, 4)).sum().backward()
         assert (local(model.bias.grad) == 4).all()
         model.zero_grad()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shard_size", [None, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_is_last_backward_has_no_meaning_in_manual_mode(
+    rank: int, world_size: int, stage: int, shard_size: int | None
+) -> None:
+    """Behaviour 193: in manual mode `set_is_last_backward` has no meaning."""
+    model = sharded_layers(zero=ZeroPolicy(stage=stage, shard_size=shard_size))
+    model.set_manual_backward_finalization(True)
+    model.set_is_last_backward(False)
+    params = list(model.parameters())
+    backward_of(model)
+    model.finalize_backward()
+    plain = two_layers()
+    backward_of(plain)
+    for param, wanted in zip(params, plain.parameters(), strict=True):
+        assert param.grad is not None
+        assert_close(full(param.grad), wanted.grad)
+    assert isinstance(model[0].weight, DTensor), "it reshards, or the next forward computes with old parameters"
+
+
+@on_ranks(2)
+def test_manual_mode_with_a_reentrant_checkpoint_around_the_root(rank: int, world_size: int) -> None:
+    """Behaviour 195: forward, backward, finalise. It said that a forward waits for its backward."""
+    model = sharded_layers()
+    model.set_manual_backward_finalization(True)
+    checkpoint(model, X.clone().requires_grad_(), use_reentrant=True).square().mean().backward()
+    model.finalize_backward()
+    plain = two_layers()
+    backward_of(plain)
+    assert_same_gradients(model, plain)

@@ -119,3 +119,43 @@ def test_one_rank_axis_of_hsdp(rank: int, world_size: int, replicas: int) -> Non
     assert reduced(model, 2.0**rank) == 15 / 4
     model.set_gradient_divide_factor(3)
     assert reduced(model, 2.0**rank) == 5
+
+
+@on_ranks(2)
+def test_padding_of_an_uneven_direct_gradient_was_uninitialised(rank: int, world_size: int) -> None:
+    """The all-reduce hook sees the flat gradients, padding included. On the direct lane nothing ever wrote the padding,
+    so a hook that took a norm got garbage."""
+    model = nn.Linear(1000, 301, bias=False)  # large enough for the direct lane, rows 151 and 150
+    fully_shard(model)
+    seen: list[torch.Tensor] = []
+    model.set_all_reduce_hook(lambda flat: seen.append(flat.clone()))
+    for _ in range(3):
+        model(torch.randn(2, 1000)).sum().backward()
+    for flat in seen:
+        assert flat.numel() == 151 * 1000
+        local = model.weight.grad.to_local().numel()
+        assert flat[local:].abs().sum() == 0
+
+
+class SharesMemory(nn.Module):
+    """The gradient of `shift` is a view of the gradient that flows on to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shift.view(-1) + x
+
+
+@on_ranks(2)
+def test_scaling_a_gradient_changed_another_one(rank: int, world_size: int) -> None:
+    """fp16 gradients are divided before they are summed. That was done in place, but what autograd leaves in `.grad`
+    may share its memory with the gradient that is still on its way to the input: the input's came out divided too."""
+    model = SharesMemory().half()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    x = torch.ones(64, dtype=torch.float16, requires_grad=True)
+    weight = torch.arange(64).half()
+    (model(x * 1) * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+    assert torch.equal(model.shift.grad.full_tensor().view(-1), weight)

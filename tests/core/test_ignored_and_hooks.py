@@ -132,3 +132,18 @@ def test_optimizer_in_backward(rank: int, world_size: int) -> None:
         for ours, normal in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert ours.grad is None
             torch.testing.assert_close(local(ours), local(normal))
+
+
+@on_ranks(2)
+def test_user_hooks_ran_with_gradients_enabled(rank: int, world_size: int) -> None:
+    """Autograd runs post-accumulate-grad hooks without recording; so must we, or an optimizer in backward fails."""
+    model = fully_shard(nn.Linear(4, 4))
+
+    def step(param: torch.Tensor) -> None:
+        param.add_(param.grad, alpha=-0.1)
+        param.grad = None
+
+    before = model.weight.full_tensor().clone()
+    model.weight.register_post_accumulate_grad_hook(step)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.testing.assert_close(model.weight.full_tensor(), before - 0.2)

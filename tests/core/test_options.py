@@ -15,7 +15,8 @@ from itertools import combinations
 
 import pytest
 
-from tests.helpers.options import BY_NAME, OPTIONS, REFUSED, SKIPPED, Case
+from tests.helpers.options import BY_NAME, OPTIONS, REFUSED, SKIPPED
+from tests.helpers.options_case import Case
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
 
 Names = tuple[str, ...]

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -186,3 +187,20 @@ def test_prefetch_of_a_unit_with_two_groups(rank: int, world_size: int) -> None:
     with events.record() as log:
         loss.backward()
     assert gathers(log) == [(f"layers.{layer}", ranks) for layer in (2, 1, 0) for ranks in (2, 4)]
+
+
+@on_ranks(2)
+def test_list_of_modules_lost_its_prefetch(rank: int, world_size: int) -> None:
+    """Each module of a list was recorded by itself, so the unit that ran before the second one was the unit itself."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard([model[1], model[2]], reshard_after_forward=True)
+    fully_shard(model)
+    for _ in range(2):
+        with events.record() as log:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    order = [f"{e.kind} {e.unit}" for e in log if e.kind in ("unshard", "post_backward")]
+    assert (
+        order[2:]
+        == ["unshard 1, 2", "unshard 0", "post_backward 1, 2", "post_backward 0", "post_backward "][: len(order) - 2]
+    )

@@ -328,3 +328,17 @@ def test_units_of_groups_keep_their_names(rank: int, world_size: int) -> None:
         model(batch(0, rank, 4))
     assert set(units(log, "all_gather")) == {"0"}
     assert {event.group_size for event in log if event.kind == "all_gather"} == {2}, "one rank gathers nothing"
+
+
+@on_ranks(2)
+def test_parameter_got_another_mesh_object(rank: int, world_size: int) -> None:
+    """`nn.Parameter(dtensor)` detaches, and DTensor's dispatch took the spec from its cache: the mesh was equal
+    to the caller's, but that of an earlier model, with process groups of its own."""
+    kept = []
+    for _ in range(3):
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        assert model.weight.device_mesh is mesh
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.device_mesh is mesh
+        kept.append(mesh)

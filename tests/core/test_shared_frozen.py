@@ -387,3 +387,41 @@ def test_freezing_what_is_unsharded(rank: int, world_size: int, when: str, freez
     steps(model, rank)
     assert sharded.requires_grad is not freeze and model[1].weight is sharded
     assert_gradients(model, mean_gradients(plain, world_size, steps))
+
+
+class Either(nn.Module):
+    """Ranks take different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Linear(4, 4)
+        self.odd = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.even(x) if rank % 2 == 0 else self.odd(x)
+
+
+class TwoEither(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Either()
+        self.second = Either()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.second(self.first(x, rank), rank)
+
+
+@on_ranks(2, 4)
+def test_zeros_for_unused_parameters_were_sent_twice(rank: int, world_size: int) -> None:
+    """With set_reduce_scatter_unused_params, a unit sent zeros for unused parameters at the end of its backward, and
+    again at the end of the whole backward, since they still had no gradient. A rank on which the unit's backward did
+    not run would have sent them once: a hang."""
+    model = TwoEither()
+    for unit in (model.first, model.second):
+        fully_shard(unit)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    with events.record() as log:
+        model(torch.ones(2, 4, requires_grad=True), rank).sum().backward()
+    assert sorted(event.unit for event in log if event.kind == "reduce_scatter") == ["first", "second"]
+    assert all(param.grad is not None for param in model.parameters())

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
+from fsdp2.runtime.reduction import Reduction
 from tests.helpers.ranks import on_ranks
+from tests.helpers.two_layers import backward_of, sharded_layers
 from tests.races.detector import detecting
 from tests.races.models import make_model, train
 
@@ -119,3 +122,31 @@ def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> No
         with torch.no_grad():
             model(torch.randn(2, 64))
     assert seen == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+@on_ranks(4)
+def test_the_first_output_lives_until_compute_has_waited(rank: int, world_size: int) -> None:
+    """docs/design.md, invariant 5: a buffer of the reduce-scatter stream that the all-reduce stream reads has a keeper
+    until that has been waited for. With two reductions in flight the second one's buffer takes the place of the
+    first's."""
+    outputs: dict[int, StorageWeakRef] = {}
+    seen: list[bool] = []
+    scatter, scale = Reduction._scatter_replicas, Reduction._scale
+
+    def watched_scatter(self: Reduction, average: bool) -> Any:
+        assert self._flat is not None
+        outputs[id(self)] = StorageWeakRef(self._flat.untyped_storage())
+        return scatter(self, average)
+
+    def watched_scale(self: Reduction, post: float) -> None:
+        seen.append(outputs[id(self)].expired())
+        scale(self, post)
+
+    model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
+    model.set_reduce_scatter_max_input_buffers(2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Reduction, "_scatter_replicas", watched_scatter)
+        monkeypatch.setattr(Reduction, "_scale", watched_scale)
+        backward_of(model)
+    assert seen
+    assert not any(seen)

@@ -9,6 +9,8 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2 import fully_shard
+
 aten = torch.ops.aten
 keep_version = torch.autograd._unsafe_preserve_version_counter
 Gathered = tuple[Tensor, ...]
@@ -114,3 +116,12 @@ class InPieces(Wrapped):
         with torch.no_grad(), keep_version(out):
             out.copy_(value)
         return None
+
+
+def layers_in_pieces(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for layer in model:
+        layer.weight = nn.Parameter(InPieces(layer.weight.detach().clone(), {}))
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)

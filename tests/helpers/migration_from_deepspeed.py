@@ -50,8 +50,9 @@ from tests.helpers.migration_cases import (
     trains,
     weights,
 )
-from tests.helpers.migration_from_fsdp1 import FULL, no_sync, trained
-from tests.helpers.migration_from_torch import local_step, units_are_buckets
+from tests.helpers.migration_from_ddp import units_are_buckets
+from tests.helpers.migration_from_fsdp1_states import FULL, no_sync, trained
+from tests.helpers.migration_from_torch import local_step
 from tests.helpers.parity_models import batch, mesh_2d
 from tests.helpers.refused_by_torch import PackedLinear
 

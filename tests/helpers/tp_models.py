@@ -10,6 +10,7 @@ data-parallel rank, not a global one, names a batch.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import warnings
@@ -270,3 +271,14 @@ def count_comms() -> Iterator[dict[str, int]]:
         with quiet(), _Ops() as seen:
             yield counts
         counts.update({kind: seen.names.count(op) for kind, op in ops.items()})
+
+
+def tp_pair(mesh: DeviceMesh | None = None, plan: str = "plain_norms", **options: Any) -> tuple[TpLm, Any]:
+    """The plain model and a copy with TP and `fully_shard`."""
+    plain = TpLm()
+    return plain, tp_shard(API, copy.deepcopy(plain), mesh, plan, **options)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Unlike Adam it does not make large differences from small ones."""
+    return torch.optim.SGD(params, lr=0.1)

@@ -10,7 +10,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,14 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp2.errors import ArgumentError, FSDPError, MisuseError, UnsupportedError
+from fsdp2.errors import FSDPError
 from fsdp2.optim import clip_grad_norm_
 from fsdp2.parallel import (
-    Meshes,
     ParallelConfig,
     apply_context_parallel,
     build_meshes,
@@ -35,130 +33,26 @@ from fsdp2.parallel import (
     parallelize,
     positions,
     shard_sequence,
-    token_mean,
     unshard_sequence,
 )
 from fsdp2.parallel.ring_attention import context_group, num_ring_attentions
-from tests.helpers.models import error_of, wrapped
-from tests.helpers.parity_models import Gradients, assert_gradients, full
+from tests.helpers.context_lm import (
+    DIM,
+    DIMS,
+    ContextBlock,
+    attend,
+    check_lm,
+    local_loss,
+    loss_sum,
+    parallel_lm,
+    plain_lm,
+    reference,
+    whole_batch,
+)
+from tests.helpers.models import error_of
+from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import quiet
-
-VOCAB, DIM, HEADS, KEY_HEADS, ROWS = 17, 16, 4, 2, 64
-PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")} | {
-    f"blocks.*.{name}": "rowwise" for name in ("o", "down")
-}
-IGNORED = -100
-
-
-def rotated(x: Tensor, position_ids: Tensor) -> Tensor:
-    """Rotary embedding of ``[batch, heads, rows, head dim]`` by ``[rows]`` positions."""
-    half = x.shape[-1] // 2
-    angles = position_ids[:, None] * torch.arange(1, half + 1, dtype=x.dtype) * 0.1
-    first, second = x.split(half, -1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()], -1)
-
-
-class ContextBlock(nn.Module):
-    """Causal attention with grouped heads and rotary positions, and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = DIM // HEADS
-        self.q, self.o = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
-        self.k, self.v = (nn.Linear(DIM, KEY_HEADS * size, bias=False) for _ in range(2))
-        self.up, self.down = nn.Linear(DIM, 24), nn.Linear(24, DIM, bias=False)
-        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        normed, size = self.norms[0](x), DIM // HEADS
-        q, k, v = (each(normed).unflatten(-1, (-1, size)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        q, k = rotated(q, position_ids), rotated(k, position_ids)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(attended.transpose(1, 2).flatten(2))
-        return x + self.down(torch.tanh(self.up(self.norms[1](x))))
-
-
-class ContextLm(nn.Module):
-    """Tokens and their positions -> logits."""
-
-    def __init__(self, use_reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(ContextBlock() for _ in range(2))
-        self.head = nn.Linear(DIM, VOCAB)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            if self.use_reentrant is None:
-                x = block(x, position_ids)
-            else:
-                x = checkpoint(block, x, position_ids, use_reentrant=self.use_reentrant)
-        return self.head(x)
-
-
-def plain_lm(**options: Any) -> ContextLm:
-    torch.manual_seed(3)
-    return ContextLm(**options).double()
-
-
-def whole_batch(data_rank: int, step: int = 0, rows: int = ROWS) -> dict[str, Tensor]:
-    """Two sequences; a third of the first one's labels is ignored, and half of data rank 1's."""
-    generator = torch.Generator().manual_seed(100 * step + data_rank)
-    ids = torch.randint(VOCAB, (2, rows), generator=generator)
-    labels = next_token_labels(ids, IGNORED)
-    labels[0, : rows // 3] = IGNORED
-    if data_rank == 1:
-        labels[:, rows // 2 :] = IGNORED
-    return {"ids": ids, "labels": labels, "positions": torch.arange(rows)}
-
-
-DIMS = {"ids": 1, "labels": 1, "positions": 0}
-
-
-def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(batch["ids"], batch["positions"])
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def reference(model: nn.Module, data_ranks: int, step: int = 0) -> tuple[Tensor, Gradients]:
-    """One process: the mean loss over all tokens of all batches, and its gradients."""
-    model.zero_grad()
-    batches = [whole_batch(rank, step) for rank in range(data_ranks)]
-    tokens = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-    loss = torch.stack([loss_sum(model, batch) for batch in batches]).sum() / tokens
-    loss.backward()
-    return loss.detach(), {name: param.grad for name, param in model.named_parameters()}
-
-
-def local_loss(model: nn.Module, meshes: Meshes, step: int = 0) -> Tensor:
-    """This rank's loss of its part of its data rank's batch."""
-    batch = whole_batch(meshes.data_rank, step)
-    assert meshes.context is not None
-    batch = shard_sequence(batch, meshes.context, DIMS)
-    return token_mean(loss_sum(model, batch), (batch["labels"] != IGNORED).sum(), meshes.loss)
-
-
-def check_lm(model: nn.Module, plain: nn.Module, meshes: Meshes, step: int = 0) -> None:
-    """One step (gradients cleared) gives one process' loss and gradients."""
-    loss, gradients = reference(plain, meshes.data_ranks, step)
-    model.zero_grad()
-    mine = local_loss(model, meshes, step)
-    mine.backward()
-    assert_gradients(model, gradients, rtol=1e-9, atol=1e-11)
-    total = mine.detach().clone()
-    torch.distributed.all_reduce(total, group=meshes.loss.get_group())
-    assert_close(total / meshes.loss.size(), loss, rtol=1e-10, atol=0)
-
-
-def parallel_lm(config: ParallelConfig, **options: Any) -> tuple[ContextLm, nn.Module, Meshes]:
-    """The plain model, a parallel copy, and the meshes."""
-    plain, meshes = plain_lm(), build_meshes(config)
-    model = parallelize(copy.deepcopy(plain), config, meshes=meshes, blocks=ContextBlock, tp_plan=PLAN, **options)
-    return plain, model, meshes
-
 
 # --- with the other kinds of parallelism ------------------------------------------------------------------------------
 
@@ -413,118 +307,7 @@ def test_shard_and_unshard(rank: int, world_size: int) -> None:
     assert torch.equal(shard_sequence(torch.arange(rows), mesh, 0), places)
 
 
-@on_ranks(2)
-def test_mistakes_with_sequences(rank: int, world_size: int) -> None:
-    mesh = build_meshes(ParallelConfig(context=2)).context
-    ids = torch.zeros(2, 10)
-
-    def error(batch: Any, dims: Any = 1) -> str:
-        return wrapped(error_of(ArgumentError, lambda: shard_sequence(batch, mesh, dims)))
-
-    assert error({"input_ids": ids}) == (
-        "shard_sequence: 'input_ids' [2, 10] has 10 rows along the sequence, which cannot be cut into 2 x 2 =\n"
-        "4 equal chunks for 2 context ranks (10 = 2 x 4 + 2): pad it to 12 or cut it to 8\n"
-    )
-    assert error({"a": ids}, {"b": 1}) == "sequence dims are given for ['b'], but the batch has ['a']\n"
-    assert "'a' [2, 10] has no dim 2" in error({"a": ids}, 2)
-    assert "a sequence has 10 rows" in error_of(ArgumentError, lambda: positions(10, mesh))
-
-
-def other_batch(rank: int, what: str) -> dict[str, Tensor]:
-    ids = torch.arange(32).view(2, 16) + (1000 if what == "contents" and rank == 1 else 0)
-    batch = {"ids": ids[:, :8] if what == "length" and rank == 1 else ids, "mask": torch.ones(2, 16)}
-    if what == "length" and rank == 1:
-        batch["mask"] = batch["mask"][:, :8]
-    if what == "names" and rank == 1:
-        del batch["mask"]
-    return batch
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", ["contents", "length", "names"])
-def test_ranks_with_other_batches_all_raise(rank: int, world_size: int, what: str) -> None:
-    """The mistake that everybody makes once: a data loader that goes by the global rank."""
-    group = torch.distributed.new_group([0, 1])  # nothing has been compared over it yet
-    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
-    message = error_of(ArgumentError, lambda: shard_sequence(other_batch(rank, what), mesh))
-    assert "the ranks of a context group must have the same" in message
-    assert "let the data loader go by the data-parallel rank" in message
-    assert ("contents of 'ids'" in message) == (what != "names") and "rank 0: " in message and "rank 1: " in message
-    assert torch.equal(
-        shard_sequence(other_batch(0, what), mesh)["ids"], other_batch(0, what)["ids"][:, positions(16, mesh)]
-    )
-
-
-def test_labels_are_shifted_within_the_last_dim() -> None:
-    ids = torch.arange(6).view(2, 3)
-    assert next_token_labels(ids).tolist() == [[1, 2, -100], [4, 5, -100]]
-    assert next_token_labels(ids[0], ignore_index=-1).tolist() == [1, 2, -1]
-
-
 # --- mistakes ---------------------------------------------------------------------------------------------------------
-
-
-def attend(**options: Any) -> Callable[[], Tensor]:
-    """A call of attention with these options, in a shape that no other test has."""
-    q = torch.ones(1, 1, 6, 3)
-    return lambda: F.scaled_dot_product_attention(q, q, q, **options)
-
-
-@on_ranks(2)
-def test_what_ring_attention_cannot_do(rank: int, world_size: int) -> None:
-    mesh = build_meshes(ParallelConfig(context=2)).context
-    with context_parallel(mesh):
-        mask = torch.ones(6, 6, dtype=torch.bool)
-        assert "attention got a mask [6, 6]" in error_of(UnsupportedError, attend(attn_mask=mask))
-        assert "dropout_p=0.1" in error_of(UnsupportedError, attend(dropout_p=0.1))
-        error = error_of(FSDPError, attend(dropout_p=0.5) if rank else attend(scale=2.0))
-        assert "dropout_p=0.5" in error  # on the rank without, too
-        attend()()
-    attend(attn_mask=mask, dropout_p=0.1)()
-
-
-class NoAttention(nn.Linear):
-    """Whose forward raises if told."""
-
-    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
-        if fail:
-            raise ZeroDivisionError
-        return super().forward(x)
-
-
-@on_ranks(2)
-def test_without_any_attention(rank: int, world_size: int) -> None:
-    """An option without effect says so: attention that is not found would see a rank's own rows only."""
-    mesh = build_meshes(ParallelConfig(context=2)).context
-    with pytest.warns(UserWarning, match="no F.scaled_dot_product_attention ran"), context_parallel(mesh):
-        pass
-    model = nn.Sequential(NoAttention(2, 2))
-    apply_context_parallel(model, mesh)
-    assert "in the first forward of Sequential no F." in error_of(MisuseError, lambda: model(torch.ones(1, 2)))
-
-
-@on_ranks(2)
-def test_a_forward_that_fails_leaves_nothing_active(rank: int, world_size: int) -> None:
-    mesh = build_meshes(ParallelConfig(context=2)).context
-    model = NoAttention(2, 2)
-    apply_context_parallel(model, mesh)
-    with pytest.raises(ZeroDivisionError):
-        model(torch.ones(1, 2), fail=True)
-    attend(dropout_p=0.1)()
-    with pytest.raises(ZeroDivisionError), context_parallel(mesh):
-        raise ZeroDivisionError
-    attend(dropout_p=0.1)()
-
-
-@on_ranks(4)
-def test_one_context_axis_at_a_time(rank: int, world_size: int) -> None:
-    meshes = build_meshes(ParallelConfig(shard=2, context=2))
-    model = NoAttention(2, 2)
-    apply_context_parallel(model, meshes.root["dp_shard"])
-    with pytest.warns(UserWarning, match="no F.scaled"), context_parallel(meshes.context):
-        message = error_of(MisuseError, lambda: model(torch.ones(1, 2)))
-    assert "a model has one context axis" in message
-    assert "needs the context axis alone" in error_of(ArgumentError, lambda: apply_context_parallel(model, meshes.root))
 
 
 @on_ranks(2)

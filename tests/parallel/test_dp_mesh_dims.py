@@ -27,6 +27,7 @@ from tests.helpers.tp_models import (
     mesh_of,
     ours_only,
     quiet,
+    sgd,
 )
 
 REPLICATE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
@@ -148,11 +149,6 @@ def shard(api: Any, model: nn.Module, layout: Layout, **options: Any) -> Any:
     """Distribute, then `fully_shard` every block and the root."""
     distribute(model, layout.mesh)
     return shard_blocks(api, model, mesh=layout.mesh, dp_mesh_dims=layout.dims(api), **options)
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    """Unlike Adam it does not make large differences from small ones."""
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def build() -> Stack:

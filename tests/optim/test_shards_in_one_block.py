@@ -1,4 +1,4 @@
-"""What went wrong when neighbours in memory were first taken for one tensor (`fsdp2.adjacent`): a story each."""
+"""Shards that stand together in one block of memory (`fsdp2.adjacent`): each mended bug of them, told as a story."""
 
 from __future__ import annotations
 

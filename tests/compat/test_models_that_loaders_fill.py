@@ -1,4 +1,4 @@
-"""Bugs that real clients found (tests/clients); each fixed bug leaves a test that tells its story without a client."""
+"""What clients do to a sharded model (tests/clients), without a client: fill it, tie its weights, look up its class."""
 
 from __future__ import annotations
 

@@ -1,0 +1,115 @@
+"""Names of tensors and keys: those that files cannot hold, that are given twice, or that wrappers add."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp2 import ArgumentError, checkpoint
+from fsdp2.checkpoint.tools.converting import convert
+from tests.helpers.dcp_saves import save_dcp
+from tests.helpers.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        {"model": {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}}},
+        {"extra": {"a/b": {"c": torch.zeros(2)}, "a": {"b": {"c": torch.ones(2)}}}},
+    ],
+    ids=["model", "extra"],
+)
+def test_two_tensors_under_one_name(give: dict[str, Any], tmp_path: Path) -> None:
+    """The second took the place of the first, or the file could not be read."""
+    with pytest.raises(ArgumentError, match="two tensors would be stored under this name"):
+        checkpoint.save(tmp_path / "a", **give)
+
+
+def test_keys_one_and_its_text(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", extra={"a": {1: torch.zeros(2), "1": torch.ones(2)}})
+    found = checkpoint.load(tmp_path / "a").extra["a"]
+    assert found[1].eq(0).all() and found["1"].eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "half \ud800", "\udfff"], ids=ascii)
+def test_names_that_files_cannot_hold(name: str, tmp_path: Path) -> None:
+    """A tensor called ``__metadata__`` was saved in place of what the file says of itself, and never loaded; half a
+    surrogate ended in a UnicodeEncodeError of the writing thread, or of the store."""
+    with pytest.raises(ArgumentError, match="rename"):
+        checkpoint.save(tmp_path / "a", model={name: torch.ones(2)})
+    model = nn.Module()
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    with pytest.raises(ArgumentError, match="rename"):
+        checkpoint.save(tmp_path / "a", model=model)
+    if name != "__metadata__":
+        for extra in ({name: 1}, {name: torch.ones(2)}):
+            with pytest.raises(ArgumentError, match="rename"):
+                checkpoint.save(tmp_path / "a", extra=extra)
+    assert not any(tmp_path.iterdir())
+    extra = {"words": {name: name, "deep": {name: torch.ones(3)}}}
+    checkpoint.save(tmp_path / "b", extra=extra, model={"x": torch.ones(1)})
+    loaded = checkpoint.load(tmp_path / "b").extra["words"]
+    assert (loaded[name], loaded["deep"][name].tolist()) == (name, [1, 1, 1])
+
+
+def test_a_converted_tensor_with_the_name_of_the_metadata(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "a", {"model": {"__metadata__": torch.ones(2), "b": torch.ones(3)}})
+    with pytest.raises(ArgumentError, match="'__metadata__', a name that safetensors keeps"):
+        convert(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def test_a_model_in_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Its names all began with ``module.``, so neither the model itself nor a sharded one could load them."""
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    optimizer = trained(wrapped)
+    checkpoint.save(tmp_path / "a", model=wrapped, optimizer=optimizer)
+    assert [tensor.name for tensor in checkpoint.describe(tmp_path / "a").tensors][:2] == ["0.weight", "0.bias"]
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    its = torch.optim.AdamW(plain.parameters())
+    checkpoint.load(tmp_path / "a", model=plain, optimizer=its)
+    again = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    checkpoint.load(tmp_path / "a", model=again)
+    for one, two, three in zip(wrapped.parameters(), plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+        assert torch.equal(optimizer.state[one]["exp_avg"], its.state[two]["exp_avg"])
+
+
+@on_ranks(1)
+def test_names_that_ddp_gave(rank: int, world_size: int, tmp_path: Path) -> None:
+    """What was saved with the prefix, by fsdp2 before it took that away or by another library, loads into the model
+    with and without DDP, on the meta device too; a model whose own names begin so is left alone."""
+    outer, inner = nn.Module(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    outer.module = inner
+    outer.forward = inner.forward  # type: ignore[method-assign]
+    optimizer = trained(outer)
+    checkpoint.save(tmp_path / "a", model=outer, optimizer=optimizer)
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    its = torch.optim.AdamW(plain.parameters())
+    loaded = checkpoint.load(tmp_path / "a", model=plain, optimizer=its)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    checkpoint.load(tmp_path / "a", model=wrapped)
+    same = nn.Module()
+    same.module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    checkpoint.load(tmp_path / "a", model=same)
+    for one, *others in zip(*(each.parameters() for each in (inner, plain, wrapped, same)), strict=True):
+        assert all(torch.equal(one, other) for other in others)
+    for one, two in zip(inner.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], its.state[two]["exp_avg"])

@@ -1,0 +1,58 @@
+"""Waiting for saves: one that is interrupted, and ranks that come late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import ArgumentError, CheckpointError, checkpoint
+from fsdp2.checkpoint.storage.local import LocalWriter
+from tests.helpers.ranks import on_ranks
+
+
+def test_an_interrupted_wait_does_not_forget_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while `save` waited for the one before: the next save then staged into memory that was being written."""
+    slow, go = LocalWriter.write, threading.Event()
+
+    def write(self: LocalWriter, offset: int, parts: Any) -> None:
+        while not go.is_set():  # not `wait`, which the test replaces for a moment
+            time.sleep(0.01)
+        slow(self, offset, parts)
+
+    monkeypatch.setattr(LocalWriter, "write", write)
+    first = checkpoint.save(tmp_path, model={"w": torch.zeros(300_000)}, step=1, async_op=True)
+    waiting, main = threading.Event.wait, threading.current_thread()
+
+    def interrupted(self: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is main:  # the writing threads wait for each other's start, and are not the user
+            raise KeyboardInterrupt
+        return waiting(self, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.save(tmp_path, model={"w": torch.ones(300_000)}, step=2, async_op=True)
+    assert threading.Event.wait is waiting
+    threading.Timer(0.3, go.set).start()
+    checkpoint.save(tmp_path, model={"w": torch.full((300_000,), 3.0)}, step=3, async_op=True).wait()
+    assert first.done()
+    found = {"w": torch.empty(300_000)}
+    checkpoint.load(tmp_path / "step-00000001", model=found)
+    assert found["w"].eq(0).all()
+
+
+@on_ranks(2)
+def test_a_late_rank_learns_at_once_why_a_save_failed(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A rank that began after another had failed went on to the next attempt, where it waited for ten minutes."""
+    bad: dict[str, Any] = {"w": torch.zeros(3), **({"v": object()} if rank == 0 else {})}
+    time.sleep(0.5 * rank)
+    start = time.monotonic()
+    with pytest.raises((ArgumentError, CheckpointError), match="object"):
+        checkpoint.save(tmp_path / "late", model=bad, timeout_s=30)
+    assert time.monotonic() - start < 10
+    checkpoint.save(tmp_path / "late", model={"w": torch.zeros(3)}, timeout_s=30)

@@ -1,0 +1,95 @@
+"""Parameters that are replaced, changed, or given hooks or dtypes between steps: the next gather has to see it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp2 import ZeroPolicy, fully_shard
+from tests.helpers.extensions import layers_in_pieces
+from tests.helpers.ranks import on_ranks
+from tests.helpers.two_layers import X, backward_of, sharded_layers, zero_shards
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("to_plain", "after_a_step"), [(True, False), (True, True), (False, True)])
+def test_assigned_weights_are_gathered(rank: int, world_size: int, to_plain: bool, after_a_step: bool) -> None:
+    """``load_state_dict(assign=True)``: the next forward must gather the new tensors (torch's FSDP2 does)."""
+    model = layers_in_pieces()
+    if after_a_step:
+        backward_of(model)
+    state = {name: param.detach().clone() for name, param in model.state_dict().items()}
+    if to_plain:
+        state = {name: torch.zeros_like(param) for name, param in state.items()}
+    else:
+        for param in state.values():
+            param._local_tensor.plain.zero_()
+    model.load_state_dict(state, assign=True)
+    assert model(X).abs().sum() == 0
+
+
+@on_ranks(2)
+def test_hooks_that_are_set_after_a_step(rank: int, world_size: int) -> None:
+    """`ManagedParameter._note_extension`: hooks may also be set on the local tensor later on."""
+    model: Any = fully_shard(nn.Linear(8, 8, bias=False))
+    backward_of(model)
+    shard = model.weight._local_tensor
+
+    def post(outputs: Any, metadata: Any, dtype: torch.dtype, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            whole = outputs[0].clone()
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            has_memory = out.untyped_storage().nbytes() >= outputs[0].nbytes
+            assert has_memory, "the process would die of what follows"
+            out.copy_(outputs[0])
+        return None
+
+    shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
+    shard.fsdp_post_all_gather = post
+    model.load_state_dict(model.state_dict())
+    model(X)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("how", ["forward without backward", "unsynced backward"])
+def test_inner_shards_follow_the_parameters(rank: int, world_size: int, how: str) -> None:
+    """docs/design.md, "Assumptions": parameters may change between a backward and the next forward. After either of
+    these the module holds the sharded parameters, and without `shard_replicas` the next forward sees what they have
+    become."""
+    model = sharded_layers(zero=ZeroPolicy(shard_size=2, shard_replicas=True))
+    if how == "unsynced backward":
+        model.set_requires_gradient_sync(False)
+        backward_of(model)
+    else:
+        backward_of(model)
+        model(X)
+    zero_shards(model)
+    assert model(X).abs().sum() == 0
+
+
+@on_ranks(2)
+def test_stage_0_notices_a_step_between_forward_and_backward(rank: int, world_size: int) -> None:
+    """DDP and a plain module raise; torch's FSDP2 computes the gradient of the weights that forward used."""
+    model = sharded_layers(zero=ZeroPolicy(stage=0))
+    weight = model[2].weight
+    output = model(X)
+    with torch.no_grad():
+        weight.mul_(3)
+    with pytest.raises(RuntimeError, match="between forward and backward"):
+        output.square().mean().backward()
+
+
+@on_ranks(2)
+def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> None:
+    """`Tensor.grad_dtype` of a sharded parameter after the first backward: worked in f44a8b9, raises since."""
+    model = sharded_layers().to(torch.bfloat16)
+    backward_of(model, X.bfloat16())
+    model.zero_grad()
+    for param in model.parameters():
+        param.grad_dtype = torch.float32
+    backward_of(model, X.bfloat16())
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())

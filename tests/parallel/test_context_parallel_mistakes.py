@@ -1,0 +1,128 @@
+"""Context parallelism: what is refused, ranks that differ, and forwards that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2.errors import ArgumentError, FSDPError, MisuseError, UnsupportedError
+from fsdp2.parallel import (
+    ParallelConfig,
+    apply_context_parallel,
+    build_meshes,
+    context_parallel,
+    next_token_labels,
+    positions,
+    shard_sequence,
+)
+from tests.helpers.context_lm import attend
+from tests.helpers.models import error_of, wrapped
+from tests.helpers.ranks import on_ranks
+
+
+@on_ranks(2)
+def test_mistakes_with_sequences(rank: int, world_size: int) -> None:
+    mesh = build_meshes(ParallelConfig(context=2)).context
+    ids = torch.zeros(2, 10)
+
+    def error(batch: Any, dims: Any = 1) -> str:
+        return wrapped(error_of(ArgumentError, lambda: shard_sequence(batch, mesh, dims)))
+
+    assert error({"input_ids": ids}) == (
+        "shard_sequence: 'input_ids' [2, 10] has 10 rows along the sequence, which cannot be cut into 2 x 2 =\n"
+        "4 equal chunks for 2 context ranks (10 = 2 x 4 + 2): pad it to 12 or cut it to 8\n"
+    )
+    assert error({"a": ids}, {"b": 1}) == "sequence dims are given for ['b'], but the batch has ['a']\n"
+    assert "'a' [2, 10] has no dim 2" in error({"a": ids}, 2)
+    assert "a sequence has 10 rows" in error_of(ArgumentError, lambda: positions(10, mesh))
+
+
+def other_batch(rank: int, what: str) -> dict[str, Tensor]:
+    ids = torch.arange(32).view(2, 16) + (1000 if what == "contents" and rank == 1 else 0)
+    batch = {"ids": ids[:, :8] if what == "length" and rank == 1 else ids, "mask": torch.ones(2, 16)}
+    if what == "length" and rank == 1:
+        batch["mask"] = batch["mask"][:, :8]
+    if what == "names" and rank == 1:
+        del batch["mask"]
+    return batch
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["contents", "length", "names"])
+def test_ranks_with_other_batches_all_raise(rank: int, world_size: int, what: str) -> None:
+    """The mistake that everybody makes once: a data loader that goes by the global rank."""
+    group = torch.distributed.new_group([0, 1])  # nothing has been compared over it yet
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    message = error_of(ArgumentError, lambda: shard_sequence(other_batch(rank, what), mesh))
+    assert "the ranks of a context group must have the same" in message
+    assert "let the data loader go by the data-parallel rank" in message
+    assert ("contents of 'ids'" in message) == (what != "names") and "rank 0: " in message and "rank 1: " in message
+    assert torch.equal(
+        shard_sequence(other_batch(0, what), mesh)["ids"], other_batch(0, what)["ids"][:, positions(16, mesh)]
+    )
+
+
+def test_labels_are_shifted_within_the_last_dim() -> None:
+    ids = torch.arange(6).view(2, 3)
+    assert next_token_labels(ids).tolist() == [[1, 2, -100], [4, 5, -100]]
+    assert next_token_labels(ids[0], ignore_index=-1).tolist() == [1, 2, -1]
+
+
+@on_ranks(2)
+def test_what_ring_attention_cannot_do(rank: int, world_size: int) -> None:
+    mesh = build_meshes(ParallelConfig(context=2)).context
+    with context_parallel(mesh):
+        mask = torch.ones(6, 6, dtype=torch.bool)
+        assert "attention got a mask [6, 6]" in error_of(UnsupportedError, attend(attn_mask=mask))
+        assert "dropout_p=0.1" in error_of(UnsupportedError, attend(dropout_p=0.1))
+        error = error_of(FSDPError, attend(dropout_p=0.5) if rank else attend(scale=2.0))
+        assert "dropout_p=0.5" in error  # on the rank without, too
+        attend()()
+    attend(attn_mask=mask, dropout_p=0.1)()
+
+
+class NoAttention(nn.Linear):
+    """Whose forward raises if told."""
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        if fail:
+            raise ZeroDivisionError
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_without_any_attention(rank: int, world_size: int) -> None:
+    """An option without effect says so: attention that is not found would see a rank's own rows only."""
+    mesh = build_meshes(ParallelConfig(context=2)).context
+    with pytest.warns(UserWarning, match="no F.scaled_dot_product_attention ran"), context_parallel(mesh):
+        pass
+    model = nn.Sequential(NoAttention(2, 2))
+    apply_context_parallel(model, mesh)
+    assert "in the first forward of Sequential no F." in error_of(MisuseError, lambda: model(torch.ones(1, 2)))
+
+
+@on_ranks(2)
+def test_a_forward_that_fails_leaves_nothing_active(rank: int, world_size: int) -> None:
+    mesh = build_meshes(ParallelConfig(context=2)).context
+    model = NoAttention(2, 2)
+    apply_context_parallel(model, mesh)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(1, 2), fail=True)
+    attend(dropout_p=0.1)()
+    with pytest.raises(ZeroDivisionError), context_parallel(mesh):
+        raise ZeroDivisionError
+    attend(dropout_p=0.1)()
+
+
+@on_ranks(4)
+def test_one_context_axis_at_a_time(rank: int, world_size: int) -> None:
+    meshes = build_meshes(ParallelConfig(shard=2, context=2))
+    model = NoAttention(2, 2)
+    apply_context_parallel(model, meshes.root["dp_shard"])
+    with pytest.warns(UserWarning, match="no F.scaled"), context_parallel(meshes.context):
+        message = error_of(MisuseError, lambda: model(torch.ones(1, 2)))
+    assert "a model has one context axis" in message
+    assert "needs the context axis alone" in error_of(ArgumentError, lambda: apply_context_parallel(model, meshes.root))

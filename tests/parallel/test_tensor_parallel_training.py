@@ -1,0 +1,295 @@
+"""Training of tensor-parallel models under `fully_shard`: gradients, options, frozen, unused and tied parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing import assert_close
+
+import fsdp2
+from tests.helpers.parity_models import mean_gradients
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import (
+    API,
+    DIM,
+    PLANS,
+    TpLm,
+    assert_tp_gradients,
+    check_step,
+    count_comms,
+    data_rank,
+    data_ranks,
+    dp_tp,
+    parallelize,
+    quiet,
+    sgd,
+    token_batch,
+    tp_pair,
+    tp_race,
+    tp_shard,
+)
+
+every_plan = pytest.mark.parametrize("plan", PLANS)
+every_raf = pytest.mark.parametrize("raf", [True, False, None])
+
+
+@on_ranks(4)
+@every_plan
+def test_gradients(rank: int, world_size: int, plan: str) -> None:
+    """Behaviour 26, 158: gradients lie as the parameters do, and are those of one process on all batches."""
+    plain, model = tp_pair(plan=plan)
+    with quiet():
+        check_step(model, plain, dp_tp())
+
+
+@on_ranks(4)
+@every_plan
+@every_raf
+def test_training(rank: int, world_size: int, plan: str, raf: bool | None) -> None:
+    """Behaviour 158, 176: several Adam steps, bit by bit as torch's FSDP2, and close to one process."""
+    tp_race(dp_tp(), plan=plan, reshard_after_forward=raf, exact=True).run(3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+@every_plan
+def test_axes_of_one_rank(rank: int, world_size: int, sizes: tuple[int, int], plan: str) -> None:
+    """Behaviour 133, 158: an axis of one rank, whichever it is, is an axis like others."""
+    tp_race(dp_tp(*sizes), plan=plan, exact=True).run(2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@every_plan
+def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: bool, plan: str) -> None:
+    """Behaviour 118, 175: recomputation gathers nothing again, and computes the same."""
+    mesh = dp_tp()
+    model: Any = tp_race(
+        mesh, lambda: TpLm(use_reentrant=use_reentrant), plan=plan, reshard_after_forward=True, exact=True
+    ).run(2)
+    with count_comms() as counts:
+        token_batch(model, 5, data_rank(mesh))
+    assert counts == {"all_gather": 6, "reduce_scatter": 3, "all_reduce": 0}
+
+
+@on_ranks(4)
+@every_plan
+@every_raf
+def test_mixed_precision(rank: int, world_size: int, plan: str, raf: bool | None) -> None:
+    """Behaviour 113, 114, 116: bf16 on the TP mesh for computation, fp32 for reduction, shards and gradients."""
+    mesh = dp_tp()
+
+    def shard(api: Any, model: nn.Module) -> Any:
+        policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return tp_shard(api, model, mesh, plan, mp_policy=policy, reshard_after_forward=raf)
+
+    # Gradients that are Partial over tp are summed over it in bf16 by torch, in either dtype by us: close, not equal.
+    exact = plan == "plain_norms"
+    model: Any = tp_race(mesh, shard=shard, plain=False, exact=exact, rtol=0.05, by_norm=True, optim=sgd).run(3)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model.unshard()
+    assert {param.dtype for name, param in model.named_parameters() if "blocks" not in name} == {torch.bfloat16}
+    model.reshard()
+    model.blocks[0].unshard()
+    weight = model.blocks[0].up.weight
+    assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
+    model.blocks[0].reshard()
+    plain = TpLm()
+    model = shard(API, copy.deepcopy(plain))
+    with quiet():
+        token_batch(model, 0, data_rank(mesh))
+    expected = mean_gradients(plain, data_ranks(mesh), lambda m, r: token_batch(m, 0, r))
+    assert_tp_gradients(model, expected, rtol=0.1, atol=0.01)
+
+
+@on_ranks(4)
+@every_plan
+@pytest.mark.parametrize("keep", [False, True], ids=["reshard", "keep"])
+def test_gradient_accumulation(rank: int, world_size: int, plan: str, keep: bool) -> None:
+    """Behaviour 96, 97: three microbatches, reduced with the last; nothing travels before."""
+    mesh = dp_tp()
+
+    def backward(model: Any, step: int, batch_rank: int) -> Tensor:
+        loss = torch.zeros(())
+        for micro in range(3):
+            if isinstance(model, (API.FSDPModule, fsdp2.FSDPModule)):
+                model.set_requires_gradient_sync(micro == 2)
+                if keep:
+                    model.set_reshard_after_backward(micro == 2)
+            loss = loss + token_batch(model, 3 * step + micro, batch_rank)
+        return loss
+
+    options = {"reshard_after_forward": False} if keep else {}
+    model = tp_race(mesh, plan=plan, backward=backward, **options).run(2)
+    with count_comms() as counts:
+        backward(model, 0, data_rank(mesh))
+    assert (counts["all_gather"], counts["reduce_scatter"]) == (3 if keep else 15, 3)
+
+
+@on_ranks(4)
+def test_unsynced_gradients_stay_unseen(rank: int, world_size: int) -> None:
+    """Behaviour 95: without sync the sharded gradients are None, of DTensors too."""
+    _, model = tp_pair()
+    model.set_requires_gradient_sync(False)
+    with quiet():
+        token_batch(model, 0, 0)
+    assert all(param.grad is None for param in model.parameters())
+
+
+class Weighted(nn.Module):
+    """One weight on the TP mesh whose gradient is `x`, given to autograd with the placement that the test asks for."""
+
+    def __init__(self, tp_mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.arange(8.0).view(4, 2), tp_mesh, [placement]))
+
+    def forward(self, x: Tensor, placement: Placement) -> Tensor:
+        weight: Any = self.weight
+        if weight.placements != (Replicate(),):  # whose backward would make the gradient Replicate
+            weight = weight.redistribute(placements=[Replicate()])
+        return (weight.to_local(grad_placements=[placement]) * x).sum()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("grad_placement", [Replicate(), Partial()], ids=str)
+def test_gradients_are_laid_out_as_the_parameter(
+    rank: int, world_size: int, placement: Placement, grad_placement: Placement
+) -> None:
+    """Behaviour 26: a gradient that is Partial over the TP axis is summed over it before it is averaged over dp."""
+    mesh = dp_tp()
+    model: Any = API.fully_shard(Weighted(mesh["tp"], placement), mesh=mesh["dp"])
+    x = torch.arange(8.0).view(4, 2) * (1 + mesh.get_local_rank("dp"))
+    if grad_placement == Partial():
+        x = x + mesh.get_local_rank("tp")
+    model(x, grad_placement).backward()
+    expected = torch.arange(8.0).view(4, 2) * 1.5
+    if grad_placement == Partial():
+        expected = 2 * expected + 1
+    grad = model.weight.grad
+    assert grad.placements == model.weight.placements
+    assert_close(grad.full_tensor(), expected)
+
+
+@on_ranks(4)
+def test_differently_placed_gradients_add_up(rank: int, world_size: int) -> None:
+    """Behaviour 96: a Partial and a Replicate gradient of two microbatches, and a sharded one before, make one sum."""
+    mesh = dp_tp()
+    model: Any = API.fully_shard(Weighted(mesh["tp"], Replicate()), mesh=mesh["dp"])
+    ones = torch.ones(4, 2)
+    model(ones, Replicate()).backward()
+    model.set_requires_gradient_sync(False)
+    model(10 * ones, Partial()).backward()
+    model.set_requires_gradient_sync(True)
+    model(100 * ones, Replicate()).backward()
+    assert_close(model.weight.grad.full_tensor(), 121 * ones)
+
+
+@on_ranks(4)
+def test_plain_and_tensor_parallel_in_one_unit(rank: int, world_size: int) -> None:
+    """Behaviour 158: norms without TP lie on the dp mesh alone, in the same group, and are equal on all TP ranks."""
+    mesh = dp_tp()
+    plain, model = tp_pair()
+    norm = model.blocks[0].norm
+    assert (norm.weight.device_mesh, norm.weight.placements) == (mesh["dp"], (Shard(0),))
+    with count_comms() as counts:
+        token_batch(model, 0, data_rank(mesh))
+    assert counts["reduce_scatter"] == 3
+    assert (norm.weight.grad.device_mesh, norm.weight.grad.placements) == (mesh["dp"], (Shard(0),))
+    assert_tp_gradients(model, mean_gradients(plain, 2, lambda m, r: token_batch(m, 0, r)))
+
+
+@on_ranks(4)
+def test_frozen_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 89, 90: frozen TP weights get no gradient, their biases do; unfrozen again, all do."""
+    mesh = dp_tp()
+    plain, model = tp_pair()
+    for frozen in (True, False):
+        for m in (plain, model):
+            for name, param in m.named_parameters():
+                if name.endswith(("up.weight", "down.weight")):
+                    param.requires_grad_(not frozen)
+        with quiet():
+            check_step(model, plain, mesh)
+        assert (model.blocks[0].up.weight.grad is None) == frozen
+
+
+class Choosy(nn.Module):
+    """Two TP layers, of which each data-parallel rank may use another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x)
+
+
+@on_ranks(4)
+def test_unused_parameters_reduce_zeros(rank: int, world_size: int) -> None:
+    """Behaviour 92: ranks that used different TP layers agree, with zeros for what they did not use."""
+    mesh = dp_tp()
+    plain = Choosy()
+    model: Any = copy.deepcopy(plain)
+    style = {
+        "layers.0": ColwiseParallel(output_layouts=Replicate()),
+        "layers.1": RowwiseParallel(input_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], style)
+    API.fully_shard(model, mesh=mesh["dp"])
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.arange(2.0 * DIM).view(2, DIM) / DIM
+
+    def backward(m: nn.Module, r: int) -> None:
+        m(x + r, r).square().sum().backward()
+
+    with quiet():
+        backward(model, data_rank(mesh))
+    assert_tp_gradients(model, mean_gradients(plain, 2, backward))
+
+
+@on_ranks(4)
+def test_ignored_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 93: an ignored TP parameter stays what TP made it."""
+    mesh = dp_tp()
+    model: Any = parallelize(TpLm(), mesh["tp"])
+    ignored = model.blocks[0].up.weight
+    API.fully_shard(model, mesh=mesh["dp"], ignored_params={ignored})
+    assert model.blocks[0].up.weight is ignored
+    assert (ignored.device_mesh, ignored.placements) == (mesh["tp"], (Shard(0),))
+    with quiet():
+        token_batch(model, 0, data_rank(mesh))
+    assert ignored.grad.placements == (Shard(0),)
+    assert model.blocks[0].up.bias.grad.placements == (_StridedShard(0, split_factor=2), Shard(0))
+
+
+@on_ranks(4)
+def test_tied_parameters(rank: int, world_size: int) -> None:
+    """Behaviour 13, 87: embedding and head share one TP parameter in every form, and get the sum of both gradients."""
+    mesh = dp_tp()
+
+    def build() -> nn.Module:
+        model = TpLm()
+        model.head.weight = model.embed.weight
+        return model
+
+    def shard(api: Any, model: Any) -> None:
+        parallelize(model, mesh["tp"], "sequence")
+        model.head.weight = model.embed.weight  # each style has made a parameter of its own
+        for block in model.blocks:
+            api.fully_shard(block, mesh=mesh["dp"])
+        api.fully_shard(model, mesh=mesh["dp"])
+
+    model: Any = tp_race(mesh, build, shard, exact=True).run(3)
+    assert model.head.weight is model.embed.weight
+    model.unshard()
+    assert model.head.weight is model.embed.weight
+    model.reshard()
