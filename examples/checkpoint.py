@@ -25,10 +25,10 @@ from reporting import Report
 from runtime import UsageError
 from torch import nn
 
+from fsdp2 import CheckpointError
 from fsdp2.checkpoint import RandomState, SaveHandle, latest, prune
 from fsdp2.checkpoint import load as load_checkpoint
 from fsdp2.checkpoint import save as save_checkpoint
-from fsdp2.errors import CheckpointError
 
 FOLDER = "checkpoints"
 

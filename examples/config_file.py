@@ -21,7 +21,7 @@ from typing import Any
 
 from runtime import UsageError
 
-from fsdp2.errors import ArgumentError
+from fsdp2 import ArgumentError
 from fsdp2.parallel import ParallelConfig
 
 # Options that exclude each other: one on the command line takes the place of the other in the file.

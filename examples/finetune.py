@@ -58,9 +58,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, checkpoint
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, auto_shard, checkpoint, transformer_blocks
 from fsdp2.init import deferred
-from fsdp2.wrap import auto_shard, transformer_blocks
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's folder: configuration, tokenizer
 NOT_COPIED = ("*.index.json", "checkpoint.json")  # these speak of the weights

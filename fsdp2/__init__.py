@@ -1,7 +1,12 @@
 """fsdp2: per-parameter sharded data parallelism for PyTorch.
 
-Beside what is listed here there are the modules ``fsdp2.checkpoint``, ``fsdp2.init``, ``fsdp2.parallel``,
-``fsdp2.compat`` and ``fsdp2.events``; each is loaded when it is first used. ``fsdp2.__version__`` is the version.
+Beside what is listed here there are the modules ``fsdp2.checkpoint``, ``fsdp2.init``, ``fsdp2.monitor``,
+``fsdp2.optim``, ``fsdp2.parallel``, ``fsdp2.plan``, ``fsdp2.trace``, ``fsdp2.compat`` and ``fsdp2.events``; all but
+``fsdp2.optim`` are loaded when they are first used. ``fsdp2.__version__`` is the version.
+
+The public names are those in ``__all__`` of these modules, of ``fsdp2.events`` only ``Event`` and ``record``, and the
+interfaces ``AllGather`` and ``ReduceScatter`` of ``fsdp2.comm.custom``. Every other module, and every other name, may
+change or go without notice.
 """
 
 import importlib
@@ -102,11 +107,14 @@ if typing.TYPE_CHECKING:
     from fsdp2 import compat as compat
     from fsdp2 import events as events
     from fsdp2 import init as init
+    from fsdp2 import monitor as monitor
     from fsdp2 import parallel as parallel
+    from fsdp2 import plan as plan
+    from fsdp2 import trace as trace
 
     __version__: str
 
-_ON_DEMAND = ("checkpoint", "compat", "events", "init", "parallel")
+_ON_DEMAND = ("checkpoint", "compat", "events", "init", "monitor", "parallel", "plan", "trace")
 
 
 def __getattr__(name: str) -> object:

@@ -4,12 +4,14 @@ It also applies to Python processes that the program starts. ``--path`` prints t
 same effect without this command. Layer: compat.
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
 
 from fsdp2.compat.environment import BOOTSTRAP, for_children
 from fsdp2.compat.installing import install
+from fsdp2.compat.names import HOME
 
 __all__ = ["main"]
 
@@ -24,7 +26,7 @@ the same."""
 
 
 def main(arguments: list[str]) -> None:
-    """Install, then run the program as `python` itself would."""
+    """Install, say so once, then run the program as `python` itself would."""
     if arguments in (["-h"], ["--help"]):
         sys.stdout.write(f"{USAGE}\n")
     elif arguments == ["--path"]:
@@ -47,6 +49,8 @@ def main(arguments: list[str]) -> None:
 def _prepare(argv: list[str]) -> None:
     install()
     for_children()
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"fsdp2.compat: {HOME}.fully_shard is that of {Path(__file__).parents[1]}\n")
     sys.argv = argv
 
 

@@ -272,6 +272,8 @@ def test_run_a_script(tmp_path: Path) -> None:
     first, second = done.stdout.splitlines()
     assert first.split() == [str(script), "--steps", "3", OURS, "__main__", str(script)]
     assert second.split() == [OURS, "__mp_main__"]
+    says = f"fsdp2.compat: torch.distributed.fsdp.fully_shard is that of {ROOT / 'fsdp2'}"
+    assert done.stderr.splitlines().count(says) == 1, done.stderr
 
 
 def test_run_a_module(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,20 @@ LAYERS: list[tuple[str, ...]] = [
     ("_torch",),
 ]
 
+# What users may import: the packages' `__all__`, and of two modules these names. docs/api.md has the same names.
+PUBLIC_PACKAGES = (
+    "fsdp2",
+    "fsdp2.checkpoint",
+    "fsdp2.compat",
+    "fsdp2.init",
+    "fsdp2.monitor",
+    "fsdp2.optim",
+    "fsdp2.parallel",
+    "fsdp2.plan",
+    "fsdp2.trace",
+)
+PUBLIC_NAMES = {"fsdp2.events": ["Event", "record"], "fsdp2.comm.custom": ["AllGather", "ReduceScatter"]}
+
 # `import fsdp2` must not load these.
 LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "monitor", "compat")
 
@@ -124,6 +139,12 @@ MAX_FUNCTION_LINES = 60  # without the docstring: what it does at length, it may
 MAX_PARAMETERS = 8  # without self and cls
 MAX_CLASS_LINES = 300
 MAX_ATTRIBUTES = 16  # set on self in __init__, or fields of a dataclass
+
+# Files below tests/ that are longer than a module of the package may be.
+LONG_TESTS = {
+    "tests/helpers/parity_rows.py": "a table",
+    "tests/differential/generate.py": "one generator, each of whose methods calls the others",
+}
 
 # Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field", and
 # `os._exit` is documented.
@@ -310,52 +331,84 @@ def test_attributes_are_set_in_init(module: Module) -> None:
 
 # --- documentation and the public surface -----------------------------------------------------------------------------
 
-PROBE = """
-import json, sys, types, fsdp2
+PROBE = f"""
+import importlib, json, sys, types, fsdp2
 from torch.optim import optimizer
-public = {name: value for name, value in vars(fsdp2).items()
-          if not name.startswith("_") and not isinstance(value, types.ModuleType)}
-print(json.dumps({
-    "all": list(fsdp2.__all__),
-    "public": sorted(public),
-    "loaded": sorted(name for name in sys.modules if name.startswith("fsdp2.")),
-    "hooks": [str(hook) for hook in (*optimizer._global_optimizer_pre_hooks.values(),
-                                     *optimizer._global_optimizer_post_hooks.values())],
-    "undocumented": [name for name in fsdp2.__all__ if callable(value := getattr(fsdp2, name))
+loaded = sorted(name for name in sys.modules if name.startswith("fsdp2."))
+hooks = [str(hook) for hook in (*optimizer._global_optimizer_pre_hooks.values(),
+                                *optimizer._global_optimizer_post_hooks.values())]
+packages = {{name: importlib.import_module(name) for name in {PUBLIC_PACKAGES}}}
+names = {{**{{name: list(package.__all__) for name, package in packages.items()}}, **{PUBLIC_NAMES}}}
+print(json.dumps({{
+    "loaded": loaded,
+    "hooks": hooks,
+    "names": names,
+    "found": {{name: [each for each, value in vars(package).items() if not each.startswith("_")
+                     and not isinstance(value, types.ModuleType)] for name, package in packages.items()}},
+    "undocumented": [f"{{home}}.{{name}}" for home in names for name in names[home]
+                     if callable(value := getattr(importlib.import_module(home), name))
+                     and isinstance(value, (type, types.FunctionType))
                      and not (value.__doc__ and not value.__doc__.startswith(name + "("))],
-}))
+}}))
 """
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, list[str]]:
-    """What `import fsdp2` gives, in a process of its own."""
+def imported() -> dict[str, Any]:
+    """What `import fsdp2` loads, in a process of its own, and the public names."""
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def test_import_is_light(imported: dict[str, list[str]]) -> None:
+def test_import_is_light(imported: dict[str, Any]) -> None:
     heavy = [name for name in imported["loaded"] if name.split(".")[1] in LOADED_ON_DEMAND]
     assert not heavy
     assert not imported["hooks"], "hooks on every optimizer, also of programs that shard nothing"
 
 
-def test_public_surface_is_all(imported: dict[str, list[str]]) -> None:
-    assert len(set(imported["all"])) == len(imported["all"])
-    assert set(imported["public"]) == {name for name in imported["all"] if not name.startswith("__")}
+@pytest.mark.parametrize("package", PUBLIC_PACKAGES)
+def test_public_surface_is_all(package: str, imported: dict[str, Any]) -> None:
+    names = imported["names"][package]
+    assert len(set(names)) == len(names)
+    assert set(imported["found"][package]) == {name for name in names if not name.startswith("__")}
 
 
-def test_public_names_are_documented(imported: dict[str, list[str]]) -> None:
-    problems = [f"fsdp2.{name} has no docstring" for name in imported["undocumented"]]
+def test_public_names_are_documented(imported: dict[str, Any]) -> None:
+    problems = [f"{name} has no docstring" for name in imported["undocumented"]]
     for module in modules().values():
         for path, node in definitions(module):
-            if isinstance(node, ast.ClassDef) and path in imported["all"]:
+            if isinstance(node, ast.ClassDef) and path in imported["names"]["fsdp2"]:
                 problems += [
                     f"{module.at(method)}: {path}.{name} has no docstring"
                     for name, method in methods(node).items()
                     if not name.startswith("_") and ast.get_docstring(method) is None
                 ]
+    report(problems)
+
+
+def test_documents_and_examples_need_only_public_names(imported: dict[str, Any]) -> None:
+    """What we tell users to import is what we promise to keep."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    sources = [
+        (page, block)
+        for page in pages
+        for block in re.findall(r"^```python.*?\n(.*?)^```", page.read_text(), re.M | re.S)
+    ]
+    sources += [(path, path.read_text()) for path in sorted((ROOT / "examples").rglob("*.py"))]
+    names, problems = imported["names"], []
+    for path, source in sources:
+        for found in re.finditer(r"^ *from (fsdp2[\w.]*) import (\((?:[^)]*)\)|.*)$", source, re.M):
+            home = found[1]
+            modules_of = {name.removeprefix(f"{home}.") for name in names}
+            wanted = {part.split(" as ")[0].strip() for part in found[2].partition("#")[0].strip("()").split(",")} - {
+                ""
+            }
+            problems += [
+                f"{path.relative_to(ROOT)}: {home}.{name}"
+                for name in sorted(wanted - {*names.get(home, ()), *modules_of})
+            ]
     report(problems)
 
 
@@ -374,3 +427,24 @@ def test_no_module_imports_from_a_test_module() -> None:
             if any(part.startswith("test_") for part in f"{source}.{imported_name}".split(".")):
                 problems.append(f"{module.at(node)}: imports {source}.{imported_name}".rstrip("."))
     report(problems)
+
+
+def test_tests_are_short_enough_to_find_things_in() -> None:
+    long = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        if num_lines > MAX_FILE_LINES:
+            long[str(path.relative_to(ROOT))] = num_lines
+    report(
+        [
+            f"{name}: {num} lines, at most {MAX_FILE_LINES}: split it"
+            for name, num in long.items()
+            if name not in LONG_TESTS
+        ]
+    )
+    report([f"LONG_TESTS: {name} is short enough now" for name in LONG_TESTS if name not in long])
+
+
+def test_names_of_test_modules_say_what_they_test() -> None:
+    """A mended bug is told beside the other tests of its subject, where whoever changes that looks."""
+    report([str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*bug*.py"))])
