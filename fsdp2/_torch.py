@@ -17,90 +17,16 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad, profiler
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = [
-    "FAKE_ERRORS",
-    "PICKLED_DCP_FILE",
-    "PICKLED_DCP_METADATA",
-    "PICKLED_PARAMETER",
-    "PICKLED_PARAMETERS",
-    "PICKLED_SUBCLASS",
-    "PICKLED_TENSORS",
-    "PICKLED_TENSOR_CLASSES",
-    "DTensorSpec",
-    "FakeTensorMode",
-    "MemoryMode",
-    "TorchDispatchMode",
-    "accept_scaler",
-    "all_gather_flat",
-    "all_gather_flat_coalesced",
-    "allocate_from_group",
-    "allows_direct_slots",
-    "attention_op",
-    "backward_is_running",
-    "base_of",
-    "buffer_slots",
-    "chunk_cat",
-    "composable_apis",
-    "concatenate_meshes",
-    "flatten_mesh",
-    "foreach_add",
-    "foreach_copy",
-    "foreach_divided",
-    "foreach_multiply",
-    "foreach_norm",
-    "forget_scaler",
-    "grad_of",
-    "group_allocates",
-    "group_named",
-    "hooks_of",
-    "is_fake",
-    "local_of",
-    "local_tensor",
-    "make_dtensor",
-    "make_parameter",
-    "make_spec",
-    "makes_empty",
-    "mesh_of_one",
-    "non_persistent_buffers",
-    "outside_transforms",
-    "parameter_slots",
-    "post_accumulate_grad_hooks",
-    "profiler_is_on",
-    "queue_backward_callback",
-    "real_tensors",
-    "reduce_scatter_flat",
-    "reduce_scatter_flat_coalesced",
-    "root_mesh",
-    "running_backward",
-    "same_root_mesh",
-    "set_fully_shard_state",
-    "set_local_tensor",
-    "shard_dim",
-    "spec_of",
-    "split_factor",
-    "storage_key",
-    "store_of",
-    "strided_shard",
-    "subclassed_parameter",
-    "symmetric_empty",
-    "take_from_scaler",
-    "takes_device",
-    "tensors_have_levels",
-    "use_symmetric_memory",
-    "version",
-    "written_arguments",
-]
-
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Names of torch's functions and classes in files of `torch.save` (those that rebuild a tensor) and in metadata of DCP.
 # They are part of the format. We only compare with them; nothing of these names is imported or called.

@@ -21,20 +21,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch import base_of
 from fsdp2.layout import dense_strides
 
-__all__ = [
-    "Run",
-    "Span",
-    "addresses_of",
-    "can_carve",
-    "carve",
-    "carved_of",
-    "joint_copies",
-    "over",
-    "runs_of",
-    "span_of",
-    "wholes",
-]
-
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _nbytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes")

@@ -44,8 +44,6 @@ from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.step_hook import install_step_hooks
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
-__all__ = ["fully_shard"]
-
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()

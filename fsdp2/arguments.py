@@ -22,15 +22,6 @@ from fsdp2.policies import (
     ZeroPolicy,
 )
 
-__all__ = [
-    "check_options",
-    "own_mesh_dims",
-    "own_offload_policy",
-    "own_optional_policy",
-    "own_precision_policy",
-    "parameter_set",
-]
-
 # Kept under these names, because `fsdp2.compat` may replace torch's classes by ours.
 _TorchOffloadPolicy = torch.distributed.fsdp.OffloadPolicy
 _TorchCPUOffloadPolicy = torch.distributed.fsdp.CPUOffloadPolicy

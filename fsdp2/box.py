@@ -12,8 +12,6 @@ from math import prod
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 
-__all__ = ["Box", "Cover", "boxes_of_flat_range", "flat_range", "flat_range_within", "whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

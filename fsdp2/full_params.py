@@ -30,8 +30,6 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
 from fsdp2.runtime.unit import Stage, Unit, unit_of
 
-__all__ = ["full_params"]
-
 _open: WeakSet[Unit] = WeakSet()  # the units whose parameters are whole now
 
 

@@ -12,8 +12,6 @@ from functools import cached_property
 from math import prod
 from typing import overload
 
-__all__ = ["Lane", "ShardLayout", "choose_lane", "chunk_bounds", "dense_strides", "memory_order", "pack", "strides"]
-
 
 def chunk_bounds(size: int, parts: int) -> tuple[int, ...]:
     """The start of each of `parts` chunks of ``range(size)``, followed by the end: ``parts + 1`` numbers.

@@ -24,8 +24,6 @@ from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.policies import DataParallelMeshDims
 
-__all__ = ["Axis", "MeshRoles", "ShardPlacementResult", "default_mesh", "roles_from_dims", "roles_of"]
-
 # Meshes to which units reshard after forward, by the mesh that they were created from and by size. Creating one creates
 # process groups, which all units of that mesh share.
 _smaller_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyDictionary()

@@ -27,16 +27,6 @@ from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unreduced import check_reduced
 from fsdp2.settings import Settings, boolean, change_settings, unit_for, unit_in
 
-__all__ = [
-    "FSDPModule",
-    "GradientReductionHandle",
-    "UnshardHandle",
-    "check_names",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "swapped_class",
-]
-
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
 

@@ -15,8 +15,6 @@ from torch import nn
 from fsdp2.runtime.attach import owners_of
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["explain_mixed_tensors", "explanation"]
-
 _MIXED = "got mixed torch.Tensor and DTensor"
 _CALLS = ("_call_impl", "_wrapped_call_impl")  # of nn.Module: what runs the hooks
 _GENERAL = (

@@ -23,8 +23,6 @@ from fsdp2._torch import set_fully_shard_state
 from fsdp2.errors import OrderError
 from fsdp2.runtime.unit import Unit
 
-__all__ = ["StageState", "register_stage"]
-
 
 class StageState:
     """The state of one sharded module, as torch's pipeline stages expect it.

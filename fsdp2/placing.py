@@ -18,8 +18,6 @@ from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
 
-__all__ = ["PlacementFn", "Placing", "roles_for"]
-
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 

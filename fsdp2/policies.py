@@ -12,15 +12,6 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError
 
-__all__ = [
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnitSettings",
-    "ZeroPolicy",
-]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -22,8 +22,6 @@ from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["Settings", "boolean", "change_settings", "unit_for", "unit_in"]
-
 
 class Settings:
     """The setters of a sharded module.

@@ -28,8 +28,6 @@ from fsdp2.errors import ArgumentError
 from fsdp2.layout import dense_strides
 from fsdp2.mesh import MeshRoles
 
-__all__ = ["ParamSpecs", "specs_of"]
-
 
 @dataclass(frozen=True)
 class ParamSpecs:

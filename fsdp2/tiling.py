@@ -21,8 +21,6 @@ from fsdp2.box import Box, whole
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 
-__all__ = ["Grid", "Tiling", "grid_of", "replicated", "spread_replicas", "tiling_from", "tiling_of", "with_siblings"]
-
 # Smaller shards are written by the first of their replicas; larger ones are cut further, so that all replicas write.
 SPREAD_BYTES = 1 << 20
 

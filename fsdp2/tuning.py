@@ -28,8 +28,6 @@ from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.unit import unit_of
 
-__all__ = ["best_limit", "tune_lanes"]
-
 _SHARD_BYTES = [2**exponent for exponent in range(12, 24)]  # 4 KiB to 8 MiB
 _MAX_BYTES = 128 * 2**20  # for the unsharded parameters of one measurement
 _PARAMS = 4  # per measurement, where they fit

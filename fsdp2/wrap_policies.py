@@ -14,18 +14,6 @@ from torch import nn
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.unit import has_forward, unit_of
 
-__all__ = [
-    "Place",
-    "Policy",
-    "Verdict",
-    "by_class",
-    "by_predicate",
-    "by_size",
-    "classes_of",
-    "join",
-    "transformer_blocks",
-]
-
 _Container = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 

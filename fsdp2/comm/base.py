@@ -30,8 +30,6 @@ import torch.distributed as dist
 
 from fsdp2.layout import Lane, ShardLayout, choose_lane
 
-__all__ = ["Comm", "Operand", "Pending", "Scatter", "Works"]
-
 
 class Operand:
     """A flat tensor and the ranges of it that the ranks own.

@@ -11,8 +11,6 @@ from fsdp2._torch import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.wire import WideReduceScatter, is_narrow
 
-__all__ = ["FlatComm"]
-
 
 class FlatComm(Comm):
     """The backend's own flat collectives, one call per operand."""

@@ -19,8 +19,6 @@ from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.comm.wire import is_narrow, sum_rows
 
-__all__ = ["GlooComm"]
-
 _GATHER_TAG = 0x46530001  # unlikely to be a tag of the user's own messages in this group
 _SCATTER_TAG = 0x46530002
 

@@ -6,8 +6,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["group_of_all", "separate_group"]
-
 # Keyed by the default group: groups do not outlive it, and a later one may have other ranks.
 _separate: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]]
 _separate = WeakKeyDictionary()

@@ -26,8 +26,6 @@ from fsdp2._torch import (
 from fsdp2.comm.custom import AllGather, ReduceScatter
 from fsdp2.errors import ArgumentError, UnsupportedError
 
-__all__ = ["FlatAllGather", "FlatReduceScatter", "GroupMemory", "Memory", "SymmetricMemory"]
-
 
 class Memory(Protocol):
     """Allocates buffers; every rank of the group requests the same ones in the same order."""

@@ -13,8 +13,6 @@ from fsdp2._torch import all_gather_flat_coalesced, reduce_scatter_flat_coalesce
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.wire import WideReduceScatter, is_narrow
 
-__all__ = ["NcclComm"]
-
 
 class NcclComm(Comm):
     """NCCL's flat all-gather and reduce-scatter, coalesced. The gather is in place: the input is this rank's range of

@@ -15,8 +15,6 @@ from torch.nn.functional import pad
 
 from fsdp2.errors import ArgumentError
 
-__all__ = ["DEFAULT_BLOCK", "dequantise", "quantise"]
-
 DEFAULT_BLOCK = 256
 _MAX = 127  # -128 is not used: symmetric
 

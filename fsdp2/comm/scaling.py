@@ -9,8 +9,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["Scaling", "fp16_factors", "scaling_for"]
-
 
 @dataclass(frozen=True)
 class Scaling:

@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["finish_unwaited", "keep_unwaited"]
-
 _unwaited: WeakKeyDictionary[dist.ProcessGroup, list[dist.Work]] = WeakKeyDictionary()
 
 

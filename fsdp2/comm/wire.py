@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from fsdp2.comm.base import Scatter, Works
 
-__all__ = ["WideReduceScatter", "is_narrow", "sum_rows"]
-
 _BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit in a core's cache
 
 

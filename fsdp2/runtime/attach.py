@@ -19,8 +19,6 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["attach", "guard_state_dict", "owner_of", "owners_of", "post_forward", "pre_forward"]
-
 # torch's message when a whole tensor is loaded into a sharded one, and our replacement. torch collects such messages in
 # a list that it passes to pre-load hooks but not to post-load hooks.
 _PLAIN_INTO_SHARDED = re.compile(

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_running", "is_within_itself", "note_entry"]
-
 _entries: set[CodeType] = {nn.Module.__call__.__code__}  # functions whose `self` is the module that runs
 
 

@@ -11,8 +11,6 @@ from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 
-__all__ = ["Channel", "communication_errors", "wait_for"]
-
 
 class communication_errors:
     """Add the names of the unit and the rank to communication errors. (A class, because `contextmanager` costs four

@@ -25,8 +25,6 @@ from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unreduced import Unreduced
 
-__all__ = ["Context"]
-
 
 class Member(Protocol):
     """What a context needs from its units."""

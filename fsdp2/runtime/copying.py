@@ -16,8 +16,6 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["copy_module"]
-
 _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far
 
 

@@ -20,8 +20,6 @@ from fsdp2.layout import dense_strides
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["can_mark", "check_filled", "is_marked", "mark", "mark_left", "places_left"]
-
 MARK = (0x1F, 0xD3, 0xE5, 0x7F, 0xB6, 0x4C, 0xF9, 0x7F)  # NaN in every floating dtype of 2, 4 or 8 bytes
 SMALLEST = 4
 

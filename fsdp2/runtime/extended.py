@@ -18,8 +18,6 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.quantised import QuantisedGather
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 
-__all__ = ["ExtendedGather"]
-
 
 class ExtendedGather:
     """The gather of one parameter. It is a `Storage`: allocated before the gather and freed when the group reshards.

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.errors import MisuseError
 from fsdp2.policies import MixedPrecisionPolicy
 
-__all__ = ["Extension", "call_pre", "extension_of", "is_wrapper", "releases_outputs"]
-
 _RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 

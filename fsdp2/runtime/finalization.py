@@ -12,8 +12,6 @@ from weakref import ref
 
 from fsdp2.errors import OrderError
 
-__all__ = ["Finalization", "Ticket"]
-
 
 class Ticket:
     """An asynchronous finalisation that must be waited for.

@@ -23,8 +23,6 @@ from fsdp2.runtime.channel import Channel, communication_errors, wait_for
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
 
-__all__ = ["Gather"]
-
 _Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 

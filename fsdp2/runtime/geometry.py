@@ -11,8 +11,6 @@ from fsdp2.layout import ShardLayout, memory_order
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.extension import is_wrapper
 
-__all__ = ["Geometry"]
-
 
 class Geometry:
     """The memory layout of one parameter on this rank.

@@ -29,8 +29,6 @@ from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Gradients"]
-
 _is_there: Callable[[object], bool] = partial(is_not, None)
 
 

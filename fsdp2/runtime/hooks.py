@@ -26,8 +26,6 @@ from fsdp2._torch import base_of, tensors_have_levels
 from fsdp2.events import profiler_range
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
-__all__ = ["cast_floating", "on_backward_begin", "on_backward_end"]
-
 Callback = Callable[[], None]
 
 

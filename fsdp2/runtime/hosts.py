@@ -14,8 +14,6 @@ from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.runtime.optional import Decision, OptionalUnits, Role
 from fsdp2.runtime.unit import Unit
 
-__all__ = ["assign_roles"]
-
 
 def assign_roles(root: nn.Module, units: Sequence[Unit]) -> OptionalUnits | None:
     """Give the optional units and their hosts their roles. Returns what they share; None without optional units.

@@ -9,8 +9,6 @@ from fsdp2.events import profiler_range
 from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.reduction import Reduction
 
-__all__ = ["InFlight"]
-
 
 class InFlight:
     """Owns every reduction, and so its buffers, until the reduction is finished. Several roots may share one.

@@ -14,8 +14,6 @@ from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 
-__all__ = ["InnerShards"]
-
 
 class InnerShards:
     """The inner shards of a group: padded pieces of the shard axis, in the compute dtype. All memory is owned by the

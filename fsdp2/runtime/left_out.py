@@ -22,8 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch import composable_apis
 from fsdp2.runtime.parameter import managed_by
 
-__all__ = ["note_ignored", "outermost_model", "warn_after_backward", "warn_in_clip", "warn_in_save"]
-
 _CALL: Any = nn.Module.__call__
 
 _known = WeakIdKeyDictionary()  # plain parameters that the user excluded, or that were reported

@@ -8,8 +8,6 @@ from fsdp2.runtime.schedule import num_kept
 from fsdp2.runtime.storage import Storage
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["ReleasedMemory"]
-
 
 class ReleasedMemory:
     """Owns storage from a reshard until the all-gather stream may free it, which is when that stream has waited for the

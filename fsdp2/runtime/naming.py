@@ -7,8 +7,6 @@ from torch import nn
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.parameter import ManagedParameter, managed_by
 
-__all__ = ["check_tied", "name_parameters"]
-
 
 def name_parameters(params: Sequence[ManagedParameter], module_fqns: Mapping[nn.Module, str]) -> None:
     """Set each parameter's FQN from that of the module that first holds it."""

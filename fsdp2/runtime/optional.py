@@ -31,8 +31,6 @@ from fsdp2.policies import OptionalPolicy, UnitSettings
 from fsdp2.runtime.channel import communication_errors
 from fsdp2.runtime.param_group import ParamGroup, Phase
 
-__all__ = ["Decision", "OptionalUnits", "Role"]
-
 
 class Member(Protocol):
     """What optional units and their hosts need from a unit."""

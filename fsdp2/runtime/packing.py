@@ -7,8 +7,6 @@ import torch
 from fsdp2._torch import chunk_cat, foreach_copy
 from fsdp2.layout import ShardLayout
 
-__all__ = ["interleave", "packed"]
-
 
 def interleave(
     packed: torch.Tensor, offset: int, full: torch.Tensor, layout: ShardLayout

@@ -32,8 +32,6 @@ from fsdp2.runtime.streams import without_grad
 from fsdp2.runtime.together import in_memory_order, lay_together
 from fsdp2.runtime.unsharded import UnshardedStorage
 
-__all__ = ["Keep", "ParamGroup", "Phase"]
-
 
 class Phase(Enum):
     """Which form the parameters of a group have."""

@@ -41,8 +41,6 @@ from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
 from fsdp2.specs import ParamSpecs
 
-__all__ = ["ManagedParameter", "Partial", "Plan", "check_stand_in", "managed_by", "num_replaced"]
-
 # Maps original and unsharded parameters, and replaced sharded ones, to their managed parameter. Weak on both sides, so
 # that a later parameter at the same address is not mistaken for an earlier one.
 _managed = WeakIdKeyDictionary()

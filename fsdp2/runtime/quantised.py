@@ -19,8 +19,6 @@ from fsdp2.comm.quantise import DEFAULT_BLOCK, dequantise, quantise
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.parameter import ManagedParameter
 
-__all__ = ["QuantisedGather"]
-
 
 class QuantisedGather:
     """The `Extension` of one floating-point parameter, which holds it; see `runtime.extension`."""

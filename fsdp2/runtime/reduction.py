@@ -40,8 +40,6 @@ from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
-__all__ = ["Reduction"]
-
 
 class Reduction:
     """One reduction.

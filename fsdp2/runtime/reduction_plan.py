@@ -11,8 +11,6 @@ from fsdp2.layout import Lane
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 
-__all__ = ["Contribution", "ReductionPlan"]
-
 
 class Contribution(NamedTuple):
     """What one parameter contributes to a reduction: a whole gradient (dims in memory order), or a partial gradient

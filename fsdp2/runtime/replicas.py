@@ -20,8 +20,6 @@ from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 
-__all__ = ["check_replicas"]
-
 _WORD = 8  # bytes
 
 

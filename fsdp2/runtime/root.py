@@ -18,8 +18,6 @@ from fsdp2.runtime.naming import check_tied, name_parameters
 from fsdp2.runtime.replicas import check_replicas
 from fsdp2.runtime.unit import Unit, unit_of
 
-__all__ = ["become_root", "check_borrowed", "units_below"]
-
 
 def units_below(module: nn.Module) -> list[Unit]:
     """The units of `module` and its submodules, in the order of the module tree."""

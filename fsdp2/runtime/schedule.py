@@ -17,8 +17,6 @@ One iteration of a root with units 0, 1, 2 that reshard after forward (time runs
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Pass", "Schedule", "num_kept"]
-
 Unit = TypeVar("Unit")
 
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from fsdp2._torch import allows_direct_slots, parameter_slots
 
-__all__ = ["Slot", "SlotTable"]
-
 
 class Slot:
     """One place where a module holds a parameter. It refers to the module weakly, because modules own units."""

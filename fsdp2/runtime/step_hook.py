@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["before_each_step", "install_step_hooks", "when_gradients_are_final"]
-
 Check = Callable[[torch.optim.Optimizer], None]
 
 _before: list[Check] = []

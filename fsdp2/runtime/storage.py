@@ -13,8 +13,6 @@ import torch
 
 from fsdp2.layout import strides
 
-__all__ = ["ALIGN_BYTES", "FlatStorage", "Storage", "Storages"]
-
 ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels may expect
 
 

@@ -14,8 +14,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["Streams", "simulated", "streams_for", "without_grad"]
-
 _NOTHING = nullcontext()
 _simulated: list["Streams"] = []
 

@@ -18,8 +18,6 @@ from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.parameter import ManagedParameter
 
-__all__ = ["Places", "in_memory_order", "lay_together"]
-
 # The largest shard that is moved. For a larger one a separate call is negligible next to the arithmetic, and the copy
 # is noticeable: `fully_shard` of a billion parameters took half as long again.
 MOST_BYTES = 1 << 20

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "tensors_in"]
-
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with every tensor replaced by ``fn(tensor)``."""

@@ -36,8 +36,6 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
 from fsdp2.runtime.tree import map_tensors
 
-__all__ = ["Stage", "Unit", "has_forward", "unit_of", "units_with"]
-
 
 class Stage(Enum):
     """Where a unit is in its iteration."""

@@ -16,9 +16,6 @@ from fsdp2._torch import backward_is_running
 from fsdp2.errors import OrderError
 from fsdp2.runtime.step_hook import when_gradients_are_final
 
-__all__ = ["Unreduced", "check_reduced"]
-
-
 _waiting: "WeakSet[Unreduced]" = WeakSet()
 
 

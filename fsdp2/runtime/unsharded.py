@@ -23,8 +23,6 @@ from fsdp2.runtime.inner import InnerShards
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
-__all__ = ["UnshardedStorage"]
-
 
 class UnshardedStorage:
     """The unsharded parameters of a group. Creating it allocates its memory. All its memory is owned by the all-gather

@@ -157,7 +157,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "class lines",
         "runtime.unit:Unit",
     ): "what it holds, and its iteration: two halves that reach into each other",
-    ("file lines", "_torch"): "everything that an upgrade of torch has to look at, in one place",
     ("attributes", "runtime.unit:Unit"): "the same",
     ("file lines", "runtime.unit"): "the same",
     ("attributes", "plan.machine:Machine"): "the lines of a data sheet, each with a meaning of its own",
