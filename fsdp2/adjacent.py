@@ -25,7 +25,7 @@ _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _nbytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes")
 
-# Maps each carved tensor to the tensor that it was carved from.
+# Maps each carved tensor to the tensor that it was carved from, and to its first element there.
 _carved = WeakIdKeyDictionary()
 
 
@@ -47,11 +47,12 @@ def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """
     pieces, start = [], 0
     base = base_of(flat)
-    whole = _carved.get(flat if base is None else base, flat if base is None else base)
+    whole, first = _carved.get(flat if base is None else base, (flat if base is None else base, 0))
+    first += int(flat.storage_offset())
     with torch.inference_mode(False), torch.no_grad():
         for size in sizes:
             piece = from_dlpack(flat[start : start + size])
-            _carved[piece] = whole
+            _carved[piece] = whole, first + start
             pieces.append(piece)
             start += size
     return pieces
@@ -68,7 +69,16 @@ def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def wholes() -> set[int]:
     """The ids of the storages that carved tensors lie on: memory that has two names, which a count must not count
     twice."""
-    return {id(whole.untyped_storage()) for whole in _carved.values()}
+    return {id(whole.untyped_storage()) for whole, _ in _carved.values()}
+
+
+def place_of(piece: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The tensor that a carved `piece` lies in, and its first element there; None for other tensors, and once `piece`
+    has other memory (through `.data` or `share_memory_`)."""
+    found: tuple[torch.Tensor, int] | None = _carved.get(piece)
+    if found is None or found[0].data_ptr() + found[1] * piece.itemsize != piece.data_ptr():
+        return None
+    return found
 
 
 class Span(NamedTuple):
@@ -83,7 +93,7 @@ class Span(NamedTuple):
 def span_of(tensor: torch.Tensor) -> Span | None:
     """The span of `tensor`; None if there are gaps between its elements, or it is not part of a larger tensor."""
     base = base_of(tensor)
-    whole = _carved.get(tensor if base is None else base, base)
+    whole, _ = _carved.get(tensor if base is None else base, (base, 0))
     if whole is None or whole.dtype is not tensor.dtype or not _is_dense(tensor):
         return None
     address = tensor.data_ptr()
@@ -122,7 +132,7 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
     on whole lists, since clipping does this for all gradients in each step.)"""
     bases = [tensor if base is None else base for tensor, base in zip(tensors, map(base_of, tensors), strict=True)]
     distinct = dict(zip(map(id, bases), bases, strict=True))
-    origins = {key: _carved.get(base, base) for key, base in distinct.items()}
+    origins = {key: _carved.get(base, (base, 0))[0] for key, base in distinct.items()}
     numbers = dict(zip(dict.fromkeys(map(id, origins.values())), count()))  # by first appearance
     wholes = list({id(whole): whole for whole in origins.values()}.values())
     number_of = {key: numbers[id(whole)] for key, whole in origins.items()}
@@ -148,39 +158,3 @@ def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
         else:
             result.append(Run(joined, indices))
     return result
-
-
-def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """The address of each; None within transforms of `torch.func`, whose tensors have no accessible memory."""
-    try:
-        return list(map(_address_of, tensors))
-    except RuntimeError:
-        return None
-
-
-def joint_copies(
-    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same copies, merged where both the destination and the source continue those of the previous copy.
-
-    Args:
-        destinations, sources: 1-D; the tensors of each pair have the same size.
-    """
-    joint: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    sides = [(tensors, [span_of(tensor) for tensor in tensors]) for tensors in (destinations, sources)]
-    first = 0
-    for after in range(1, len(destinations) + 1):
-        if after < len(destinations) and all(_continue(spans[after - 1], spans[after]) for _, spans in sides):
-            continue
-        for (tensors, spans), result in zip(sides, joint, strict=True):
-            begin, end = spans[first], spans[after - 1]
-            joined = None
-            if after > first + 1 and begin is not None and end is not None:
-                joined = over(begin.whole, begin.address, end.end - begin.address)
-            result += tensors[first:after] if joined is None else [joined]
-        first = after
-    return joint
-
-
-def _continue(before: Span | None, after: Span | None) -> bool:
-    return before is not None and after is not None and before.whole is after.whole and before.end == after.address

@@ -22,8 +22,8 @@ from fsdp2.init.restore import restore
 from fsdp2.init.tape import Cell, Tape, Window
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import units_below
+from fsdp2.runtime.shard_memory import Places
 from fsdp2.runtime.slot import Slot
-from fsdp2.runtime.together import Places
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
 __all__ = ["fill"]

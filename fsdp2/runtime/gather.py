@@ -14,16 +14,16 @@ from functools import partial
 import torch
 
 from fsdp2._torch import foreach_copy
-from fsdp2.adjacent import addresses_of, joint_copies
 from fsdp2.comm.base import Operand, Pending
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel, communication_errors, wait_for
 from fsdp2.runtime.packing import interleave
+from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import FlatStorage
 
-_Copies = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+_Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Gather:
@@ -51,6 +51,9 @@ class Gather:
         self._unpack_to: list[torch.Tensor] = []
         self._unpack_from: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
+        # Where packed tensors start and end in a segment, in elements.
+        self._starts: dict[int, tuple[torch.dtype, int]] = {}
+        self._ends: dict[int, tuple[torch.dtype, int]] = {}
         packed: list[int] = []
         for index, (layout, full) in enumerate(zip(layouts, fulls, strict=True)):
             if comm.gather_lane(layout, full.itemsize) is Lane.PACKED:
@@ -67,7 +70,7 @@ class Gather:
         # One call per dtype: a call with several dtypes wrote garbage on CUDA until
         # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
-        self._known: tuple[list[int], list[_Copies]] = [], []
+        self._known: tuple[Sequence[FlatShard], list[_Copies]] | None = None
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
@@ -90,6 +93,7 @@ class Gather:
             columns = views[full.dtype]  # one view for all tensors of a dtype, whose parts are contiguous
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
+            self._starts[index], self._ends[index] = (full.dtype, start), (full.dtype, start + layout.padded_numel)
             for source, destination in interleave(columns, start, full, layout):
                 self._unpack_from.append(source)
                 self._unpack_to.append(destination)
@@ -100,16 +104,17 @@ class Gather:
             whole = self._packed.view(0, (size * numel,), dtype)
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
-    def start(self, shards: Sequence[torch.Tensor], stay: bool = False) -> Callable[[], None]:
+    def start(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard] | None = None) -> Callable[[], None]:
         """Copy this rank's flat `shards` in and issue the collective. Returns a function that waits for it and copies
         out of the packed buffer; call it on the same stream.
 
         Args:
-            stay: the same tensors will be passed next time, so the copies derived from them are cached.
+            blocks: which of the shards stand together. The same list means the same shards as in the last call; None,
+                other ones each time.
         """
         if self._packed is not None:
             self._packed.alloc()
-        for destinations, sources in self._copies(shards, stay):
+        for destinations, sources in self._copies(shards, blocks):
             foreach_copy(destinations, sources)
         pending = None
         if self.operands:
@@ -120,20 +125,37 @@ class Gather:
 
     def forget_shards(self) -> None:
         """Drop references to shards of earlier calls."""
-        self._known = [], []
+        self._known = None
 
-    def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> "list[_Copies]":
-        """The copies in, grouped by dtype; with `stay`, adjacent ones are merged."""
-        addresses = addresses_of(shards) if stay else None
-        if addresses is not None and addresses == self._known[0]:
+    def _copies(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard] | None) -> list[_Copies]:
+        """The copies in, one list for each dtype."""
+        current = [block for block in blocks or () if block.is_current()]
+        if blocks is not None and self._known is not None and current == self._known[0]:
             return self._known[1]
-        copies: list[_Copies] = [(self._own, shards)]
-        if len(self._by_dtype) > 1:
-            copies = [([self._own[i] for i in indices], [shards[i] for i in indices]) for indices in self._by_dtype]
-        if addresses is not None:
-            copies = [joint_copies(*pair) for pair in copies]
-            self._known = addresses, copies
+        pairs = dict(enumerate(zip(self._own, shards, strict=True)))
+        for block in current:
+            self._join(block, pairs)
+        chosen = [[pairs[index] for index in indices if index in pairs] for indices in self._by_dtype]
+        copies = [([into for into, _ in each], [of for _, of in each]) for each in chosen]
+        if blocks is not None:
+            self._known = current, copies
         return copies
+
+    def _join(self, block: FlatShard, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Make one copy of those of shards that stand together, here and in the packed buffer."""
+        runs: list[list[int]] = []
+        for index in block.starts:
+            if runs and index in self._starts and self._starts[index] == self._ends.get(runs[-1][-1]):
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        for first, *others in runs:
+            if others:
+                numel = self._ends[others[-1]][1] - self._starts[first][1]
+                start = block.starts[first]
+                pairs[first] = pairs[first][0].as_strided((numel,), (1,)), block.tensor[start : start + numel]
+                for index in others:
+                    del pairs[index]
 
     def _finish(self, pending: Pending | None) -> None:
         if pending is not None:

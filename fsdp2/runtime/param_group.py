@@ -27,9 +27,9 @@ from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
+from fsdp2.runtime.shard_memory import FlatShard, flat_shards, in_memory_order, lay_together
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.streams import without_grad
-from fsdp2.runtime.together import in_memory_order, lay_together
 from fsdp2.runtime.unsharded import UnshardedStorage
 
 
@@ -75,6 +75,7 @@ class ParamGroup:
         users: ids of the units that use, or will use, the unsharded parameters. More than one if weights are tied
             across units.
         keep: what reshard keeps.
+        flat_shards: which shards stand together in memory, since the last `refresh`.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
@@ -94,6 +95,7 @@ class ParamGroup:
         self._kept_at: list[int] | None = None
         self._used_at: list[int] | None = None
         self._shards: list[torch.Tensor] = []
+        self.flat_shards: list[FlatShard] = []
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
 
@@ -144,7 +146,7 @@ class ParamGroup:
                 finish = self._unsharded.start_smaller(self.smaller.shard)
             else:
                 versions = self._versions() if self.roles.sharded_replicas else []
-                finish = self._unsharded.start(self._shards, versions)
+                finish = self._unsharded.start(self._shards, self.flat_shards, versions)
             if streams.lazy:
                 self._under_way = finish
             else:
@@ -300,6 +302,7 @@ class ParamGroup:
         self._table = None
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.geometry.local_numel] for param in self.params]
+            self.flat_shards = flat_shards(self.params)
             if self._unsharded is not None:
                 self._unsharded.forget_shards()
         if any(changed) and self._unsharded is not None:

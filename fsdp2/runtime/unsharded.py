@@ -21,6 +21,7 @@ from fsdp2.runtime.extended import ExtendedGather
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.inner import InnerShards
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
 
@@ -76,26 +77,29 @@ class UnshardedStorage:
 
     # --- one unshard -------------------------------------------------------------------------------------------------
 
-    def start(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Callable[[], None]:
-        """Issue the all-gather from the flat `shards`, which have these `versions`. Returns a function that completes
-        the unsharded parameters."""
-        device, stay = self._channel.roles.device, not self._extended
+    def start(
+        self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard], versions: list[int]
+    ) -> Callable[[], None]:
+        """Issue the all-gather from the flat `shards`, which stand in `blocks` and have these `versions`. Returns a
+        function that completes the unsharded parameters."""
+        device = self._channel.roles.device
+        known: Sequence[FlatShard] | None = None if self._extended else blocks
         if self._params[0].plan.home != device:
-            stay = False
+            known = None
             # Offloaded shards are copied to the device first and cast there. A copy that does both would cast on the
             # CPU and block it. The copies are owned by this stream, and so is everything that reads them.
             pairs = zip(self._params, shards, strict=True)
             shards = [shard if each.is_extended else shard.to(device, non_blocking=True) for each, shard in pairs]
         if self._inner is not None:
             self._inner.gather(shards, versions)
-            shards = self._inner.flats
+            shards, known = self._inner.flats, ()
         if self._channel.roles.shard_group is None:
             self.storage.alloc()
             self._copy(shards)
             return _nothing
         gather = self._gather_over(self._channel.roles.shard)
         self._take(gather)
-        return partial(self._finish, gather.start(self._sources(shards), stay), self._extended.values())
+        return partial(self._finish, gather.start(self._sources(shards), known), self._extended.values())
 
     def _take(self, gather: Gather) -> None:
         """Allocate the memory that `gather` needs when it starts."""

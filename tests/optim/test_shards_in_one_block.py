@@ -178,6 +178,30 @@ def test_packed_shards_are_copied_in_at_once(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+def test_a_replaced_shard_is_copied_by_itself(rank: int, world_size: int, hidden: int) -> None:
+    """A group says which of its shards stand together, and one that was replaced is none of them any more."""
+    model = sharded(hidden)
+    unit = unit_of(model.blocks[0])
+    assert unit is not None
+    unit.refresh()  # as before the first forward
+    (group,) = unit.groups
+    (block,) = group.flat_shards
+    assert [*block.starts] == [*range(len(group.params))]
+    replaced = group.params[1]
+    values = {param: (param.sharded.detach() + 1).full_tensor() for param in group.params}
+    with torch.no_grad():
+        for param in group.params:
+            local(param.sharded).add_(1)
+    other = nn.Parameter(replaced.sharded.detach().clone())
+    model.blocks[0].load_state_dict({replaced.fqn: other}, assign=True, strict=False)
+    assert [[*block.starts] for block in group.flat_shards] == [[*range(2, len(group.params))]]
+    assert replaced.sharded is other
+    model.blocks[0].unshard()
+    assert all(torch.equal(param.unsharded, values[param]) for param in group.params)
+
+
+@on_ranks(2)
 def test_a_run_that_changes_leaves_the_others(rank: int, world_size: int) -> None:
     """One gradient that comes and goes made all runs anew in each step."""
     model = sharded(depth=4)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from fsdp2.adjacent import carve, joint_copies, runs_of, span_of
+from fsdp2.adjacent import carve, runs_of, span_of
 
 
 def views(flat: torch.Tensor, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -73,25 +73,3 @@ def test_a_run_of_one_is_the_tensor_itself() -> None:
     tensor = torch.zeros(2, 3)
     (run,) = runs_of([tensor])
     assert run.tensor is tensor
-
-
-def test_copies_are_joined_where_both_sides_go_on() -> None:
-    into, of = torch.zeros(20), torch.arange(20.0)
-    sizes = [3, 4, 5, 2]
-    destinations = list(into[:14].split(sizes))
-    sources = carve(of[:14].clone(), sizes)
-    joint = joint_copies(destinations, sources)
-    assert [len(side) for side in joint] == [1, 1]
-    torch._foreach_copy_(*joint)
-    assert torch.equal(into[:14], of[:14])
-
-    into.zero_()
-    broken = [sources[0], sources[1].clone(), *sources[2:]]
-    joint = joint_copies(destinations, broken)
-    assert [tensor.numel() for tensor in joint[1]] == [3, 4, 7]
-    torch._foreach_copy_(*joint)
-    assert torch.equal(into[:14], of[:14])
-
-    apart = [into[0:3], into[4:8]]
-    assert len(joint_copies(apart, sources[:2])[0]) == 2, "a gap on the other side"
-    assert joint_copies([], []) == ([], [])

@@ -1,18 +1,19 @@
 """The small shards of a group in one block of memory, in the order in which a reduction writes their gradients. Layer:
 runtime, below the param group.
 
-Nothing depends on it, but it lets an optimizer step, a clip scale and an all-gather copy a group as one tensor
-(`fsdp2.adjacent`) instead of one per parameter.
+A group says with `FlatShard` which of its shards are such a block, so that an all-gather copies them as one tensor.
+Nothing depends on it: a shard that somebody has replaced or moved is none of them any more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import nn
 
 from fsdp2._torch import local_tensor, make_parameter, set_local_tensor
-from fsdp2.adjacent import can_carve, carve, span_of
+from fsdp2.adjacent import can_carve, carve, place_of
 from fsdp2.layout import Lane
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extension import is_wrapper
@@ -112,8 +113,53 @@ def _pieces(members: Sequence[ManagedParameter], device: torch.device) -> list[t
 
 
 def _are_together(members: Sequence[ManagedParameter]) -> bool:
-    spans = [span_of(param.flat) for param in members]
+    places = [(place_of(param.flat), param.flat.numel()) for param in members]
     return all(
-        one is not None and other is not None and one.whole is other.whole and one.end == other.address
-        for one, other in pairwise(spans)
+        one is not None and other is not None and one[0] is other[0] and one[1] + numel == other[1]
+        for (one, numel), (other, _) in pairwise(places)
     )
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShard:
+    """Shards of a group that stand end to end, as one tensor.
+
+    Attributes:
+        tensor: 1-D, over all of them with their padding.
+        starts: by the index of a parameter in the group, in memory order: the first element of its shard.
+    """
+
+    tensor: torch.Tensor
+    starts: dict[int, int]
+    _pieces: list[torch.Tensor]
+    _addresses: list[int]
+
+    def is_current(self) -> bool:
+        """Whether no shard was given other memory (through `.data` or `share_memory_`)."""
+        return list(map(torch.Tensor.data_ptr, self._pieces)) == self._addresses
+
+
+def flat_shards(params: Sequence[ManagedParameter]) -> list[FlatShard]:
+    """The blocks in which at least two shards of `params` stand now."""
+    blocks: list[tuple[torch.Tensor, list[tuple[int, int]]]] = []  # each with first elements and indices
+    for index, param in enumerate(params):
+        if (place := place_of(param.flat)) is not None:
+            whole, start = place
+            members = next((members for known, members in blocks if known is whole), None)
+            if members is None:
+                blocks.append((whole, members := []))
+            members.append((start, index))
+    found = []
+    for whole, members in blocks:
+        members.sort()
+        ends = [start + params[index].flat.numel() for start, index in members]
+        breaks = [at for at in range(1, len(members)) if ends[at - 1] != members[at][0]]
+        for first, after in pairwise([0, *breaks, len(members)]):
+            if after - first > 1:
+                begin, run = members[first][0], members[first:after]
+                pieces = [params[index].flat for _, index in run]
+                starts = {index: start - begin for start, index in run}
+                found.append(
+                    FlatShard(whole[begin : ends[after - 1]], starts, pieces, [each.data_ptr() for each in pieces])
+                )
+    return found
