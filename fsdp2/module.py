@@ -21,8 +21,7 @@ from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.emptied import mark_left, places_left
-from fsdp2.runtime.finalization import Ticket
-from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.unit import Unit
 from fsdp2.runtime.unreduced import check_reduced
 from fsdp2.settings import Settings, boolean, change_settings, unit_for, unit_in

@@ -13,12 +13,8 @@ from fsdp2.mesh import Axis, MeshRoles
 
 
 class communication_errors:
-    """Add the names of the unit and the rank to communication errors. (A class, because `contextmanager` costs four
-    times as much, and six of these run per unit and step.)
-
-    Raises:
-        CollectiveError: a peer died, the group timed out, or the ranks sent different amounts.
-    """
+    """Turn errors of communication into a `CollectiveError` that names the unit and the rank. (A class, because
+    `contextmanager` costs four times as much, and six of these run per unit and step.)"""
 
     __slots__ = ("_axis", "_fqn", "_what")
 
@@ -40,11 +36,7 @@ class communication_errors:
 
 
 def wait_for(pending: Pending, kind: str, fqn: str, axis: Axis) -> None:
-    """Wait for a collective of this kind, as events call it.
-
-    Raises:
-        CollectiveError: see `communication_errors`.
-    """
+    """Wait for a collective of this kind, as events call it; see `communication_errors`."""
     with communication_errors(kind.replace("_", "-"), fqn, axis):
         emit(f"{kind}_wait", fqn)
         pending.wait()

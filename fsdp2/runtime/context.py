@@ -5,8 +5,8 @@ object.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Generic, NoReturn, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -16,43 +16,30 @@ from fsdp2._torch import backward_is_running, outside_transforms, queue_backward
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.finalization import Finalization, Ticket
-from fsdp2.runtime.in_flight import InFlight
+from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.left_out import warn_after_backward
-from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.optional import OptionalUnits
 from fsdp2.runtime.schedule import Schedule
+from fsdp2.runtime.step import Step
+from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unreduced import Unreduced
 
 
 class Member(Protocol):
-    """What a context needs from its units."""
+    """What a context needs from its units; see `Unit`."""
 
     settings: UnitSettings
     fqn: str
     left_by: str
 
-    def unshard(self, prefetching: bool = False) -> None:
-        """Issue the all-gathers that are needed."""
-
-    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
-        """Free the unsharded parameters."""
-
-    def complete_forward(self) -> None:
-        """The root's forward is over: end the unit's forward even if some of its modules did not run."""
-
-    def forget_uses(self) -> None:
-        """The forwards so far will have no backward."""
-
-    def finish_backward(self) -> None:
-        """The backward pass is over: reduce and reshard what is left."""
-
-    def check_no_partials(self) -> None:
-        """Raise if gradients wait for an all-reduce."""
-
-    def has_unreduced(self, params: set[int]) -> bool:
-        """Whether gradients of parameters with these ids wait to be reduced."""
+    def unshard(self, prefetching: bool = False) -> None: ...
+    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None: ...
+    def complete_forward(self) -> None: ...
+    def forget_uses(self) -> None: ...
+    def finish_backward(self) -> None: ...
+    def check_no_partials(self) -> None: ...
+    def has_unreduced(self, params: set[int]) -> bool: ...
 
 
 Unit = TypeVar("Unit", bound=Member)
@@ -67,8 +54,7 @@ class Context(Generic[Unit]):
         is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
-        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded
-        afterwards.
+        recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         model: a weak reference to the outermost module around the root, until its first backward has been checked.
         optional: the optional units of the root; None without any.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
@@ -80,7 +66,7 @@ class Context(Generic[Unit]):
         self.streams = streams_for(device)
         self.memory = ReleasedMemory(self.streams)
         self.in_flight = InFlight() if in_flight is None else in_flight
-        self.finalization = Finalization()
+        self.step = Step()
         self.unreduced = Unreduced(self._find_unreduced)
         self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
@@ -89,9 +75,6 @@ class Context(Generic[Unit]):
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Unit]] = deque()
-        # The callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
-        # strong reference, so the weak one is dead if backward raised.
-        self._end: ref[Callable[[], None]] | None = None
 
     @property
     def units(self) -> list[Unit]:
@@ -106,8 +89,8 @@ class Context(Generic[Unit]):
     @property
     def is_last_backward(self) -> bool:
         """Whether this backward is the last of a step: set by the user or, in manual mode, while it is finalised."""
-        if self.finalization.is_manual or self.finalization.is_ending:
-            return self.finalization.is_ending
+        if self.step.is_manual or self.step.is_finalizing:
+            return self.step.is_finalizing
         root = self.root
         return root is None or root.settings.is_last_backward
 
@@ -120,7 +103,7 @@ class Context(Generic[Unit]):
         has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:
             unit.complete_forward()
-            if not self.finalization.awaits_backward:
+            if not self.step.awaits_backward:
                 unit.forget_uses()
             if has_raised:
                 unit.reshard()  # prefetched but not used: parameters may have changed since
@@ -159,7 +142,7 @@ class Context(Generic[Unit]):
         self.schedule.end_forward()
         if not torch.is_grad_enabled():
             self.memory.free_all()  # no backward follows, whose all-gathers would free it
-        self.finalization.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
+        self.step.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -170,41 +153,28 @@ class Context(Generic[Unit]):
             OrderError: the last backward raised, and `reset_iter_state` was not called.
             UnsupportedError: backward runs under compiled autograd, which never runs callbacks at the end.
         """
-        if self._end is None:
+        if not self.step.in_backward():
             if torch.compiler.is_compiling():
                 _refuse_compiled_autograd()
             end = self.end_backward
-            self._end = ref(end)
-            self.finalization.begin_backward(self.units[0].settings.manual_finalization)
+            self.step.begin_backward(end, self.units[0].settings.manual_finalization)
             self.in_flight.limit(self, max(unit.settings.max_input_buffers for unit in self.units))
             queue_backward_callback(end)
-        elif self._end() is None:
-            _raise_unfinished("backward")
-
-    def check_backward_ended(self) -> None:
-        """Called before a forward.
-
-        Raises:
-            OrderError: the last backward raised, and `reset_iter_state` was not called.
-        """
-        if self._end is not None and not backward_is_running():
-            _raise_unfinished("forward")
 
     def end_backward(self) -> None:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        self._end = None
-        self.recomputed.clear()
-        root = self.units[0]
-        self._finish_units()
-        if self.is_last_backward:
-            self.finish_reductions()
-        self._note_unreduced()
-        self._look_for_left_out()
-        emit("root_post_backward", root.fqn)
+            self.step.end_backward()
+            self.recomputed.clear()
+            root = self.units[0]
+            self._finish_units()
+            if self.is_last_backward:
+                self.finish_reductions()
+            self._note_unreduced()
+            weak_model, self.model = self.model, None
+            if weak_model is not None and (model := weak_model()) is not None:
+                warn_after_backward(model)
+            emit("root_post_backward", root.fqn)
 
     def _finish_units(self) -> None:
         if self.optional is not None:
@@ -214,14 +184,8 @@ class Context(Generic[Unit]):
         if self.optional is not None:
             self.optional.end_reductions()
 
-    def _look_for_left_out(self) -> None:
-        weak_model, self.model = self.model, None
-        if weak_model is not None and (model := weak_model()) is not None:
-            warn_after_backward(model)
-
     def _note_unreduced(self) -> None:
-        some_wait = self.in_flight.is_busy or any(unit.left_by for unit in self.units)
-        self.unreduced.after_backward(some_wait)
+        self.unreduced.after_backward(self.in_flight.is_busy or any(unit.left_by for unit in self.units))
 
     def _find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
         """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
@@ -242,37 +206,30 @@ class Context(Generic[Unit]):
         there is nothing to wait for.
 
         Raises:
-            OrderError: called at the wrong time (see `Finalization`), or HSDP gradients wait for an all-reduce.
+            OrderError: called at the wrong time (see `Step`), or HSDP gradients wait for an all-reduce.
         """
         root = self.units[0]
-        wanted = root.settings.manual_finalization
-        is_running = backward_is_running() or self._end is not None
-        self.finalization.check_can_finalize(root.fqn, wanted, is_running)
+        self.step.check_can_finalize(root.fqn, root.settings.manual_finalization)
         self.in_flight.check_nobody_waits(f"finalize_backward of '{root.fqn}'")
-        if not self.finalization.is_due:
+        if not self.step.is_due:
             return None
         for unit in self.units:
             unit.check_no_partials()
-        self.finalization.end()
-        self.finalization.is_ending = True
+        self.step.reset()
+        self.step.is_finalizing = True
         try:
             self._finish_units()
         finally:
-            self.finalization.is_ending = False
+            self.step.is_finalizing = False
         if not is_async:
             self.finish_reductions()
         self._note_unreduced()
-        if not is_async:
-            return None
-        self.in_flight.ticket = Ticket(self.finalization)
+        self.in_flight.ticket = Ticket(self.step) if is_async else None
         return self.in_flight.ticket
 
     def finish_ticket(self, ticket: Ticket) -> None:
-        """Wait for an asynchronous finalisation; does nothing the second time.
-
-        Raises:
-            OrderError: its reductions were discarded.
-        """
+        """Wait for an asynchronous finalisation; does nothing the second time. Raises `OrderError` if it was
+        discarded."""
         if ticket.is_void:
             raise OrderError("this handle's reductions were thrown away by reset_iter_state()")
         if self.in_flight.ticket is ticket:
@@ -283,13 +240,10 @@ class Context(Generic[Unit]):
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, discard their results, and forget the iteration.
-
-        Raises:
-            OrderError: the reductions belong to another root that shares them, whose handle has not been waited for.
-        """
+        """Wait for reductions, discard their results, and forget the iteration. Raises `OrderError` if they belong to
+        another root that shares them, whose handle has not been waited for."""
         ticket, self.in_flight.ticket = self.in_flight.ticket, None
-        if ticket is not None and ticket.owner() is not self.finalization:
+        if ticket is not None and ticket.owner() is not self.step:
             self.in_flight.ticket = ticket
             raise OrderError(
                 "reset_iter_state: another root's finalize_backward(async_op=True) is not finished; wait()"
@@ -297,9 +251,8 @@ class Context(Generic[Unit]):
         if ticket is not None:
             ticket.is_void = True
         self.in_flight.abandon_all()
-        self._end = None
         self.recomputed.clear()
-        self.finalization.end()
+        self.step.reset()
         self.schedule.end_forward()
 
 
@@ -309,11 +262,4 @@ def _refuse_compiled_autograd() -> None:
         "backward runs under compiled autograd, which does not call back at its end, so that gradients would stay "
         "unreduced. Turn it off (compiled_autograd in the configuration of Dynamo); torch.compile of the model or of "
         "its blocks is fine."
-    )
-
-
-def _raise_unfinished(what: str) -> NoReturn:
-    raise OrderError(
-        f"{what} was called, but the last backward has not finished; did it raise? Call reset_iter_state() on the "
-        "root, on every rank, before the next iteration."
     )

@@ -7,26 +7,28 @@ the param group.
                                            (its data may be in `raw` or in tensors that `post` made)
 """
 
+from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
+from fsdp2._torch import foreach_copy
+from fsdp2.comm.quantise import DEFAULT_BLOCK, dequantise, quantise
 from fsdp2.errors import MisuseError
 from fsdp2.layout import ShardLayout, pack
 from fsdp2.runtime.extension import Extension, call_pre, releases_outputs
+from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.quantised import QuantisedGather
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 
 
 class ExtendedGather:
-    """The gather of one parameter. It is a `Storage`: allocated before the gather and freed when the group reshards.
-
-    `raw` and the tensors that `post` allocates are owned by the all-gather stream, like all unsharded storage.
+    """The gather of one parameter. It is a `Storage`: allocated before the gather, freed when the group reshards. The
+    all-gather stream owns `raw` and what `post` allocates.
 
     Attributes:
-        param: the parameter with the hooks.
-        layouts: the layouts of the gathered tensors.
+        layouts: of the gathered tensors.
         fulls: the gathered tensors, views of `raw`.
     """
 
@@ -62,11 +64,8 @@ class ExtendedGather:
         return self._call_pre() if first is None else first
 
     def _call_pre(self) -> list[torch.Tensor]:
-        """Run `fsdp_pre_all_gather`.
-
-        Raises:
-            MisuseError: with uneven shards, the hook omitted the padding on a rank that has some.
-        """
+        """Run `fsdp_pre_all_gather`. Raises `MisuseError` if, with uneven shards, it omitted the padding on a rank that
+        has some."""
         param, specs = self.param, self.param.plan.specs
         shares, self._metadata = call_pre(
             self._extension,
@@ -114,8 +113,8 @@ class ExtendedGather:
         self._raw.alloc()
 
     def take_inner(self) -> None:
-        """Allocate the tensors that `post` made, which a gather from the smaller mesh fills without the hooks; `raw` is
-        not needed."""
+        """Allocate the tensors that `post` made, which a gather from the smaller mesh fills without the hooks and
+        without `raw`."""
         self._raw.free()
         self._allocate_inner()
 
@@ -128,3 +127,56 @@ class ExtendedGather:
         self._raw.free()
         for storage, _ in self._inner:
             storage.resize_(0)
+
+
+class QuantisedGather:
+    """The `Extension` of one floating-point parameter with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. Every
+    rank dequantises the same numbers, including its own rows, so all ranks compute with the same parameters::
+
+        padded shard --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> unsharded parameter
+    """
+
+    def __init__(self, param: ManagedParameter):
+        self._param = ref(param)
+
+    def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[Sequence[torch.Tensor], None]:
+        """int8 ``[padded shard numel]`` and fp32 ``[number of blocks]``."""
+        param = self._param()
+        assert param is not None
+        flat = param.flat.to(param.roles.device, non_blocking=True)
+        return quantise(flat, DEFAULT_BLOCK), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: Sequence[torch.Tensor],
+        _metadata: None,
+        param_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+        """Dequantise into the parameter."""
+        param = self._param()
+        assert param is not None
+        whole = (
+            param.whole
+            if out is not None
+            else torch.empty(param.layout.shape, dtype=param_dtype, device=gathered[0].device)
+        )
+        assert whole is not None
+        size, layout = param.layout.parts, param.layout
+        ints, scales = gathered[0].view(size, -1), gathered[1].view(size, -1)
+        if layout.dim == 0 and layout.even:
+            dequantise(ints, scales, DEFAULT_BLOCK, whole.view(size, -1))
+        else:
+            rows = torch.empty(size, layout.padded_numel, dtype=param_dtype, device=whole.device)
+            dequantise(ints, scales, DEFAULT_BLOCK, rows)
+            pairs = interleave(rows, 0, whole, layout)
+            foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
+        if out is not None:
+            return None
+        tensor = param.geometry.from_memory(whole)
+        return tensor, [tensor]
+
+    @staticmethod
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool:
+        """The integers are not needed once they are dequantised."""
+        return True

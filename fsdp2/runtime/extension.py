@@ -44,11 +44,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def extension_of(fqn: str, local: torch.Tensor) -> Extension | None:
-    """The hooks that `local` has, if any.
-
-    Raises:
-        MisuseError: one hook without the other, or one that cannot be called as described above.
-    """
+    """The hooks that `local` has, if any. Raises `MisuseError` for one hook without the other, or one that cannot be
+    called as described above."""
     found: Any = local
     pre, post = getattr(local, "fsdp_pre_all_gather", None), getattr(local, "fsdp_post_all_gather", None)
     if (pre is None) != (post is None):
@@ -69,11 +66,7 @@ def extension_of(fqn: str, local: torch.Tensor) -> Extension | None:
 
 
 def releases_outputs(fqn: str, extension: Extension) -> bool:
-    """Whether the gathered tensors may be freed once `post` has read them.
-
-    Raises:
-        MisuseError: the hook that decides this does not return a bool.
-    """
+    """Whether the gathered tensors may be freed once `post` has read them."""
     ask = getattr(extension, _RELEASE, None)
     answer = False if ask is None else ask()
     if not isinstance(answer, bool):

@@ -27,17 +27,15 @@ _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Gather:
-    """The all-gather of several tensors over one axis of a mesh.
-
-    Must be created while `fulls` have storage, and outside of inference mode.
+    """The all-gather of several tensors over one axis of a mesh. To be created outside of inference mode, while `fulls`
+    have storage.
 
     Args:
         layouts: how each tensor is split over `axis.size` ranks.
-        fulls: the tensors to fill, of the layouts' shapes. They are not the parameters but other tensors on the same
-            memory, so that autograd does not see filling as a modification of the parameters.
+        fulls: the tensors to fill, of the layouts' shapes: not the parameters but other tensors on the same memory, so
+            that autograd does not see filling as a modification.
 
     Attributes:
-        operands: the operands of the collective.
         packed: the indices of the tensors that are copied out of the packed buffer, and so need memory only once the
             collective has finished.
     """

@@ -25,8 +25,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import Reduction
-from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
+from fsdp2.runtime.reduction import Contribution, Reduction, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
 _is_there: Callable[[object], bool] = partial(is_not, None)
@@ -86,7 +85,7 @@ class Gradients:
         return any(self._trainable)
 
     def forget_unsharded(self) -> None:
-        """Forget the unsharded parameters: they will be created again, unless they match by the next unshard."""
+        """The unsharded parameters will be created again, unless they match by the next unshard."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -169,7 +168,7 @@ class Gradients:
 
         Args:
             at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
-                settings require it), and partials without new gradients reduced. Earlier, more gradients could still
+                settings require it), and partials without new gradients reduced: earlier, more gradients could still
                 arrive.
             wanted: at the end, the indices of the parameters to reduce, with zeros where this rank has no gradient;
                 None for those that have one.

@@ -87,11 +87,7 @@ def _is_in(inner: str, outer: str) -> bool:
 
 
 def _check_weights(units: Sequence[Unit]) -> None:
-    """Check that units which share a weight are gathered and reduced together.
-
-    Raises:
-        UnsupportedError: they are not.
-    """
+    """Raise if units that share a weight are not gathered and reduced together."""
     owners = {id(group): unit for unit in units for group in unit.groups}
     for unit in units:
         for group in unit.borrowed:

@@ -2,12 +2,25 @@
 
 from collections import deque
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from fsdp2.errors import OrderError
 from fsdp2.events import profiler_range
-from fsdp2.runtime.finalization import Ticket
 from fsdp2.runtime.reduction import Reduction
+from fsdp2.runtime.step import Step
+
+
+class Ticket:
+    """An asynchronous finalisation that must be waited for.
+
+    Attributes:
+        owner: a weak reference to the step of the root; a root may be freed without having been waited for.
+        is_void: its reductions were discarded.
+    """
+
+    def __init__(self, owner: Step):
+        self.owner = ref(owner)
+        self.is_void = False
 
 
 class InFlight:
@@ -24,17 +37,13 @@ class InFlight:
         self._reductions: deque[Reduction] = deque()
 
     def limit(self, user: object, max_reductions: int) -> None:
-        """`user` allows this many reductions in flight before compute waits for the oldest. The largest number of all
-        users applies."""
+        """`user` allows this many reductions in flight before compute waits for the oldest; the largest number
+        applies."""
         self._limits[user] = max_reductions
         self._max_reductions = max(self._limits.values())
 
     def check_nobody_waits(self, where: str) -> None:
-        """Before a forward or another finalisation.
-
-        Raises:
-            OrderError: gradients are being reduced for a handle that has not been waited for.
-        """
+        """Before a forward or another finalisation: raise if a handle for reductions has not been waited for."""
         if self.ticket is not None and self.ticket.owner() is None:
             self.ticket = None  # its root is gone
         if self.ticket is not None:

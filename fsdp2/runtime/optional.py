@@ -33,14 +33,13 @@ from fsdp2.runtime.param_group import ParamGroup, Phase
 
 
 class Member(Protocol):
-    """What optional units and their hosts need from a unit."""
+    """What optional units and their hosts need from a unit; see `Unit`."""
 
     groups: list[ParamGroup]
     settings: UnitSettings
     fqn: str
 
-    def in_backward(self) -> UnitSettings:
-        """The settings for this backward."""
+    def in_backward(self) -> UnitSettings: ...
 
 
 @dataclass(eq=False)
@@ -49,7 +48,6 @@ class Decision:
 
     Attributes:
         fqn: the unit whose policy it is.
-        policy: without a `runs_if` the units may always run.
         units: those that it decides about, in the order of the module tree.
         runs_here: whether this rank may run them in the current forward of the root.
     """
@@ -60,11 +58,7 @@ class Decision:
     runs_here: bool = True
 
     def ask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide for a forward of the root with these inputs.
-
-        Raises:
-            ArgumentError: `runs_if` returns something other than a bool.
-        """
+        """Decide for a forward of the root with these inputs. Raises `ArgumentError` if `runs_if` returns no bool."""
         if self.policy.runs_if is None:
             return
         answer = self.policy.runs_if(*args, **kwargs)
@@ -77,24 +71,14 @@ class Decision:
 
 
 class _Found(NamedTuple):
-    """What the ranks have of the gradients of a group.
-
-    Attributes:
-        indices: the parameters of which some rank has a gradient.
-        num_ranks: how many ranks have new gradients.
-    """
+    """The parameters of a group of which some rank has a gradient, and how many ranks have new gradients."""
 
     indices: frozenset[int]
     num_ranks: int
 
 
 class OptionalUnits:
-    """The optional units below one root, and their hosts.
-
-    Args:
-        decisions: of the optional units, in the order of the module tree.
-        reduced_at_end: the optional units and the hosts, in that order.
-    """
+    """The optional units below one root, and their hosts, in the order of the module tree."""
 
     def __init__(self, decisions: Sequence[Decision], reduced_at_end: Sequence[Member]):
         self._decisions = decisions
@@ -146,8 +130,6 @@ class Role:
     """What one unit has to do with optional units: it is one, or a host, or neither (then it has no role).
 
     Attributes:
-        units: of the root.
-        decision: for an optional unit.
         average_over: of the nearest policy, for an optional unit.
         guests: for a host, its optional units, in the order of the module tree.
     """
@@ -165,11 +147,8 @@ class Role:
         return self.decision is not None
 
     def begin_forward(self, fqn: str, is_within_root: bool) -> None:
-        """An optional unit's forward starts, in a forward of the root or alone.
-
-        Raises:
-            OrderError: `runs_if` said that it would not.
-        """
+        """An optional unit's forward starts, in a forward of the root or alone. Raises `OrderError` if `runs_if` said
+        that it would not."""
         self._ran_alone = not is_within_root
         if is_within_root and self.decision is not None and not self.decision.runs_here:
             raise OrderError(
@@ -184,11 +163,8 @@ class Role:
 
     def comes_gathered(self, fqn: str, groups: Sequence[ParamGroup], is_in_pass: bool) -> bool:
         """Whether an optional unit with these groups has been gathered by its host, in a forward or backward
-        (`is_in_pass`) of the root. If False, it is called alone and gathers itself, as any unit.
-
-        Raises:
-            OrderError: its host did not run.
-        """
+        (`is_in_pass`) of the root. If False, it is called alone and gathers itself. Raises `OrderError` if its host did
+        not run."""
         if all(group.phase in (Phase.GATHERING, Phase.UNSHARDED) for group in groups):
             return True
         if is_in_pass and not self._ran_alone:

@@ -25,10 +25,10 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
-from fsdp2.runtime.memory import ReleasedMemory
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.shard_memory import FlatShard, flat_shards, in_memory_order, lay_together
 from fsdp2.runtime.slot import SlotTable
+from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import without_grad
 from fsdp2.runtime.unsharded import UnshardedStorage
 
@@ -70,12 +70,10 @@ class ParamGroup:
         on_ready: called in backward when the last trainable parameter's gradient has been accumulated.
 
     Attributes:
-        channel: how the parameters are communicated.
         smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
-        users: ids of the units that use, or will use, the unsharded parameters. More than one if weights are tied
-            across units.
-        keep: what reshard keeps.
+        users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         flat_shards: which shards stand together in memory, since the last `refresh`.
+        conversions: how often the unsharded parameters were created again because they did not match.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
@@ -154,8 +152,8 @@ class ParamGroup:
                 self._under_way = partial(streams.wait, streams.record())
 
     def _refuse_gradients(self) -> None:
-        """The unsharded parameters will be created again. A graph may still hold the previous ones, whose gradients
-        would be lost."""
+        """The unsharded parameters will be created again: a gradient for those that a graph still holds would be
+        lost."""
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
@@ -188,11 +186,8 @@ class ParamGroup:
         self._drop_resharded()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED) -> None:
-        """Free the unsharded parameters.
-
-        Args:
-            to: `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with sharded replicas.
-        """
+        """Free the unsharded parameters. `to` is `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with
+        sharded replicas."""
         self._finish_gathering()  # prefetched but not used
         if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
@@ -233,11 +228,7 @@ class ParamGroup:
         return self._table
 
     def _check_slots(self) -> None:
-        """Check that no parameter was replaced in the modules, because the replacement would be ignored.
-
-        Raises:
-            ArgumentError: a parameter was replaced.
-        """
+        """Raise if a parameter was replaced in the modules, because the replacement would be ignored."""
         if self.smaller is None:
             forms = [param.sharded for param in self.params]
         else:
@@ -261,18 +252,14 @@ class ParamGroup:
         return kept is not None and self.keep is Keep.FROZEN and kept == self._versions()
 
     def _versions(self) -> list[int]:
-        """How often torch saw each sharded parameter change. Reads the DTensors' versions, because all ranks run the
-        same DTensor operators. Local tensors may change on some ranks only, and a gather that only some ranks issue
+        """How often torch saw each sharded parameter change. Reads the DTensors' versions: all ranks run the same
+        DTensor operators, while local tensors may change on some ranks only, and a gather that only some ranks issue
         would hang."""
         return [version(param.sharded) for param in self.params]
 
     def _check_aliases(self) -> None:
-        """Where unsharded parameters share the memory of the sharded ones, changing the sharded ones between forward
-        and backward makes gradients wrong. Autograd, which raises for a plain model, does not see the change.
-
-        Raises:
-            OrderError: sharded parameters were changed between forward and backward.
-        """
+        """Unsharded parameters may share the memory of sharded ones. Then changing these between forward and backward
+        makes gradients wrong, and autograd, which raises for a plain model, does not see it: raise in its place."""
         if self.roles.shard_axis is not None:
             return
         versions = [version(param.sharded) for param in self.params if param.aliases]
@@ -318,13 +305,13 @@ class ParamGroup:
         return any(changed)
 
     def lay_together(self) -> None:
-        """Move the shards into one block of memory, if they are not in one. Only while sharded, after `refresh`."""
+        """Move the shards into one block of memory. Only while sharded, after `refresh`."""
         if lay_together(self.params):
             self._shards = []
             self.refresh()
 
     def channel_changed(self) -> None:
-        """The channel has another `Comm`: plans made for the previous one are invalid."""
+        """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
         if self._unsharded is not None:
             self._unsharded.forget_gathers()

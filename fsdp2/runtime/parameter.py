@@ -130,14 +130,12 @@ class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
     Args:
-        slots: every place that holds it.
-        fqn: relative to the unit's module.
         original: the parameter that the slots hold so far.
         data: its whole values (with tensor parallelism: its whole local tensor).
 
     Attributes:
-        fqn: relative to the root from the root's first forward on.
-        geometry: how it is split.
+        slots: every place that holds it.
+        fqn: relative to the unit's module; from the root's first forward on to the root.
         sharded, unsharded, resharded: see the table above; the last two are None while they do not exist.
         flat: 1-D storage of the local shard, padded.
         whole: a second tensor on the memory of `unsharded`, dims in memory order, in no autograd graph.
@@ -201,8 +199,8 @@ class ManagedParameter:
         return self.geometry.layout
 
     def _padded(self, chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy a local shard to the start of new storage for a full one. Returns the shard with the user's dims, and
-        the whole storage as a flat tensor."""
+        """A local shard copied to the start of new storage for a full one: the shard with the user's dims, and the
+        whole storage, flat."""
         home = chunk.device if chunk.is_meta else self.plan.home
         layout, _ = self.geometry.local
         if is_wrapper(chunk):
@@ -222,12 +220,12 @@ class ManagedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Original dtype, which the sharded parameter, its gradient and the optimizer's state have."""
+        """Original dtype, that of the sharded parameter and the optimizer's state."""
         return self.flat.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of the unsharded parameter, and so of the data that an all-gather sends."""
+        """Dtype of the unsharded parameter, and so of what an all-gather sends."""
         wanted = self.plan.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
@@ -290,9 +288,8 @@ class ManagedParameter:
         return self.unsharded
 
     def make_resharded(self, roles: MeshRoles) -> torch.Tensor:
-        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on these rows
-        (for model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel
-        axes)."""
+        """This rank's rows on the smaller mesh, copied from `unsharded`; 1-D. Sets `resharded`, a DTensor on them (for
+        model-parallel parameters the sharded one, because no mesh has both the smaller and the model-parallel axes)."""
         assert self.whole is not None
         layout, rank = self.layout.over(roles.shard_size), roles.shard_rank
         chunk = self.whole.narrow(layout.dim, layout.bounds[rank], layout.local_size(rank))
@@ -377,8 +374,8 @@ class ManagedParameter:
         self.sharded = current
 
     def _note_extension(self, local: torch.Tensor) -> bool:
-        """Update `extension`: the hooks may change with the local tensor, or be set on it later. Returns whether they
-        changed."""
+        """Update `extension`: hooks may change with the local tensor, or be set on it later. Returns whether they
+        did."""
         before, self.extension = self.extension, extension_of(self.fqn, local)
         return before is not self.extension
 
@@ -404,11 +401,8 @@ class ManagedParameter:
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:
-    """Check `found`, which a module holds in place of `param` and which `param` will replace.
-
-    Raises:
-        ArgumentError: `found` may have other values, or requires a gradient.
-    """
+    """Raise if `found`, which a module holds in place of `param` and which `param` will replace, may have other values
+    or requires a gradient."""
     if found is not None and param.is_among({id(found)}):
         return
     local = local_tensor(found) if isinstance(found, DTensor) and not found.requires_grad else None

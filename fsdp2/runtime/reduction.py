@@ -15,7 +15,9 @@ when it has to.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import reduce
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +33,63 @@ from fsdp2.comm.base import Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit, profiled
-from fsdp2.layout import ShardLayout
+from fsdp2.layout import Lane, ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.channel import communication_errors, wait_for
+from fsdp2.runtime.channel import Channel, communication_errors, wait_for
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter, Partial
-from fsdp2.runtime.reduction_plan import Contribution, ReductionPlan
 from fsdp2.runtime.streams import Streams
+
+
+class Contribution(NamedTuple):
+    """What one parameter contributes: a whole gradient (dims in memory order), a partial gradient that an earlier
+    backward left for this all-reduce, or both."""
+
+    param: ManagedParameter
+    grad: torch.Tensor | None
+    partial: Partial | None
+
+
+class ReductionPlan:
+    """Lanes, dtypes and sizes; valid only for the parameters, and the set of present gradients, that it was built from.
+
+    Attributes:
+        dtype: the dtype in which gradients are summed: the promotion of the parameters' reduce dtypes.
+        wire_dtype: the dtype in which they are sent.
+        order: the order of the contributions: packed ones first, so that their outputs are contiguous in the flat
+            output; those without a gradient last. `params`, `sizes` and `grad_...` are in this order.
+        numel, scattered_numel, packed_numel: elements of all outputs, of those with a gradient, of the packed ones.
+        casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
+    """
+
+    def __init__(self, contributions: Sequence[Contribution], channel: Channel):
+        self.channel = channel
+        params = [each.param for each in contributions]
+        self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
+        wanted = params[0].plan.policy.reduce_scatter_dtype
+        is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
+        self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
+        itemsize = self.wire_dtype.itemsize
+        lanes = [
+            None if each.grad is None else channel.comm.scatter_lane(each.param.layout, itemsize)
+            for each in contributions
+        ]
+        self.order = sorted(
+            range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)
+        )
+        self.params = params = [params[index] for index in self.order]
+        num_packed, num_scattered = lanes.count(Lane.PACKED), len(lanes) - lanes.count(None)
+        self.sizes = [param.layout.padded_numel for param in params]
+        self.numel = sum(self.sizes)
+        self.scattered_numel = sum(self.sizes[:num_scattered])
+        self.packed_numel = sum(self.sizes[:num_packed])
+        self.packed_layouts = [param.layout for param in params[:num_packed]]
+        self.grad_dtypes = [param.grad_dtype for param in params]
+        self.grad_specs = [
+            param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
+        ]
+        self.casts_outputs = set(self.grad_dtypes) != {self.dtype} or params[0].plan.home != channel.roles.device
 
 
 class Reduction:
@@ -47,10 +98,6 @@ class Reduction:
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
     Gradients and partials were allocated on streams other than those that read them here. This object keeps them, and
     its own buffers, alive until `finish`, when the compute stream has waited for the reduction.
-
-    Args:
-        contributions: at least one, all for parameters of one mesh.
-        plan: the plan for these contributions, in their order.
     """
 
     def __init__(
@@ -96,8 +143,7 @@ class Reduction:
             pass
 
     def abandon(self) -> None:
-        """Take all steps that are left, but change no gradient. Communication errors are ignored, because the failure
-        was already reported."""
+        """Take all steps that are left, but change no gradient. A failure of communication was already reported."""
         self._is_abandoned = True
         with suppress(CollectiveError):
             self.finish()
@@ -169,7 +215,7 @@ class Reduction:
 
     def _keep(self, grads: Sequence[torch.Tensor]) -> None:
         """Keep tensors alive until the end: on an accelerator all gradients, because other streams read them; on the
-        CPU only those that are sent without packing, because packed ones have been copied by then."""
+        CPU those that are sent without packing."""
         self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
 
     @profiled("FSDP::reduce_scatter")
@@ -228,7 +274,7 @@ class Reduction:
         return scatters
 
     def _keep_partial(self, divisor: float) -> None:
-        """Add the outputs to the partials, which wait for an all-reduce; they still have to be divided by `divisor`."""
+        """Add the outputs to the partials, which still have to be divided by `divisor`."""
         if self._is_abandoned:
             return
         for param, output in zip(self._plan.params, self._outputs(), strict=True):

@@ -4,7 +4,7 @@ Before that forward, units are independent; a unit that is unsharded early has i
 they share one context, and their names are relative to the root.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from weakref import ref
 
@@ -14,7 +14,7 @@ from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hosts import assign_roles
 from fsdp2.runtime.left_out import outermost_model
-from fsdp2.runtime.naming import check_tied, name_parameters
+from fsdp2.runtime.parameter import ManagedParameter, managed_by
 from fsdp2.runtime.replicas import check_replicas
 from fsdp2.runtime.unit import Unit, unit_of
 
@@ -81,12 +81,7 @@ def become_root(root: Unit) -> None:
 
 
 def check_borrowed(units: Sequence[Unit]) -> None:
-    """Check that each unit that holds a weight of another unit has the same root as that unit, because two roots have
-    separate backwards.
-
-    Raises:
-        ArgumentError: the other unit is outside of this root.
-    """
+    """Raise if a unit holds a weight of a unit with another root, because two roots have separate backwards."""
     owned = {id(group) for unit in units for group in unit.groups}
     for unit in units:
         for group in unit.borrowed:
@@ -96,3 +91,21 @@ def check_borrowed(units: Sequence[Unit]) -> None:
                     f"{[param.fqn for param in group.params]}). Call fully_shard on a module that contains both and "
                     "run that one's forward, or give each model a weight of its own."
                 )
+
+
+def name_parameters(params: Sequence[ManagedParameter], module_fqns: Mapping[nn.Module, str]) -> None:
+    """Set each parameter's FQN from that of the module that first holds it."""
+    for param in params:
+        slot = param.slots[0]
+        prefix = module_fqns.get(slot.module, "") if slot.module is not None else ""
+        param.fqn = f"{prefix}.{slot.name}" if prefix else slot.name
+
+
+def check_tied(root: nn.Module, params: Sequence[ManagedParameter]) -> None:
+    """Raise if one weight belongs to two groups, or is managed under one name only: training would update two
+    copies."""
+    advice = "Call fully_shard once on the list of the modules that share it: fully_shard([a, b])."
+    for fqn, plain in root.named_parameters():
+        managed = managed_by(plain)
+        if managed is not None and managed in params and managed.unsharded is not plain:
+            raise ArgumentError(f"'{fqn}' and '{managed.fqn}' are one weight; only the second is sharded. {advice}")

@@ -86,11 +86,9 @@ class Schedule(Generic[Unit]):
         return self._in_root_forward
 
     def finished(self, unit: Unit) -> tuple[Pass[Unit], int]:
-        """`unit` finished a forward: return the pass and the position for its backward.
-
-        A forward outside of the root's (a unit called alone, the recomputation of a reentrant checkpoint) has its own
-        pass, because what ran before it is unrelated to its backward.
-        """
+        """`unit` finished a forward: return the pass and the position for its backward. A forward outside of the root's
+        (a unit called alone, a recomputation) has its own pass, because what ran before it is unrelated to its
+        backward."""
         current = self._pass if self._in_root_forward else Pass[Unit](self.skipped)
         return current, current.record(unit)
 
@@ -106,8 +104,8 @@ class Schedule(Generic[Unit]):
     # --- prediction --------------------------------------------------------------------------------------------------
 
     def started(self, name: str) -> str | None:
-        """The unit called `name` starts in the root's forward. Returns the name of the unit to prefetch now, if the
-        last two iterations ran in the same order and this one has followed it so far."""
+        """The unit called `name` starts in the root's forward. Returns the unit to prefetch now, if the last two
+        iterations ran in the same order and this one has followed it so far."""
         position = len(self._starts)
         self._starts.append(name)
         if not self._follows or position + 1 >= len(self._last) or self._last[position] != name:
@@ -123,9 +121,7 @@ class Schedule(Generic[Unit]):
 
 
 def num_kept(prefetching: bool) -> int:
-    """How many resharded units may keep their storage when another unit unshards.
-
-    The storage of two units may be alive. When a unit unshards for itself, the previous one may still be computing, so
-    one resharded unit may keep its storage. When a unit is prefetched, the prefetching unit computes, so none may.
-    """
+    """How many resharded units may keep their storage when another unit unshards, so that that of two is alive. A unit
+    that unshards for itself: one, which may still compute. One that is prefetched: none, because the prefetching unit
+    computes."""
     return 0 if prefetching else 1

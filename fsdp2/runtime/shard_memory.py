@@ -25,9 +25,8 @@ MOST_BYTES = 1 << 20
 
 
 def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> list[ManagedParameter]:
-    """The parameters of a group, in the same order on all ranks, such that those that can be merged are neighbours:
-    packed before direct ones, as in the reduction's output, and matrices before vectors, since weight decay often
-    differs between them."""
+    """The parameters of a group, in the same order on all ranks: packed before direct ones, as in the reduction's
+    output, and matrices before vectors, since weight decay often differs between them."""
 
     def place(param: ManagedParameter) -> tuple[bool, bool]:
         lane = channel.comm.scatter_lane(param.layout, param.reduce_dtype.itemsize)
@@ -37,12 +36,9 @@ def in_memory_order(params: Sequence[ManagedParameter], channel: Channel) -> lis
 
 
 def lay_together(params: Sequence[ManagedParameter]) -> bool:
-    """Move shards into one block of memory per dtype and device, one after the other with their padding. Does nothing
-    for shards that are already placed so, or are on the meta device. Returns whether any moved.
-
-    Only for shards that nothing but the parameters refers to yet: other holders of a local tensor would keep a stale
-    copy.
-    """
+    """Move shards into one block of memory per dtype and device, one after the other with their padding, unless they
+    are placed so. Returns whether any moved. Only for shards that nothing but the parameters refers to yet: other
+    holders of a local tensor would keep a stale copy."""
     kinds = _kinds([param for param in params if can_carve(param.flat)], lambda param: param.flat.device)
     moving = [members for members in kinds if not _are_together(members)]
     with torch.inference_mode(False), torch.no_grad():
@@ -56,11 +52,8 @@ def lay_together(params: Sequence[ManagedParameter]) -> bool:
 
 class Places:
     """Memory for shards that are on the meta device: one block per dtype and device of a group, allocated at the first
-    request for one of its parameters. So nothing has to move afterwards, and no group is in memory twice.
-
-    Args:
-        groups: for each group, the parameters that will be requested.
-    """
+    request for one of its parameters, so that nothing has to move afterwards. `groups`: of each the parameters that
+    will be requested."""
 
     def __init__(self, groups: Iterable[Sequence[ManagedParameter]]):
         self._kinds = {

@@ -46,11 +46,7 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of several parameters, written and compared without a call for each.
-
-    Args:
-        slots: the slots of each parameter.
-    """
+    """The slots of several parameters, written and compared without a call for each."""
 
     def __init__(self, slots: Sequence[Sequence[Slot]]):
         every = [(index, slot) for index, of_one in enumerate(slots) for slot in of_one]

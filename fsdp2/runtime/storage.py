@@ -1,4 +1,5 @@
-"""`FlatStorage`: one block of memory for several tensors, freed and allocated again as a whole. Layer: runtime.
+"""`FlatStorage`: one block of memory for several tensors, freed and allocated again as a whole; `ReleasedMemory`: those
+that compute may still read. Layer: runtime.
 
 Views are created once. They, and tensors that autograd saved, survive `free` and `alloc`, because these resize the
 storage that the views share. Each view has its own version counter, so filling the memory through one view does not
@@ -6,24 +7,24 @@ look to autograd like a modification of the parameter on the same bytes. That is
 with the same values.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from fsdp2.layout import strides
+from fsdp2.runtime.schedule import num_kept
+from fsdp2.runtime.streams import Streams
 
 ALIGN_BYTES = 256  # the alignment of CUDA's allocator, which vectorised kernels may expect
 
 
 class Storage(Protocol):
-    """Memory that is allocated and freed as a whole."""
+    """Memory that is allocated, with any content, and freed as a whole."""
 
-    def alloc(self) -> None:
-        """Allocate the memory; its content is undefined."""
-
-    def free(self) -> None:
-        """Free the memory."""
+    def alloc(self) -> None: ...
+    def free(self) -> None: ...
 
 
 class Storages:
@@ -69,3 +70,38 @@ class FlatStorage:
         assert self._storage.size() == self.nbytes
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(self._storage, offset_bytes // dtype.itemsize, tuple(shape), strides(shape))
+
+
+class ReleasedMemory:
+    """Owns storage from a reshard until the all-gather stream may free it, which is when that stream has waited for the
+    event that marks compute's last use."""
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+        self._released: deque[tuple[Storage, torch.Event | None]] = deque()
+
+    def make_room(self, storage: Storage | None, prefetching: bool) -> None:
+        """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
+        until at most two units are alive. `storage` itself, if released, is taken back."""
+        for entry in [entry for entry in self._released if entry[0] is storage]:
+            self._released.remove(entry)
+            self.streams.wait(entry[1])
+        while len(self._released) > num_kept(prefetching):
+            self._free_oldest()
+
+    def release(self, storage: Storage) -> None:
+        """Take ownership of `storage`. The compute stream's last use of it has been enqueued."""
+        self._released.append((storage, self.streams.record()))
+        if self.streams.lazy:
+            self._free_oldest()
+
+    def free_all(self) -> None:
+        """Free all released storage, once compute has finished with it."""
+        with self.streams.gathering():
+            while self._released:
+                self._free_oldest()
+
+    def _free_oldest(self) -> None:
+        storage, event = self._released.popleft()
+        self.streams.wait(event)
+        storage.free()

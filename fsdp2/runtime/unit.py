@@ -57,7 +57,7 @@ _MOVES = {
 
 
 def unit_of(module: nn.Module) -> "Unit | None":
-    """The unit that manages `module` itself, from the only attribute that we set on modules."""
+    """The unit that manages `module` itself."""
     unit = module.__dict__.get("_fsdp2_unit")
     return unit if isinstance(unit, Unit) else None
 
@@ -81,21 +81,16 @@ class Unit:
 
     Attributes:
         groups: the parameters, one group per mesh; none for a unit without parameters.
-        borrowed: groups of other units, with parameters that modules of this unit also hold (tied weights). This unit
-            gathers them too; their owner reduces them.
+        borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
-        settings: what the `set_*` methods change.
-        policy: mixed precision.
         left_by: the call that let its last backward leave gradients unreduced; "" for none.
         split_backward: a backward without gradient sync ran through the unit without giving any of its parameters a
             gradient, as in pipeline schedules that compute the gradients of weights later.
         role: in the running of optional units; None without one.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
-        forward_prefetch, backward_prefetch: explicit lists, of weak references, since two units may name each other.
-        was_emptied: `to_empty` was called, and it is not known yet whether everything was filled (see
-        `runtime.emptied`).
-        stage: where it is in its iteration.
+        forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
+        was_emptied: `to_empty` was called, and `runtime.emptied` has not looked yet.
     """
 
     def __init__(
@@ -145,11 +140,7 @@ class Unit:
         return [param for group in self.groups for param in group.params]
 
     def ready_context(self) -> "Context[Unit]":
-        """The context; a provisional one for a unit that no root's forward has reached yet.
-
-        Raises:
-            OrderError: parameters are still on the meta device.
-        """
+        """The context; a provisional one for a unit that no root's forward has reached yet. Raises like `refresh`."""
         if self.context is None:
             self.refresh()
             self.context = Context([self], self.device, is_provisional=True)
@@ -159,14 +150,14 @@ class Unit:
         """The settings for this backward."""
         context = self.ready_context()
         settings = self.settings.in_backward(context.is_last_backward)
-        return replace(settings, requires_gradient_sync=False) if context.finalization.is_manual else settings
+        return replace(settings, requires_gradient_sync=False) if context.step.is_manual else settings
 
     @property
     def _is_optional(self) -> bool:
         return self.role is not None and self.role.is_optional
 
     def _is_in_pass(self, context: "Context[Unit]") -> bool:
-        """Whether a forward or a backward of the root runs, so that the unit's host gathers this optional unit."""
+        """Whether a forward or a backward of the root runs."""
         return context.schedule.in_root_forward or backward_is_running()
 
     def _reshard_after_forward(self) -> None:
@@ -185,7 +176,7 @@ class Unit:
         """Adopt parameters that were moved, converted or replaced.
 
         Raises:
-            OrderError: parameters are still on the meta device.
+            OrderError: parameters are still on the meta device, or not where offload keeps them.
         """
         on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
         if on_meta:
@@ -207,8 +198,8 @@ class Unit:
             group.refresh()
 
     def move_groups(self) -> None:
-        """`refresh_groups` after the module was moved or converted. The shards are then in new memory that nothing else
-        refers to, so they can be placed contiguously."""
+        """`refresh_groups` after the module was moved or converted: the shards are in new memory that nothing else
+        refers to, so they can be placed together."""
         for group in self._sharded_groups():
             if group.refresh():
                 group.lay_together()
@@ -251,12 +242,8 @@ class Unit:
             group.forget_use()
 
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
-        """Free unsharded parameters that no other unit computes with.
-
-        Args:
-            to_smaller: reshard to the smaller mesh, where there is one.
-            within_step: the parameters will not change before the next unshard, so inner shards may stay.
-        """
+        """Free unsharded parameters that no other unit computes with. `to_smaller`: keep copies on the smaller mesh,
+        where there is one. `within_step`: the parameters will not change before the next unshard."""
         if self.context is None:
             return
         guests: Sequence[ParamGroup] = () if self.role is None else self.role.guest_groups()
@@ -271,8 +258,7 @@ class Unit:
                     group.reshard(self.context.memory, to)
 
     def reshard_all(self) -> None:
-        """Free all unsharded parameters, even those that other units use or that were kept. Called before the sharded
-        parameters are read or changed."""
+        """Free all unsharded parameters, used or kept: the sharded ones will be read or changed."""
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
@@ -287,7 +273,7 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
         context = self.ready_context()
-        context.check_backward_ended()
+        context.step.check_backward_ended()
         is_recomputation = self.stage is Stage.BACKWARD
         # A forward that raised leaves the unit in this stage as well.
         is_nested = self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)
@@ -359,7 +345,7 @@ class Unit:
         return output
 
     def _holds_container(self) -> bool:
-        """Whether a module of the list never runs, so that the end of its backward cannot be observed."""
+        """Whether a module of the list never runs, so that the end of its backward cannot be seen."""
         return len(self._modules) > 1 and not all(has_forward(module) for module in self.modules)
 
     def complete_forward(self) -> None:
@@ -383,11 +369,11 @@ class Unit:
         return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output)
 
     def _conversions(self) -> int:
-        """How often unsharded parameters were recreated in another dtype, on another device or in another shape."""
+        """How often unsharded parameters were recreated, because those before did not match any more."""
         return sum([group.conversions for group in self.groups])
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move inputs to the accelerator. Does nothing on the CPU."""
+        """Move inputs to the accelerator."""
         if self.device.type == "cpu":
             return args, kwargs
         with profiler_range("FSDP::inputs_to_device"):
@@ -432,11 +418,7 @@ class Unit:
                         unit.unshard(prefetching=True)
 
     def _check_not_stepped(self) -> None:
-        """Before parameters are gathered for backward.
-
-        Raises:
-            OrderError: they are no longer those of the forward, because an optimizer stepped them in this backward.
-        """
+        """Before parameters are gathered for backward: raise if an optimizer has stepped them in this backward."""
         if any(group.gradients.were_taken for group in self.groups) and self.in_backward().when_reduced:
             raise OrderError(
                 f"unit '{self.fqn}': backward needs its parameters again, but step_in_backward stepped them when their "
@@ -485,10 +467,8 @@ class Unit:
                 self._reduce(group, settings)
 
     def finish_backward(self) -> None:
-        """The backward pass is over: reduce and reshard what is left.
-
-        If another backward of the step follows, parameters that were prefetched but not used stay for it.
-        """
+        """The backward pass is over: reduce and reshard what is left. If another backward of the step follows,
+        parameters that were prefetched but not used stay for it."""
         assert self.context is not None
         if self.stage is Stage.BACKWARD:
             self.post_backward()
@@ -506,8 +486,8 @@ class Unit:
         self._move(Stage.IDLE)
 
     def _what_left_gradients(self) -> str:
-        """The call because of which this backward, which does not end a step, leaves gradients unreduced."""
-        if self.ready_context().finalization.is_manual:
+        """The call because of which this backward leaves gradients unreduced."""
+        if self.ready_context().step.is_manual:
             return "set_manual_backward_finalization(True) without finalize_backward() since"
         if not self.settings.requires_gradient_sync:
             return "set_requires_gradient_sync(False)"
@@ -526,11 +506,7 @@ class Unit:
             group.gradients.drop()
 
     def check_no_partials(self) -> None:
-        """Before gradients are finalised by hand.
-
-        Raises:
-            OrderError: gradients wait for an all-reduce, or would still wait for one afterwards.
-        """
+        """Before gradients are finalised by hand: raise if some wait for an all-reduce, or would wait afterwards."""
         for group in self.groups:
             partial_fqns = [param.fqn for param in group.params if param.partial is not None]
             off = group.roles.replicate_group is not None and not self.settings.requires_all_reduce
@@ -560,9 +536,8 @@ def _prefetched(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
 
 
 def _make_room_for_recomputation(context: Context[Unit]) -> None:
-    """Before a unit is recomputed, reshard all recomputed units but the last. A checkpoint around units recomputes
-    their forwards within backward, and their backwards follow at once. The last two recomputed units stay unsharded,
-    so that backward does not gather them again."""
+    """Before a unit is recomputed, reshard all recomputed units but the last: the backwards of the last two follow at
+    once, and need not gather them again."""
     while len(context.recomputed) > 1:
         unit = context.recomputed.popleft()()
         if unit is not None and unit.stage is Stage.IDLE:

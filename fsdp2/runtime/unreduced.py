@@ -50,8 +50,8 @@ class Unreduced:
             is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
-            OrderError: gradients are read while some are unreduced for the second time, and no gradient of this root
-                has ever been reduced.
+            OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
+                reduced.
         """
         find = self._find()
         found = [] if find is None else find(params)

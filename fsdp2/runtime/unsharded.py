@@ -19,15 +19,50 @@ from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extended import ExtendedGather
 from fsdp2.runtime.gather import Gather
-from fsdp2.runtime.inner import InnerShards
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
 
+class ReplicaShards:
+    """The padded pieces of the shard axis, in the compute dtype, gathered over the replicate axis once, until the
+    parameters change. The all-gather stream owns their memory.
+
+    Attributes:
+        flats: 1-D, one for each parameter; filled between `gather` and `free`.
+    """
+
+    def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
+        rank = channel.roles.shard_rank
+        offsets, total = pack([p.layout.padded_numel * p.compute_dtype.itemsize for p in params], ALIGN_BYTES)
+        self._storage = FlatStorage(total, channel.roles.device)
+        self._storage.alloc()
+        self._at: list[int] | None = None  # the versions of the shards that were gathered
+        self.flats: list[torch.Tensor] = []
+        fulls = []
+        for param, offset in zip(params, offsets, strict=True):
+            fulls.append(self._storage.view(offset, param.layout.local_shape(rank), param.compute_dtype))
+            self.flats.append(fulls[-1].view(-1))
+        layouts = [param.geometry.outer for param in params if param.geometry.outer is not None]
+        self._gather = Gather(layouts, fulls, channel.roles.replicate, channel)
+        self._storage.free()
+
+    def gather(self, shards: Sequence[torch.Tensor], versions: list[int]) -> None:
+        """Fill them from the flat `shards`, which have these `versions`, unless they are up to date."""
+        if self._at == versions:
+            return
+        self._storage.alloc()
+        self._gather.start(shards)()
+        self._at = versions
+
+    def free(self) -> None:
+        """Free them, because the shards will change or have changed."""
+        self._at = None
+        self._storage.free()
+
+
 class UnshardedStorage:
-    """The unsharded parameters of a group. Creating it allocates its memory. All its memory is owned by the all-gather
-    stream.
+    """The unsharded parameters of a group. Creating it allocates its memory, which the all-gather stream owns.
 
     Attributes:
         storage: the memory of the unsharded parameters. Starting a gather allocates it, except for parameters that are
@@ -42,7 +77,7 @@ class UnshardedStorage:
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
         self._aliases = {param for param in params if param.aliases}
         self.copies: list[torch.Tensor] = []
-        self._inner: InnerShards | None = None
+        self._inner: ReplicaShards | None = None
         with torch.inference_mode(False), torch.no_grad():
             is_late = {param: self._travels_packed(param) for param in params if not param.is_extended}
             self._early = self._make_flat([param for param, late in is_late.items() if not late])
@@ -51,7 +86,7 @@ class UnshardedStorage:
             self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
             self.storage: Storage = Storages([self._early, self._late, *self._extended.values()])
             if params[0].geometry.outer is not None:
-                self._inner = InnerShards(params, channel)
+                self._inner = ReplicaShards(params, channel)
             self._late.free()
 
     def _travels_packed(self, param: ManagedParameter) -> bool:
@@ -110,8 +145,8 @@ class UnshardedStorage:
             self._late.alloc()
 
     def _can_wait(self, gather: Gather) -> bool:
-        """Whether all memory that is allocated late belongs to parameters that are packed in `gather`. A `Comm` that
-        was changed since, or another number of ranks, may have changed which parameters are packed."""
+        """Whether all memory that is allocated late belongs to parameters that are packed in `gather`: a `Comm` that
+        was changed since, or another number of ranks, may pack others."""
         return not self._extended and self._late_indices <= gather.packed
 
     def _copy(self, shards: Sequence[torch.Tensor]) -> None:
@@ -140,7 +175,7 @@ class UnshardedStorage:
                     each.finish()
 
     def free_inner(self) -> None:
-        """Free the inner shards, because the shards will change or have changed."""
+        """The shards will change or have changed."""
         if self._inner is not None:
             self._inner.free()
 
@@ -179,7 +214,7 @@ class UnshardedStorage:
     # --- staying valid -----------------------------------------------------------------------------------------------
 
     def follow_shards(self) -> bool:
-        """If unsharded parameters share the memory of sharded ones that were moved or converted, update them. Returns
+        """Update unsharded parameters that share the memory of sharded ones which were moved or converted. Returns
         whether all unsharded parameters still match the sharded ones."""
         with torch.inference_mode(False), torch.no_grad():
             followed = [self._follows(param) for param in self._params]  # all of them, whatever the first returns

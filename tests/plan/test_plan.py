@@ -21,7 +21,7 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compare, comparison_page, predict
 from fsdp2.plan.cli import main
 from fsdp2.plan.cost import Call, Like
-from fsdp2.runtime import memory
+from fsdp2.runtime import storage
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 # transformers makes a mask where it sees fake tensors, and no mask for real ones.
@@ -94,7 +94,7 @@ def test_a_change_of_the_runtime_changes_the_plan(monkeypatch: pytest.MonkeyPatc
         return max(sample.nbytes["unsharded units"] for sample in samples)
 
     before = unsharded()
-    monkeypatch.setattr(memory, "num_kept", lambda prefetching: 2)
+    monkeypatch.setattr(storage, "num_kept", lambda prefetching: 2)
     unit = before // 2
     assert unsharded() == pytest.approx(before + unit, rel=0.01)
 

@@ -30,7 +30,7 @@ class Mutant:
 
 
 PARAM_GROUP, REDUCTION, CONTEXT, MEMORY = (
-    f"runtime.{name}" for name in ("param_group", "reduction", "context", "memory")
+    f"runtime.{name}" for name in ("param_group", "reduction", "context", "storage")
 )
 SAME_STREAM = "all that is done with it is in the order of one stream"
 WORK_HOLDS = "the work handle holds it until the stream has waited"
