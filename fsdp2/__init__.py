@@ -26,7 +26,8 @@ from fsdp2.errors import (
     ReplacedError,
     UnsupportedError,
 )
-from fsdp2.full_params import full_params
+from fsdp2.extras.full_params import full_params
+from fsdp2.extras.tuning import tune_lanes
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
     FSDPModule,
@@ -55,7 +56,6 @@ from fsdp2.policies import (
     OptionalPolicy,
     ZeroPolicy,
 )
-from fsdp2.tuning import tune_lanes
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [

@@ -23,9 +23,9 @@ from fsdp2.arguments import (
     parameter_set,
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
+from fsdp2.extras.past_hooks import explain_mixed_tensors
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
-from fsdp2.past_hooks import explain_mixed_tensors
 from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import (

@@ -29,7 +29,7 @@ from fsdp2.checkpoint.io.planned_files import PlannedFile, owned_pieces, rank_fi
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import FORMAT, Manifest, table_of
 from fsdp2.checkpoint.state.model import model_state
-from fsdp2.tiling import spread_replicas
+from fsdp2.placement.tiling import spread_replicas
 
 RESULTS = Path(__file__).parent / "results"
 WORLDS = (8, 64, 512, 4096)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.box import Box, Cover
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
@@ -28,6 +27,7 @@ from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
+from fsdp2.placement.box import Box, Cover
 
 __all__ = ["Loaded", "load", "requests_for"]
 

@@ -59,9 +59,9 @@ from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, opti
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.events import profiler_range
+from fsdp2.placement.tiling import Tiling, spread_replicas
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
-from fsdp2.tiling import Tiling, spread_replicas
 
 __all__ = ["Saved", "save"]
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io.catalog import Catalog, PieceTable, StoredTensorInfo
 from fsdp2.checkpoint.io.reading import Filler
 from fsdp2.checkpoint.loading import Loaded, requests_for
@@ -29,6 +28,7 @@ from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError, ReplacedError
+from fsdp2.placement.box import Box, whole
 
 __all__ = ["load_from_rank"]
 

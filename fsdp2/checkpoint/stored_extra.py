@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.reading import Request, read_all
@@ -13,6 +12,7 @@ from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.schema.tree import decode
 from fsdp2.checkpoint.state.extra import RandomState, Reshardable, Stateful
+from fsdp2.placement.box import whole
 
 __all__ = ["StoredExtra"]
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
-from fsdp2.box import Box
 from fsdp2.layout import pack
 from fsdp2.optim.matrices import Share
 from fsdp2.optim.owned import Crew
+from fsdp2.placement.box import Box
 
 __all__ = ["Bucket", "Local", "Whole"]
 

@@ -15,9 +15,9 @@ from math import prod
 
 import torch
 
-from fsdp2.box import Box, whole
 from fsdp2.errors import ArgumentError
-from fsdp2.tiling import Tiling
+from fsdp2.placement.box import Box, whole
+from fsdp2.placement.tiling import Tiling
 
 __all__ = ["Share", "Split", "boxes_of_matrices", "cost_of", "shape_of_matrix"]
 

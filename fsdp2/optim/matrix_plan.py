@@ -22,7 +22,7 @@ from fsdp2.optim.exchange import Bucket, Local
 from fsdp2.optim.matrices import Share, Split, boxes_of_matrices, cost_of
 from fsdp2.optim.owned import Crew
 from fsdp2.optim.shown import ShownState
-from fsdp2.tiling import Tiling, replicated, tiling_of
+from fsdp2.placement.tiling import Tiling, replicated, tiling_of
 
 __all__ = ["MatrixGroup", "Owners", "Plan", "Probe"]
 

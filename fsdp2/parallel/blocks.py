@@ -15,7 +15,7 @@ from torch import nn
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.unit import has_forward
 from fsdp2.wrap import auto_shard, transformer_blocks
-from fsdp2.wrap_policies import Policy, classes_of
+from fsdp2.wrap.policies import Policy, classes_of
 
 __all__ = ["Block", "Blocks", "blocks_of", "matches"]
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io import reading
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.io.reading import Request, read_all
 from fsdp2.checkpoint.schema.checksum import checksum
 from fsdp2.checkpoint.storage.local import LocalReader, LocalStorage
 from fsdp2.errors import CorruptError
+from fsdp2.placement.box import Box, whole
 
 BLOCK = 64
 NUM_ROWS = 250  # bytes: three blocks and a part of one

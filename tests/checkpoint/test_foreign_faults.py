@@ -17,14 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import box, checkpoint
-from fsdp2.box import Box, Cover
+from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.header import parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import Manifest
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError
+from fsdp2.placement import box
+from fsdp2.placement.box import Box, Cover
 from tests.helpers.deepspeed_saves import write_ranks, write_universal
 from tests.helpers.hostile_checkpoints import edit_body, whole
 

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2.checkpoint as checkpoint
-from fsdp2.box import whole
 from fsdp2.checkpoint.io.planned_files import owned_pieces, rank_file
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.manifest import table_of
 from fsdp2.checkpoint.state.model import model_state
-from fsdp2.tiling import Grid, Tiling, spread_replicas
+from fsdp2.placement.box import whole
+from fsdp2.placement.tiling import Grid, Tiling, spread_replicas
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 from tests.helpers.resident import extra_memory, reads_proc

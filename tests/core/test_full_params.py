@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
-from fsdp2.full_params import full_params
+from fsdp2.extras.full_params import full_params
 from fsdp2.policies import ZeroPolicy
 from tests.helpers.models import error_of, is_sharded, mlp
 from tests.helpers.parity_models import (

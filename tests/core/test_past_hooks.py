@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.past_hooks import explanation
+from fsdp2.extras.past_hooks import explanation
 from tests.helpers.models import wrapped
 from tests.helpers.parity_models import expect
 from tests.helpers.ranks import on_ranks

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import ArgumentError, fully_shard, tune_lanes, tuning
+from fsdp2 import ArgumentError, fully_shard, tune_lanes
+from fsdp2.extras import tuning
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import check_step
 from tests.helpers.parity_models import mesh_2d

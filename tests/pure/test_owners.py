@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from fsdp2.box import Box
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.forms import built, form_of, leaves_of, values_in
 from fsdp2.optim.matrices import boxes_of_matrices, cost_of, shape_of_matrix
 from fsdp2.optim.owners import buckets_of, choose_owners
+from fsdp2.placement.box import Box
 
 
 def cost(*shape: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.io.planned_files import Piece
 from fsdp2.checkpoint.run import background
+from fsdp2.placement.box import whole
 from tests.races.detector import Detector
 
 __all__ = ["staged"]

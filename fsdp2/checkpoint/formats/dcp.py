@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from fsdp2.box import Box
 from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata
 from fsdp2.checkpoint.formats.foreign_state import (
     Path,
@@ -38,6 +37,7 @@ from fsdp2.checkpoint.io.memory import bytes_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
+from fsdp2.placement.box import Box
 
 __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
 

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.foreign_state import Path
 from fsdp2.checkpoint.io.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.io.reading import Request, read_all
@@ -29,6 +28,7 @@ from fsdp2.checkpoint.schema.tree import decode
 from fsdp2.checkpoint.state.model import within
 from fsdp2.checkpoint.state.optimizer import check_table
 from fsdp2.errors import CheckpointError, CorruptError
+from fsdp2.placement.box import Box, Cover, whole
 
 __all__ = ["CHUNK_BYTES", "write_dcp"]
 

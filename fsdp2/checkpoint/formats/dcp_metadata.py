@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fsdp2._torch import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
-from fsdp2.box import Box
 from fsdp2.checkpoint.formats.foreign_state import (
     ForeignOptimizer,
     Path,
@@ -34,6 +33,7 @@ from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.state.model import within
 from fsdp2.checkpoint.storage.base import Reader, check_file_name
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
+from fsdp2.placement.box import Box
 
 __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import read_header, read_small
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
@@ -21,6 +20,7 @@ from fsdp2.checkpoint.schema.header import parse_json
 from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CorruptError
+from fsdp2.placement.box import whole
 
 __all__ = ["HUGGING_FACE", "is_huggingface", "open_huggingface"]
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io.catalog import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name, sums_file_name
@@ -20,6 +19,7 @@ from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_heade
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.storage.base import PinnedStorage, Reader, Storage
 from fsdp2.errors import CorruptError
+from fsdp2.placement.box import Box, whole
 
 TEXT_BLOCK = 1 << 20
 

@@ -21,7 +21,6 @@ from fsdp2._torch import (
     PICKLED_TENSOR_CLASSES,
     PICKLED_TENSORS,
 )
-from fsdp2.box import Box, boxes_of_flat_range
 from fsdp2.checkpoint.formats.unpickling import Made, Named, unpickle
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
@@ -29,6 +28,7 @@ from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader
 from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
+from fsdp2.placement.box import Box, boxes_of_flat_range
 
 __all__ = ["TensorInFile", "read_torch_file"]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsdp2.box import Box
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
+from fsdp2.placement.box import Box
 
 __all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp2.box import Box, boxes_of_flat_range, whole
+from fsdp2.placement.box import Box, boxes_of_flat_range, whole
 
 __all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "uncollected", "wait_for"]
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fsdp2.box import Box, whole
 from fsdp2.checkpoint.io.memory import blocks_of, part_of
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, encode_header
 from fsdp2.errors import ArgumentError
-from fsdp2.tiling import Tiling
+from fsdp2.placement.box import Box, whole
+from fsdp2.placement.tiling import Tiling
 
 __all__ = [
     "Homes",

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.box import Box, boxes_of_flat_range, flat_range_within
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
 from fsdp2.checkpoint.io.workers import run_all
@@ -22,6 +21,7 @@ from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
+from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range_within
 
 __all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "read_all"]
 

@@ -7,12 +7,12 @@ sequential storage needs the checksums first, so there the values are read twice
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdp2.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, checksum
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage, Writer
+from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
 
 __all__ = ["write_files"]
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.box import Box
 from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.errors import ArgumentError
-from fsdp2.tiling import Tiling
+from fsdp2.placement.box import Box
+from fsdp2.placement.tiling import Tiling
 
 __all__ = ["Entry"]
 

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, root_mesh
-from fsdp2.box import Box
 from fsdp2.errors import ArgumentError
-from fsdp2.tiling import Grid, Tiling, grid_of, tiling_of, with_siblings
+from fsdp2.placement.box import Box
+from fsdp2.placement.tiling import Grid, Tiling, grid_of, tiling_of, with_siblings
 
 __all__ = ["Place", "World"]
 

@@ -33,7 +33,7 @@ from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS, parse_json
 from fsdp2.checkpoint.storage.base import check_file_name
 from fsdp2.errors import CorruptError
-from fsdp2.tiling import Grid, Tiling
+from fsdp2.placement.tiling import Grid, Tiling
 
 __all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "table_of"]
 

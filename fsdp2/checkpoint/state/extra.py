@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.io.memory import blocks_of
 from fsdp2.checkpoint.io.planned_files import Piece
 from fsdp2.checkpoint.ranks.agreement import Agreement
@@ -26,6 +25,7 @@ from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.checkpoint.schema.tree import encode
 from fsdp2.checkpoint.state.model import check_name, check_text
 from fsdp2.errors import ArgumentError
+from fsdp2.placement.box import whole
 
 __all__ = ["ExtraShare", "RandomState", "Reshardable", "Stateful", "claimed", "extra_shares"]
 

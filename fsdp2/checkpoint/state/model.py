@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, storage_key
-from fsdp2.box import Box
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 from fsdp2.init.allocation import tensors_of
 from fsdp2.optim.owned import OwnedTensor
-from fsdp2.tiling import SPREAD_BYTES, grid_of, replicated
+from fsdp2.placement.box import Box
+from fsdp2.placement.tiling import SPREAD_BYTES, grid_of, replicated
 
 __all__ = [
     "State",

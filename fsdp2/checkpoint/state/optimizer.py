@@ -32,7 +32,7 @@ from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
 from fsdp2.optim.matrix import MatrixOptimizer
-from fsdp2.tiling import tiling_from
+from fsdp2.placement.tiling import tiling_from
 
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
 

@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 
-from fsdp2.box import Box, boxes_of_flat_range, flat_range
 from fsdp2.checkpoint.io.catalog import StoredTensorInfo
 from fsdp2.errors import ArgumentError, MismatchError
+from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
 
 __all__ = ["Source", "Sources", "concatenated", "source_of", "stacked", "stored"]
 

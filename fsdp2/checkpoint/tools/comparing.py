@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog, StoredTensorInfo
 from fsdp2.checkpoint.io.workers import run_all
@@ -22,6 +21,7 @@ from fsdp2.checkpoint.storage.base import Folder, storage_of
 from fsdp2.checkpoint.tools.describing import tensor_nbytes
 from fsdp2.checkpoint.tools.elements import Distance, distance_of, joined
 from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter, Pieces, Progress, StoredValues
+from fsdp2.placement.box import whole
 
 __all__ = ["Difference", "TensorDifference", "diff"]
 

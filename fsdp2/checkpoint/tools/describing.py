@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from fsdp2.box import whole
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.opening import open_catalog
@@ -15,6 +14,7 @@ from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import CheckpointError
+from fsdp2.placement.box import whole
 
 __all__ = ["Description", "TensorEntry", "describe", "open_native", "stray_files", "tensor_nbytes"]
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
 from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
@@ -25,6 +24,7 @@ from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_n
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError
+from fsdp2.placement.box import Box, Cover, whole
 
 __all__ = ["Damage", "Report", "find_damage", "verify"]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fsdp2.box import Box, Cover, whole
 from fsdp2.checkpoint.formats.native import NativeCatalog, read_header
 from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
 from fsdp2.checkpoint.io.planned_files import (
@@ -35,7 +34,8 @@ from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, Manifest, table_o
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.errors import ArgumentError, CheckpointError
-from fsdp2.tiling import Grid, Tiling, replicated
+from fsdp2.placement.box import Box, Cover, whole
+from fsdp2.placement.tiling import Grid, Tiling, replicated
 
 __all__ = ["LAYOUTS", "Conversion", "Rewriting"]
 

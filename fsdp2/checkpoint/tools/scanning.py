@@ -5,12 +5,12 @@ checkpoint.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp2.box import flat_range, whole
 from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter
 from fsdp2.errors import CheckpointError
+from fsdp2.placement.box import flat_range, whole
 
 __all__ = ["Damage", "Lot", "append_damage", "check_lot", "lots_of"]
 

@@ -9,12 +9,12 @@ from threading import Lock
 
 import torch
 
-from fsdp2.box import Box, Cover, boxes_of_flat_range
 from fsdp2.checkpoint.io.catalog import StoredPiece
 from fsdp2.checkpoint.io.reading import Filler, Request
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.placement.box import Box, Cover, boxes_of_flat_range
 
 __all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
 

@@ -21,7 +21,7 @@ from fsdp2._torch import composable_apis
 from fsdp2.api import fully_shard
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.runtime.unit import has_forward, unit_of
-from fsdp2.wrap_policies import (
+from fsdp2.wrap.policies import (
     Place,
     Policy,
     Verdict,

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp2._torch import local_tensor, shard_dim, split_factor
-from fsdp2.box import Box, whole
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
+from fsdp2.placement.box import Box, whole
 
 # Smaller shards are written by the first of their replicas; larger ones are cut further, so that all replicas write.
 SPREAD_BYTES = 1 << 20
