@@ -109,13 +109,13 @@ class MeshRoles:
             return self.flat.get_group()
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
-    @property
+    @cached_property
     def shard(self) -> Axis:
         """The shard axis, which must exist."""
         assert self.shard_group is not None
         return Axis(self.shard_group, self.shard_size, self.shard_rank)
 
-    @property
+    @cached_property
     def replicate(self) -> Axis:
         """The replicate axis, which must exist."""
         assert self.replicate_group is not None

@@ -22,9 +22,9 @@ from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.emptied import mark_left, places_left
 from fsdp2.runtime.in_flight import InFlight, Ticket
-from fsdp2.runtime.unit import Unit
+from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.runtime.unreduced import check_reduced
-from fsdp2.settings import Settings, boolean, change_settings, unit_for, unit_in
+from fsdp2.settings import Settings, boolean, change_settings, unit_in
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}

@@ -20,7 +20,7 @@ from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter, GroupMemory, Mem
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_for, unit_of
 
 
 class Settings:
@@ -235,20 +235,11 @@ class Settings:
         """Exists for compatibility; all-gathers are always asynchronous here."""
 
 
-def unit_for(module: object) -> Unit:
-    """The unit of a sharded module, whose class derives from `Settings`."""
-    assert isinstance(module, nn.Module)
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
-def _units(module: object, recurse: bool) -> list[Unit]:
-    assert isinstance(module, nn.Module)
+def _units(module: Any, recurse: bool) -> list[Unit]:
     return units_below(module) if recurse else [unit_for(module)]
 
 
-def change_settings(module: object, recurse: bool, **changes: Any) -> None:
+def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
     """Change fields of `UnitSettings` for the unit of `module`, and with `recurse` for the units below it."""
     for unit in _units(module, recurse):
         unit.settings = replace(unit.settings, **changes)

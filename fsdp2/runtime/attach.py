@@ -17,7 +17,7 @@ from fsdp2.runtime.emptied import check_filled
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_for
 
 # torch's message when a whole tensor is loaded into a sharded one, and our replacement. torch collects such messages in
 # a list that it passes to pre-load hooks but not to post-load hooks.
@@ -76,7 +76,7 @@ def pre_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The forward pre-hook of a sharded module."""
-    unit = _unit(module)
+    unit = unit_for(module)
     if unit.context is None or unit.context.is_provisional:
         with outside_transforms():
             become_root(unit)
@@ -89,13 +89,7 @@ def pre_forward(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of a sharded module."""
-    return _unit(module).post_forward(module, output)
-
-
-def _unit(module: nn.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
+    return unit_for(module).post_forward(module, output)
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:

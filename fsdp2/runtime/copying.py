@@ -14,15 +14,14 @@ from fsdp2.runtime.attach import guard_state_dict, owner_of
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.slot import Slot
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_for
 
 _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far
 
 
 def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """A deep copy of `module`, of the same (swapped) class, without gradients. Reshards it first."""
-    unit = unit_of(module)
-    assert unit is not None
+    unit = unit_for(module)
     unit.reshard_all()
     for group in (*unit.groups, *unit.borrowed):
         for param in group.params:

@@ -25,6 +25,7 @@ from fsdp2._torch import (
     foreach_add,
     foreach_copy,
     foreach_divided,
+    hooks_of,
     local_tensor,
     make_dtensor,
     post_accumulate_grad_hooks,
@@ -40,6 +41,8 @@ from fsdp2.runtime.channel import Channel, communication_errors, wait_for
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.streams import Streams
+
+_NOTHING = torch.empty(0)
 
 
 class Contribution(NamedTuple):
@@ -110,7 +113,7 @@ class Reduction:
         ordered = [contributions[index] for index in plan.order]
         self._partials = [each.partial for each in ordered]
         self._grads = [each.grad for each in ordered if each.grad is not None]
-        self._flat: torch.Tensor | None = None
+        self._flat = _NOTHING
         self._sizes = plan.sizes
         self._apart: list[torch.Tensor] | None = None
         self._kept: list[torch.Tensor] = []
@@ -134,7 +137,7 @@ class Reduction:
                 return self.advance()
         if next(self._run, True) is None:
             return True
-        self._partials, self._kept, self._apart, self._flat = [], [], None, None
+        self._partials, self._kept, self._apart, self._flat = [], [], None, _NOTHING
         return False
 
     def finish(self) -> None:
@@ -247,7 +250,6 @@ class Reduction:
 
     def _outputs(self) -> list[torch.Tensor]:
         """The pieces of the flat output, one for each contribution; 1-D, padded."""
-        assert self._flat is not None
         return list(self._flat.split(self._sizes))
 
     def _packed_scatter(
@@ -284,7 +286,6 @@ class Reduction:
     @profiled("FSDP::all_reduce")
     def _over_replicas(self, scaling: Scaling) -> Pending:
         """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
-        assert self._flat is not None
         average = scaling.all_reduce_averages
         if any(partial is not None for partial in self._partials):
             divisor = scaling.after_scatter(self.roles.replicate_size)
@@ -300,7 +301,6 @@ class Reduction:
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
-        assert self._flat is not None
         axis = self.roles.replicate
         layouts, inner = [], []
         for param, output in zip(self._plan.params, self._outputs(), strict=True):
@@ -321,7 +321,6 @@ class Reduction:
 
     def _scale(self, post: float) -> None:
         """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
-        assert self._flat is not None
         if post != 1:
             self._flat.div_(post)
         self._run_hook(self._flat)
@@ -363,7 +362,6 @@ class Reduction:
         if self._apart is not None:
             # Views, if nothing was cast.
             return self._apart, [int(output.storage_offset()) for output in self._apart]
-        assert self._flat is not None
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
     @profiled("FSDP::hand_over")
@@ -380,7 +378,8 @@ class Reduction:
             else:
                 old.append(local_tensor(grad))
                 new.append(local)
-            hooked += [(hook, sharded) for hook in post_accumulate_grad_hooks(sharded)]
+            if hooks_of(sharded):
+                hooked += [(hook, sharded) for hook in post_accumulate_grad_hooks(sharded)]
         foreach_add(old, new)
         for hook, sharded in hooked:
             hook(sharded)

@@ -62,7 +62,8 @@ class FlatStorage:
 
     def free(self) -> None:
         """Free the memory; views keep their shapes but must not be read."""
-        self._storage.resize_(0)
+        if self._storage.size():
+            self._storage.resize_(0)
 
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the bytes from `offset_bytes`, which `dtype` must divide. Only between `alloc` and

@@ -62,6 +62,12 @@ def unit_of(module: nn.Module) -> "Unit | None":
     return unit if isinstance(unit, Unit) else None
 
 
+def unit_for(module: object) -> "Unit":
+    """The unit of a sharded module."""
+    unit: Unit = module.__dict__["_fsdp2_unit"]
+    return unit
+
+
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called; a plain ModuleList cannot."""
     return type(module).forward not in (nn.ModuleList.forward, nn.ModuleDict.forward, nn.Module.forward)
