@@ -80,6 +80,20 @@ def test_all_ranks_are_told(rank: int, world_size: int, tmp_path: Path) -> None:
     assert value_at(tmp_path) == 3.0
 
 
+def test_the_lease_ends_before_the_other_ranks_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank to report commits. The one that took the lease may be another and release it much later; the first
+    to continue may save to this name again."""
+    release = lease.Lease.release
+    held: list[lease.Lease] = []
+    monkeypatch.setattr(lease.Lease, "release", lambda self: held.append(self))
+    for value in (1.0, 2.0):
+        save(tmp_path, value, timeout_s=5)
+        assert os.listdir(tmp_path) == [NAME]
+    assert value_at(tmp_path) == 2.0
+    for each in held:
+        release(each)
+
+
 def test_a_lease_in_the_background_lasts_as_long_as_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, real = threading.Event(), committing.commit
 
