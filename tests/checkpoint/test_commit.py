@@ -254,6 +254,24 @@ def test_killed_while_replacing_beside_older_ones(stale: list[str], tmp_path: Pa
     assert found.count(2.0) == len(stale) + 2
 
 
+@pytest.mark.parametrize("taken_over_at", [1, 2])
+def test_the_lease_is_lost_around_either_rename(taken_over_at: int, tmp_path: Path) -> None:
+    """A process may stand still between the two renames as well as before them, while another save takes over."""
+    save(tmp_path / "a", 1.0)
+    save(tmp_path / ".tmp-a-888888888888", 2.0)
+    looks = 0
+
+    def check() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == taken_over_at:
+            raise CheckpointError("taken over")
+
+    with pytest.raises(CheckpointError, match="taken over"):
+        replace_folder(LocalStorage(), str(tmp_path / ".tmp-a-888888888888"), str(tmp_path / "a"), True, check)
+    assert value_at(tmp_path / "a") == 1.0 and sorted(os.listdir(tmp_path)) == [".tmp-a-888888888888", "a"]
+
+
 # --- a manifest that could not be read --------------------------------------------------------------------------------
 
 
