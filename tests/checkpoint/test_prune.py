@@ -302,6 +302,38 @@ def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> No
     assert aside.exists()
 
 
+def test_what_a_pruned_one_replaced_goes_with_it(tmp_path: Path) -> None:
+    """Otherwise the older save would be found under that name again."""
+    save(tmp_path, 1)
+    (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-0123456789ab")
+    save(tmp_path / "other", 1, value=3.0)
+    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
+    saved_at(tmp_path, {1: 1})
+    save(tmp_path, 2)
+    assert [Path(folder).name for folder in checkpoint.prune(tmp_path, keep=1)] == ["step-00000001"]
+    assert steps(tmp_path) == [2] and sorted(os.listdir(tmp_path)) == ["other", "step-00000002"]
+
+
+def test_another_save_that_was_set_aside_meanwhile_stays(tmp_path: Path) -> None:
+    """Between the look and the deletion a third process replaced the checkpoint and was killed between its renames:
+    what is left there is not what was judged."""
+    save(tmp_path, 1)
+    aside = tmp_path / ".old-step-00000001-0123456789ab"
+    (tmp_path / "step-00000001").rename(aside)
+    retention._pruned(LocalStorage(), str(tmp_path / "step-00000001"), "ffffffffffff")
+    assert steps(tmp_path) == [1] and value_at(tmp_path, 1) == 1.0
+
+
+def test_a_link_to_a_checkpoint_goes_alone(tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere", 1)
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "elsewhere" / "step-00000001")
+    saved_at(tmp_path / "elsewhere", {1: 1})
+    save(tmp_path, 2)
+    assert [Path(folder).name for folder in checkpoint.prune(tmp_path, keep=1)] == ["step-00000001"]
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-00000002"]
+    assert value_at(tmp_path / "elsewhere", 1) == 1.0
+
+
 @pytest.mark.parametrize("sizes_are_known", [True, False])
 def test_a_save_deletes_what_it_replaced_only_if_all_of_its_files_are_there(
     sizes_are_known: bool, tmp_path: Path

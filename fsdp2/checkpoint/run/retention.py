@@ -209,7 +209,7 @@ def _place(storage: Storage, folder: str) -> str | None:
 
 def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
     """Delete the checkpoint `path`, wherever it is, if it still has this save's id and no process is saving there."""
-    if not storage.renames or storage.kind(path) == "symbolic link":
+    if not storage.renames:
         discard(storage, path)
         return True
     if is_leased(storage, path):
