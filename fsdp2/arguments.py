@@ -1,6 +1,6 @@
 """The arguments of `fully_shard`, checked once and before anything is changed. Layer: below placing.
 
-torch's own policies are accepted too, and are converted to ours.
+torch's own policies are accepted too, and are converted to ours. What cannot be used is an `ArgumentError`.
 """
 
 from collections.abc import Iterable
@@ -30,11 +30,7 @@ _UNSET = object()
 
 
 def check_options(mesh: object, shard_placement_fn: object, zero: object) -> None:
-    """Check the types of the arguments that are not checked elsewhere.
-
-    Raises:
-        ArgumentError: an argument has another type.
-    """
+    """Check the types of the arguments that are not checked elsewhere."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise _unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -45,11 +41,7 @@ def check_options(mesh: object, shard_placement_fn: object, zero: object) -> Non
 
 
 def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
-    """`policy` as one of ours; any object with the fields of torch's `MixedPrecisionPolicy` is accepted.
-
-    Raises:
-        ArgumentError: `policy` lacks a field, or has values that cannot work.
-    """
+    """`policy` as one of ours; any object with the fields of torch's `MixedPrecisionPolicy` is accepted."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     lacking = [name for name in _TORCHS_PRECISION if getattr(policy, name, _UNSET) is _UNSET]
@@ -62,12 +54,8 @@ def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
 
 
 def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
-    """`policy` as one of ours, for a mesh of `device`; None means no offload, as in torch.
-
-    Raises:
-        ArgumentError: `policy` is not an offload policy.
-        UnsupportedError: it requests pinned memory on a machine without an accelerator.
-    """
+    """`policy` as one of ours, for a mesh of `device`; None means no offload, as in torch. Raises `UnsupportedError`
+    for pinned memory on a machine without an accelerator."""
     if isinstance(policy, _TorchCPUOffloadPolicy):
         policy = CPUOffloadPolicy(pin_memory=policy.pin_memory)
     elif policy is None or isinstance(policy, _TorchOffloadPolicy):
@@ -83,11 +71,7 @@ def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
 
 
 def own_optional_policy(optional: Any) -> OptionalPolicy | None:
-    """The policy of an optional unit; None for a unit that all ranks run.
-
-    Raises:
-        ArgumentError: `optional` is neither a bool nor an `OptionalPolicy`.
-    """
+    """The policy of an optional unit; None for a unit that all ranks run."""
     if isinstance(optional, bool):
         return OptionalPolicy() if optional else None
     if isinstance(optional, OptionalPolicy):
@@ -97,11 +81,7 @@ def own_optional_policy(optional: Any) -> OptionalPolicy | None:
 
 
 def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:
-    """`dims` as ours, or None; torch's own are accepted.
-
-    Raises:
-        ArgumentError: `dims` lacks a field, or has values that are not names.
-    """
+    """`dims` as ours, or None; torch's own are accepted."""
     if dims is None or isinstance(dims, DataParallelMeshDims):
         return dims
     if getattr(dims, "shard", _UNSET) is _UNSET or getattr(dims, "replicate", _UNSET) is _UNSET:
@@ -111,11 +91,7 @@ def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:
 
 
 def parameter_set(params: Any) -> set[nn.Parameter]:
-    """`ignored_params` as a set, from any collection.
-
-    Raises:
-        ArgumentError: it holds something other than parameters. Names, for example, would have no effect.
-    """
+    """`ignored_params` as a set, from any collection of parameters. (Names, for example, would have no effect.)"""
     if params is None:
         return set()
     if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):

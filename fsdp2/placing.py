@@ -68,15 +68,7 @@ def _replicated_mesh(shard_size: int) -> DeviceMesh:
 
 
 class Placing:
-    """How the parameters of one unit are placed.
-
-    Args:
-        roles: of the unit's mesh.
-        placement_fn: the user's `shard_placement_fn`.
-
-    Attributes:
-        allows_extensions: whether parameters may have hooks for their all-gather.
-    """
+    """How the parameters of one unit are placed. `allows_extensions`: they may have hooks for their all-gather."""
 
     def __init__(
         self,

@@ -20,9 +20,6 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     Every rank of `group` must call it, in the same order among the calls that create process groups; other ranks need
     not. (torch names locally synchronised groups by a per-rank counter, so all ranks of a group must have created
     equally many.)
-
-    Example:
-        >>> separate_group(mesh.get_group("shard"))  # doctest: +SKIP
     """
     world = dist.group.WORLD
     assert world is not None

@@ -28,10 +28,9 @@ from fsdp2.errors import ArgumentError, UnsupportedError
 
 
 class Memory(Protocol):
-    """Allocates buffers; every rank of the group requests the same ones in the same order."""
+    """Allocates uninitialised 1-D buffers; every rank of the group requests the same ones in the same order."""
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised 1-D tensor."""
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
 class GroupMemory:
@@ -82,14 +81,18 @@ class SymmetricMemory:
         return symmetric_empty(numel, dtype, device, self.group)
 
 
-class FlatAllGather(AllGather):
-    """The backend's own flat all-gather, in `memory`."""
+class InMemory:
+    """Allocates its buffers from `memory`."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.memory.empty(size[0], dtype, device)
+
+
+class FlatAllGather(InMemory, AllGather):
+    """The backend's own flat all-gather."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -98,14 +101,8 @@ class FlatAllGather(AllGather):
         return all_gather_flat(output_tensor, input_tensor, group)
 
 
-class FlatReduceScatter(ReduceScatter):
-    """The backend's own flat reduce-scatter, in `memory`."""
-
-    def __init__(self, memory: Memory):
-        self.memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.memory.empty(size[0], dtype, device)
+class FlatReduceScatter(InMemory, ReduceScatter):
+    """The backend's own flat reduce-scatter."""
 
     def __call__(
         self,

@@ -47,12 +47,8 @@ def fp16_factors(factor: float) -> tuple[float, float]:
 def scaling_for(
     dtype: torch.dtype, shard_size: int, replicate_size: int, factor: float | None, force_sum: bool
 ) -> Scaling:
-    """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks.
-
-    Args:
-        factor: the divisor of the sum over all ranks; None for the number of ranks.
-        force_sum: let no collective divide.
-    """
+    """The scaling of a reduction in `dtype` over ``shard_size * replicate_size`` ranks. `factor` divides the sum over
+    all ranks (None: their number); with `force_sum` no collective divides."""
     ranks = shard_size * replicate_size
     divisor = float(ranks if factor is None else factor)
     if ranks == 1:

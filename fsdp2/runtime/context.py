@@ -6,7 +6,7 @@ object.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 from weakref import ref
 
 import torch
@@ -15,32 +15,14 @@ from torch import nn
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
-from fsdp2.policies import UnitSettings
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.left_out import warn_after_backward
-from fsdp2.runtime.optional import OptionalUnits
+from fsdp2.runtime.optional import Member, OptionalUnits
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unreduced import Unreduced
-
-
-class Member(Protocol):
-    """What a context needs from its units; see `Unit`."""
-
-    settings: UnitSettings
-    fqn: str
-    left_by: str
-
-    def unshard(self, prefetching: bool = False) -> None: ...
-    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None: ...
-    def complete_forward(self) -> None: ...
-    def forget_uses(self) -> None: ...
-    def finish_backward(self) -> None: ...
-    def check_no_partials(self) -> None: ...
-    def has_unreduced(self, params: set[int]) -> bool: ...
-
 
 Unit = TypeVar("Unit", bound=Member)
 

@@ -13,17 +13,12 @@ from fsdp2.runtime.extension import is_wrapper
 
 
 class Geometry:
-    """The memory layout of one parameter on this rank.
-
-    Args:
-        data: the whole parameter.
-        dim: the dim of `data` to shard.
+    """The memory layout of one parameter on this rank. `data` is the whole parameter, to be sharded on its `dim`.
 
     Attributes:
         layout: how it is split over the shard axis, dims in memory order. A scalar has shape ``(1,)``.
         outer: with sharded replicas, how this rank's piece is split again; otherwise None.
-        local: the layout of the sharded parameter, and the index of this rank's piece in it.
-        local_numel: number of elements of that piece.
+        local: the layout of the sharded parameter, and the index of this rank's piece in it, of `local_numel` elements.
         as_is: the user's dims are already in memory order.
     """
 

@@ -11,12 +11,8 @@ from fsdp2.runtime.step import Step
 
 
 class Ticket:
-    """An asynchronous finalisation that must be waited for.
-
-    Attributes:
-        owner: a weak reference to the step of the root; a root may be freed without having been waited for.
-        is_void: its reductions were discarded.
-    """
+    """An asynchronous finalisation that must be waited for. It refers to the root's step weakly, since a root may be
+    freed without having been waited for. `is_void`: its reductions were discarded."""
 
     def __init__(self, owner: Step):
         self.owner = ref(owner)
@@ -24,11 +20,8 @@ class Ticket:
 
 
 class InFlight:
-    """Owns every reduction, and so its buffers, until the reduction is finished. Several roots may share one.
-
-    Attributes:
-        ticket: the ticket of the finalisation that must be waited for before anything else happens.
-    """
+    """Owns every reduction, and so its buffers, until it is finished. Several roots may share one. `ticket` must be
+    waited for before anything else happens."""
 
     def __init__(self) -> None:
         self.ticket: Ticket | None = None

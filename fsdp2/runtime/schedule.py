@@ -21,11 +21,8 @@ Unit = TypeVar("Unit")
 
 
 class Pass(Generic[Unit]):
-    """The units that one forward ran, in the order in which they finished.
-
-    Attributes:
-        skipped: ids of the groups of optional units that no rank needed in that forward.
-    """
+    """The units that one forward ran, in the order in which they finished. `skipped`: ids of the groups of optional
+    units that no rank needed in it."""
 
     def __init__(self, skipped: frozenset[int] = frozenset()) -> None:
         self.skipped = skipped
@@ -44,11 +41,7 @@ class Pass(Generic[Unit]):
 
 
 class Schedule(Generic[Unit]):
-    """The schedule of one root.
-
-    Attributes:
-        skipped: see `Pass`; of the forward that runs, or of the one whose backward runs.
-    """
+    """The schedule of one root. `skipped` is that of the forward that runs, or of the one whose backward runs."""
 
     def __init__(self) -> None:
         self.skipped: frozenset[int] = frozenset()

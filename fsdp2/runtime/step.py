@@ -37,11 +37,7 @@ class Step:
         self._end: ref[Callable[[], None]] | None = None
 
     def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended. Called from within one.
-
-        Raises:
-            OrderError: the last backward raised, and `reset` was not called.
-        """
+        """Whether a backward has begun and not ended; called from within one. Raises if the last one raised."""
         if self._end is None:
             return False
         if self._end() is None:
@@ -61,20 +57,13 @@ class Step:
         self._end = None
 
     def check_backward_ended(self) -> None:
-        """Called before a forward.
-
-        Raises:
-            OrderError: the last backward raised, and `reset` was not called.
-        """
+        """Called before a forward. Raises if the last backward raised, and `reset` was not called."""
         if self._end is not None and not backward_is_running():
             _raise_unfinished("forward")
 
     def check_can_finalize(self, fqn: str, manual: bool) -> None:
-        """Before gradients are finalised.
-
-        Raises:
-            OrderError: the mode is off, a backward runs, or a forward waits for its backward.
-        """
+        """Before gradients are finalised. Raises if the mode is off, a backward runs, or a forward waits for its
+        backward."""
         where = f"finalize_backward of '{fqn}'"
         if not (manual or self.is_manual):
             raise OrderError(f"{where}: call set_manual_backward_finalization(True) before the backward")

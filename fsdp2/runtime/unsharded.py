@@ -26,11 +26,7 @@ from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
 
 class ReplicaShards:
     """The padded pieces of the shard axis, in the compute dtype, gathered over the replicate axis once, until the
-    parameters change. The all-gather stream owns their memory.
-
-    Attributes:
-        flats: 1-D, one for each parameter; filled between `gather` and `free`.
-    """
+    parameters change; `flats` has one 1-D tensor for each parameter. The all-gather stream owns their memory."""
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
         rank = channel.roles.shard_rank
