@@ -11,7 +11,7 @@ Two kinds of tensors can be neighbours:
 
 from collections.abc import Callable, Sequence
 from itertools import compress, count, pairwise
-from operator import add, attrgetter
+from operator import add, and_, attrgetter, eq, is_, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from fsdp2.layout import dense_strides
 _is_contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 _nbytes_of: Callable[[torch.Tensor], int] = attrgetter("nbytes")
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 # Maps each carved tensor to the tensor that it was carved from, and to its first element there.
 _carved = WeakIdKeyDictionary()
@@ -126,10 +127,77 @@ class Run(NamedTuple):
     indices: list[int]
 
 
+class _Seen(NamedTuple):
+    """How a list of tensors was divided into runs, each of which was all of one base.
+
+    Attributes:
+        arrange: puts a list of as many tensors into memory order.
+        firsts: the index of the first tensor of each run, in that order.
+        indices: of the runs.
+    """
+
+    arrange: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    firsts: list[int]
+    indices: list[list[int]]
+
+
+# What the last list of each length looked like: the next step's gradients are the same parts of other bases. Only a
+# guess, which `_seen_again` checks.
+_seen: dict[int, _Seen] = {}
+_FEW, _MANY = 8, 1000  # lists that are shorter are not worth it; how many guesses to keep
+
+
 def runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
     """The tensors as runs, as few as possible; each tensor is in one. Their order depends on the order of the tensors
     and on which are neighbours, never on addresses, because ranks must add up norms in the same order. (Uses operations
     on whole lists, since clipping does this for all gradients in each step.)"""
+    seen = _seen.get(len(tensors))
+    found = None if seen is None else _seen_again(seen, tensors)
+    if found is None:
+        found = _runs_of(tensors)
+        _remember(found, tensors)
+    return found
+
+
+def _seen_again(seen: _Seen, tensors: Sequence[torch.Tensor]) -> list[Run] | None:
+    """The runs of `tensors`, if they are those of the list that was seen; otherwise None."""
+    arranged = seen.arrange(tensors)
+    bases = list(map(base_of, arranged))
+    wholes = [bases[first] for first in seen.firsts]
+    if len({*map(id, wholes)}) < len(wholes) or len({*map(_dtype_of, arranged)}) > 1:
+        return None
+    addresses = list(map(_address_of, arranged))
+    ends = list(map(add, addresses, map(_nbytes_of, arranged)))
+    follows = map(and_, map(is_, bases[1:], bases), map(eq, addresses[1:], ends))
+    if [0, *(after for after, goes_on in enumerate(follows, 1) if not goes_on)] != seen.firsts:
+        return None
+    lasts = [*(first - 1 for first in seen.firsts[1:]), -1]
+    runs = []
+    for whole, first, last, indices in zip(wholes, seen.firsts, lasts, seen.indices, strict=True):
+        if whole is None or not _is_all_of(whole, addresses[first], ends[last]):
+            return None
+        runs.append(Run(whole, indices))
+    return runs if all(map(_is_contiguous, arranged)) and _dtype_of(runs[0].tensor) is _dtype_of(arranged[0]) else None
+
+
+def _is_all_of(whole: torch.Tensor, address: int, end: int) -> bool:
+    return whole.data_ptr() == address and whole.nbytes == end - address and whole.ndim == 1 and whole not in _carved
+
+
+def _remember(runs: Sequence[Run], tensors: Sequence[torch.Tensor]) -> None:
+    """Note the runs for `_seen_again`, if that can find such."""
+    if len(tensors) < _FEW or len(runs) == len(tensors):
+        return
+    order = [index for run in runs for index in run.indices]
+    firsts = [0]
+    for run in runs[:-1]:
+        firsts.append(firsts[-1] + len(run.indices))
+    if len(_seen) >= _MANY:
+        _seen.clear()
+    _seen[len(tensors)] = _Seen(itemgetter(*order), firsts, [run.indices for run in runs])
+
+
+def _runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
     bases = [tensor if base is None else base for tensor, base in zip(tensors, map(base_of, tensors), strict=True)]
     distinct = dict(zip(map(id, bases), bases, strict=True))
     origins = {key: _carved.get(base, (base, 0))[0] for key, base in distinct.items()}

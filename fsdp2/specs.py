@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +61,11 @@ class ParamSpecs:
 
     def _spec(self, form: str, mesh: DeviceMesh, placements: Sequence[Placement], dtype: torch.dtype) -> DTensorSpec:
         if (form, dtype) not in self._known:
-            self._known[form, dtype] = make_spec(mesh, _interned(placements), self.shape, self.stride, dtype)
+            placements = _interned(placements)
+            # An entry lives as long as its spec, which keeps the mesh alive, so that ids are not reused.
+            key = id(mesh), id(placements), self.shape, self.stride, dtype
+            spec = make_spec(mesh, placements, self.shape, self.stride, dtype)
+            self._known[form, dtype] = _specs.setdefault(key, spec)
         return self._known[form, dtype]
 
     def gradient_placements(self, grad: DTensor) -> tuple[Placement, ...]:
@@ -71,6 +76,9 @@ class ParamSpecs:
         )
 
 
+# Equal specs on one mesh are one object: a model's parameters have few shapes, and who looks at all of them compares
+# identities first.
+_specs: WeakValueDictionary[Any, DTensorSpec] = WeakValueDictionary()
 # Placements by their classes and values.
 _placements: dict[Any, tuple[Placement, ...]] = {}
 

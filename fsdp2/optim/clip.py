@@ -11,7 +11,7 @@ from math import inf
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import foreach_multiply, local_of
+from fsdp2._torch import foreach_multiply, grad_of, local_of
 from fsdp2.adjacent import runs_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.in_backward import check_not_stepped_in_backward
@@ -66,7 +66,7 @@ def clip_grad_norm_(
     check_not_stepped_in_backward("clip_grad_norm_", parameters)
     check_reduced("clip_grad_norm_", parameters)
     warn_in_clip(parameters)
-    grads = [param.grad for param in parameters]
+    grads = list(map(grad_of, parameters))
     total, joined = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
     _scale(_joined(grads) if joined is None else joined, max_norm, total, foreach)
     return total

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
+from fsdp2.optim.steady import Steady, is_referred_to
 from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["ELEMENTWISE", "LocalOptimizer", "local_optimizer", "without_hooks"]
@@ -118,11 +119,26 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Params, **options: Any):
         self.taken: list[_Taken] = []
+        self._times_shown = 0
         super().__init__(params, **options)
+
+    @property
+    def state(self) -> defaultdict[Any, Any]:
+        """The state of each parameter. Whoever has seen it may have changed it, so the next step compares it."""
+        self._times_shown += 1
+        found: defaultdict[Any, Any] = self.__dict__["state"]
+        return found
+
+    @state.setter
+    def state(self, state: defaultdict[Any, Any]) -> None:
+        """Another one: the next step compares it."""
+        self._times_shown += 1
+        self.__dict__["state"] = state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called after a copy, and by `load_state_dict`."""
         self.taken = []
+        self._times_shown = self.__dict__.get("_times_shown", 0) + 1
         super().__setstate__(state)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -143,17 +159,24 @@ class LocalOptimizer(torch.optim.Optimizer):
         inner = without_hooks(super().step)
         try:
             self.taken = [
-                self._take(group["params"], self.taken[index] if index < len(self.taken) else None)
+                self._take(group["params"], self.taken[index] if index < len(self.taken) else None).prepared()
                 for index, group in enumerate(self.param_groups)
             ]
         except BaseException:
             self.taken = []  # releases the gradients too
             raise
+        times_shown = self._times_shown
         with _on_locals(self, self.taken):
             inner(self)
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
-        stepped = [param for each in self.taken for run in each.runs if run.has_grad for param in run.params]
-        torch.autograd.graph.increment_version([*stepped, *map(local_tensor, stepped)])
+        torch.autograd.graph.increment_version([tensor for each in self.taken for tensor in each.written()])
+        self._times_shown = times_shown  # the step itself has looked inside
+        self.taken = [
+            each
+            if each.compared_at == times_shown or is_referred_to(self.__dict__, each.runs)
+            else each._replace(compared_at=times_shown)
+            for each in self.taken
+        ]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -164,17 +187,22 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def _take(self, held: list[torch.Tensor], before: "_Taken | None") -> "_Taken":
         """The parameters of one group with this step's gradients. Runs are kept if nothing else has changed."""
+        state = self.__dict__["state"]
         if before is None or not identical(held, before.snapshot):
             return self._begin(held)
         kept: list[SteppedRun] = []
         failed: list[SteppedRun] = []
-        for run in before.runs:
-            (kept if run.enter(self.state) else failed).append(run)
+        if before.quick is not None and before.quick.enter(None if before.compared_at == self._times_shown else state):
+            kept = before.runs
+        else:
+            for run in before.runs:
+                (kept if run.enter(state) else failed).append(run)
+            before = before._replace(quick=None)
         longer = min(PATIENCE * before.wait, LONGEST)
         if failed:
             params = [param for run in failed for param in run.params]
             wait = PATIENCE if before.steady >= PATIENCE else longer if before.wait <= AT_ONCE else before.wait
-            runs = runs_to_step(params, self.state, self._joins and wait <= AT_ONCE)
+            runs = runs_to_step(params, state, self._joins and wait <= AT_ONCE)
             return before._replace(held=held, runs=[*kept, *runs], steady=0, wait=wait)
         steady = before.steady + 1
         if self._joins and steady >= before.wait and any(len(run.params) == 1 for run in kept) and not _is_capturing():
@@ -184,7 +212,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _begin(self, held: list[torch.Tensor]) -> "_Taken":
         sharded = [param for param in held if isinstance(param, DTensor)]
         plain = [param for param in held if not isinstance(param, DTensor)]
-        return _Taken(held, list(held), runs_to_step(sharded, self.state, self._joins), plain, 0, PATIENCE)
+        runs = runs_to_step(sharded, self.__dict__["state"], self._joins)
+        return _Taken(held, list(held), runs, plain, 0, PATIENCE, None, -1)
 
 
 def _is_capturing() -> bool:
@@ -215,6 +244,9 @@ class _Taken(NamedTuple):
         plain: the other parameters.
         steady: steps since runs were last created.
         wait: the number of these after which merging is tried again.
+        quick: checks all of them at once in the next step, if it can.
+        compared_at: how often the optimizer's state had been shown to somebody when it was known to be as it should,
+            with nobody else holding it.
     """
 
     held: list[torch.Tensor]
@@ -223,12 +255,25 @@ class _Taken(NamedTuple):
     plain: list[torch.Tensor]
     steady: int
     wait: int
+    quick: Steady | None
+    compared_at: int
+
+    def prepared(self) -> "_Taken":
+        """With `quick`, if possible."""
+        return self if self.quick is not None else self._replace(quick=Steady.of(self.runs))
+
+    def written(self) -> list[torch.Tensor]:
+        """The DTensors that the step changes, and their local tensors."""
+        if self.quick is not None:
+            return self.quick.written
+        params = [param for run in self.runs if run.has_grad for param in run.params]
+        return [*params, *map(local_tensor, params)]
 
 
 @contextmanager
 def _on_locals(optimizer: torch.optim.Optimizer, taken: Sequence[_Taken]) -> Iterator[None]:
     """Put local tensors into the optimizer's groups and state, and DTensors back afterwards."""
-    groups, state = optimizer.param_groups, optimizer.state
+    groups, state = optimizer.param_groups, optimizer.__dict__["state"]
     runs = [run for each in taken for run in each.runs]
     inner: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
     try:
@@ -238,12 +283,12 @@ def _on_locals(optimizer: torch.optim.Optimizer, taken: Sequence[_Taken]) -> Ite
         for group, each in zip(groups, taken, strict=True):
             inner.update((param, state[param]) for param in each.plain if param in state)
             group["params"] = [*(run.local for run in each.runs), *each.plain]
-        optimizer.state = inner
+        optimizer.__dict__["state"] = inner
         yield
     finally:
         for group, each in zip(groups, taken, strict=True):
             group["params"] = each.held
-        optimizer.state = state
+        optimizer.__dict__["state"] = state
         _give_places(state, inner, taken)
         for run in runs:
             if (now := inner.pop(run.local, None)) is not None:

@@ -11,10 +11,12 @@ only by its first holder in the group. This is so for FSDP, HSDP (the shard grou
 all ranks. Otherwise there is one all-reduce per distinct group, with one number for each kind that it cuts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
+from operator import attrgetter, is_not
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,10 @@ from fsdp2.adjacent import runs_of
 __all__ = ["by_device_and_dtype", "norm_of"]
 
 Ranks = tuple[int, ...]
+
+_is_there: Callable[[object], bool] = partial(is_not, None)
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
+_numel_of: Callable[[Any], int] = torch.Tensor.numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +99,9 @@ class Bucket:
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
     """The kinds in the order of first appearance, which is the same on all ranks."""
+    tensors = list(tensors)
+    if (same := _kind_of_all(tensors)) is not None:
+        return [same]
     kinds: dict[tuple[int, tuple[Placement, ...]], Kind] = {}
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] | None = None
@@ -107,6 +116,19 @@ def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
             kind = kinds.setdefault((id(mesh), placements), Kind(mesh, placements, []))
         kind.indices.append(index)
     return list(kinds.values())
+
+
+def _kind_of_all(tensors: Sequence[torch.Tensor]) -> Kind | None:
+    """The kind of all of them, if they are DTensors of one kind, as they are with FSDP alone; otherwise None."""
+    try:
+        specs = list(map(spec_of, tensors))
+    except AttributeError:  # a plain tensor
+        return None
+    distinct = list(dict(zip(map(id, specs), specs, strict=True)).values())  # parameters of one shape share a spec
+    for spec in distinct:
+        if spec.mesh is not distinct[0].mesh or spec.placements is not distinct[0].placements:
+            return None
+    return Kind(distinct[0].mesh, distinct[0].placements, list(range(len(specs)))) if distinct else None
 
 
 def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
@@ -141,16 +163,20 @@ def norm_of(
         norm_type: above 0, or minus infinity.
         foreach: compute all norms in one call.
     """
-    kinds = kinds_of(given if tensor is None else tensor for given, tensor in zip(like, tensors, strict=True))
+    lacks_none = all(map(_is_there, tensors))
+    filled = tensors if lacks_none else [a if b is None else b for a, b in zip(like, tensors, strict=True)]
+    kinds = kinds_of(filled)  # type: ignore[arg-type]
     buckets = buckets_of(kinds)
-    wide = not {tensor.dtype for tensor in like}.isdisjoint((torch.float64, torch.complex128))
+    wide = not set(map(_dtype_of, like)).isdisjoint((torch.float64, torch.complex128))
     dtype = torch.float64 if wide else torch.float32
     device = _device_of(kinds, like)
     locals_ = _locals_of(kinds, tensors)
     parts = []
     for bucket in buckets:
-        present = [local for index in bucket.indices if (local := locals_[index]) is not None and local.numel()]
-        joined = [run.tensor for run in runs_of(present)]
+        present = locals_ if len(bucket.indices) == len(locals_) else [locals_[index] for index in bucket.indices]
+        if not (lacks_none and all(map(_numel_of, present))):
+            present = [local for local in present if local is not None and local.numel()]
+        joined = [run.tensor for run in runs_of(present)]  # type: ignore[arg-type]
         parts.append(_power(joined, norm_type, dtype, device, foreach))
     for ranks, group in {ranks: group for bucket in buckets for ranks, group in bucket.cuts.items()}.items():
         cut = [index for index, bucket in enumerate(buckets) if ranks in bucket.cuts]
@@ -188,6 +214,8 @@ def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) ->
                 tensor = whole[index]
                 if isinstance(tensor, DTensor):
                     whole[index] = tensor.redistribute(placements=summed)
+    if len(kinds) == 1 and kinds[0].mesh is not None and all(map(_is_there, whole)):
+        return list(map(local_of, whole))
     return [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in whole]
 
 

@@ -21,11 +21,19 @@ from fsdp2.adjacent import can_carve, carve, over, runs_of, span_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.norms import by_device_and_dtype
 
-__all__ = ["SteppedRun", "identical", "local_grad", "runs_to_step"]
+__all__ = [
+    "SteppedRun",
+    "identical",
+    "is_current",
+    "joined_grad",
+    "local_grad",
+    "runs_to_step",
+    "values_of",
+]
 
 State = dict[Any, Any]
 
-_Counter = tuple[torch.Tensor, torch.Tensor, int]  # the first parameter's, those of the others, and their version
+Counter = tuple[torch.Tensor, torch.Tensor, int]  # the first parameter's, those of the others, and their version
 
 _address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
@@ -42,20 +50,27 @@ class SteppedRun:
             0-dim one gets one dim, so that its state differs from counters.
         state: the state that the torch optimizer sees; None before there is any.
         has_grad: whether there is something to step.
+        bases: the parameters' local tensors.
+        grad_specs, grad_offsets: of the parameters' gradients, if all are DTensors: the spec of each, and its distance
+            from the first in bytes.
+        outers: the parameters' states.
+        values: all values in these states.
+        counters: of the parameters.
     """
 
     __slots__ = (
-        "_bases",
-        "_counters",
-        "_grads",
         "_inside",
-        "_outers",
         "_pointers",
-        "_values",
+        "bases",
+        "counters",
+        "grad_offsets",
+        "grad_specs",
         "has_grad",
         "local",
+        "outers",
         "params",
         "state",
+        "values",
     )
 
     def __init__(self, params: Sequence[DTensor], local: torch.Tensor):
@@ -64,13 +79,14 @@ class SteppedRun:
         self.local = local if local.ndim else local.view(1)
         self.state: State | None = None
         self.has_grad = False
-        self._bases = [local_tensor(param) for param in params]
-        self._pointers = [base.data_ptr() for base in self._bases]
-        self._grads: tuple[list[Any], list[int]] = [], []  # for each: its spec, its offset in bytes from the first
-        self._outers: list[State | None] = []  # the parameters' states
-        self._values: list[Any] = []  # all values in these states
+        self.bases = [local_tensor(param) for param in params]
+        self._pointers = [base.data_ptr() for base in self.bases]
+        self.grad_specs: list[Any] = []
+        self.grad_offsets: list[int] = []
+        self.outers: list[State | None] = []
+        self.values: list[Any] = []
         self._inside: list[Any] = []  # the values in `state`
-        self._counters: list[_Counter] = []
+        self.counters: list[Counter] = []
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -78,13 +94,14 @@ class SteppedRun:
         """Read gradients and state for the first time."""
         grads = [param.grad for param in self.params if param.grad is not None]
         assert len(grads) == len(self.params) or len(self.params) == 1
-        if len(grads) > 1:
+        if grads and all(isinstance(grad, DTensor) and grad.placements == self.params[0].placements for grad in grads):
             addresses = list(map(_address_of, map(local_of, grads)))
-            self._grads = list(map(spec_of, grads)), [address - addresses[0] for address in addresses]
+            self.grad_specs = list(map(spec_of, grads))
+            self.grad_offsets = [address - addresses[0] for address in addresses]
         taken = self._take_grads()
         assert taken
-        self._outers = list(map(states.get, self.params))
-        outers = [outer for outer in self._outers if outer is not None]
+        self.outers = list(map(states.get, self.params))
+        outers = [outer for outer in self.outers if outer is not None]
         if outers:
             self.state = {key: self._joined([outer[key] for outer in outers]) for key in outers[0]}
             self._show(outers)
@@ -93,11 +110,11 @@ class SteppedRun:
         """Read this step's gradients, if nothing else has changed since the last step. Otherwise returns False, and a
         new run must begin in its place."""
         return (
-            all(map(is_, map(local_of, self.params), self._bases))
-            and list(map(_address_of, self._bases)) == self._pointers
-            and identical(map(states.get, self.params), self._outers)
-            and (self.state is None or identical(_values_of(self._outers), self._values))
-            and all(map(_is_current, self._counters))
+            all(map(is_, map(local_of, self.params), self.bases))
+            and list(map(_address_of, self.bases)) == self._pointers
+            and identical(map(states.get, self.params), self.outers)
+            and (self.state is None or identical(values_of(self.outers), self.values))
+            and all(map(is_current, self.counters))
             and self._take_grads()
         )
 
@@ -106,22 +123,24 @@ class SteppedRun:
             grad = self.params[0].grad
             self.has_grad = False
             if grad is not None:
-                self._set_grad(local_grad(self.params[0], grad))
+                if isinstance(grad, DTensor) and grad.placements == self.params[0].placements:
+                    self.grad_specs, self.grad_offsets = [spec_of(grad)], [0]
+                self.set_grad(local_grad(self.params[0], grad))
             return True
         grads = list(map(grad_of, self.params))
-        specs, places = self._grads
-        if not all(map(isinstance, grads, repeat(DTensor))) or not identical(map(spec_of, grads), specs):
+        if not all(map(isinstance, grads, repeat(DTensor))) or not identical(map(spec_of, grads), self.grad_specs):
             return False
         locals_ = list(map(local_of, grads))
-        whole, addresses = base_of(locals_[0]), list(map(_address_of, locals_))
-        if whole is None or [address - addresses[0] for address in addresses] != places:
+        addresses = list(map(_address_of, locals_))
+        if [address - addresses[0] for address in addresses] != self.grad_offsets:
             return False
-        joined = over(whole, addresses[0], self.local.numel() * whole.itemsize)
+        joined = joined_grad(self.local, base_of(locals_[0]), addresses[0])
         if joined is not None:
-            self._set_grad(joined)
+            self.set_grad(joined)
         return joined is not None
 
-    def _set_grad(self, grad: torch.Tensor) -> None:
+    def set_grad(self, grad: torch.Tensor) -> None:
+        """Give the torch optimizer this gradient to step with."""
         if grad.dtype != self.local.dtype:
             self.local.grad_dtype = grad.dtype
         self.local.grad = grad if grad.ndim else grad.view(1)
@@ -135,7 +154,7 @@ class SteppedRun:
             if len(locals_) == 1:
                 return locals_[0] if locals_[0].ndim else locals_[0].view(1)
             run = runs_of(locals_)[0]
-            if run.indices == list(range(len(values))) and all(map(_have_same_strides, locals_, self._bases)):
+            if run.indices == list(range(len(values))) and all(map(_have_same_strides, locals_, self.bases)):
                 return run.tensor
             whole = torch.empty_like(self.local, dtype=first.dtype)
             for piece, local in zip(self._pieces(whole), locals_, strict=True):
@@ -151,9 +170,9 @@ class SteppedRun:
         """Update the state outside, and release the gradient."""
         self.local.grad = None
         if inner is self.state and identical(inner.values(), self._inside):
-            for index, (first, rest, _) in enumerate(self._counters):
+            for index, (first, rest, _) in enumerate(self.counters):
                 rest.copy_(first)
-                self._counters[index] = first, rest, version(rest)
+                self.counters[index] = first, rest, version(rest)
             return
         self.state = inner
         self._show([states.setdefault(param, {}) for param in self.params])
@@ -162,7 +181,7 @@ class SteppedRun:
         """Make the states outside match `state`."""
         state = self.state
         assert state is not None
-        self._counters = []
+        self.counters = []
         for outer in outers:
             for key in outer.keys() - state.keys():
                 del outer[key]
@@ -171,8 +190,8 @@ class SteppedRun:
             for outer, shown in zip(outers, self._shown(key, value, known), strict=True):
                 outer[key] = shown
         self._inside = list(state.values())
-        self._outers = [*outers]
-        self._values = list(_values_of(outers))
+        self.outers = [*outers]
+        self.values = list(values_of(outers))
 
     def _shown(self, key: Any, value: Any, known: Sequence[Any]) -> Sequence[Any]:
         """The values for the parameters' states. `known`: their current values, which are kept if they are right."""
@@ -191,18 +210,28 @@ class SteppedRun:
         vector = value.new_empty(len(self.params))
         vector.copy_(value)
         first = self.state[key] = vector[0]
-        self._counters.append((first, vector[1:], version(vector)))
+        self.counters.append((first, vector[1:], version(vector)))
         return [first, *vector[1:].unbind()]
 
     def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a tensor like `local`, with the parameter's shape."""
-        if len(self._bases) == 1:
-            return [whole.view(self._bases[0].shape)]
-        pieces = carve(whole, [base.numel() for base in self._bases])
-        return [piece.as_strided(base.shape, base.stride()) for piece, base in zip(pieces, self._bases, strict=True)]
+        if len(self.bases) == 1:
+            return [whole.view(self.bases[0].shape)]
+        pieces = carve(whole, [base.numel() for base in self.bases])
+        return [piece.as_strided(base.shape, base.stride()) for piece, base in zip(pieces, self.bases, strict=True)]
 
 
-def _is_current(counter: _Counter) -> bool:
+def joined_grad(local: torch.Tensor, whole: torch.Tensor | None, address: int) -> torch.Tensor | None:
+    """The gradient of a run: the elements of `whole` from an address on, as many as the run has; None if they are not
+    there."""
+    if whole is None:
+        return None
+    if whole.ndim == 1 and whole.numel() == local.numel() and whole.data_ptr() == address:
+        return whole  # the gradients of a unit are all of what its reduction produced
+    return over(whole, address, local.numel() * whole.itemsize)
+
+
+def is_current(counter: Counter) -> bool:
     """Whether the parameters' counters are still equal. On the CPU this also detects changes that autograd does not
     see."""
     first, rest, known = counter
@@ -215,7 +244,8 @@ def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and _have_same_strides(one, other)
 
 
-def _values_of(states: Iterable[State | None]) -> Iterable[Any]:
+def values_of(states: Iterable[State | None]) -> Iterable[Any]:
+    """All values in these states."""
     return chain.from_iterable(state.values() for state in states if state is not None)
 
 

@@ -196,6 +196,29 @@ def test_state_changed_in_place_and_replaced(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("holds", ["the state", "a parameter's", "nothing"])
+def test_state_is_replaced_through_what_was_kept(rank: int, world_size: int, holds: str) -> None:
+    """A step compares states with those of the last one only if somebody may have replaced them: who asked the
+    optimizer since, or has kept a dict of it from long ago."""
+    made = pair(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9})
+    for model, optimizer in made:
+        train(model, optimizer, rank, range(1))
+        whole: Any = optimizer.state if holds == "the state" else None
+        param = next(iter(model.parameters()))
+        own = optimizer.state[param] if holds == "a parameter's" else None
+        train(model, optimizer, rank, range(1, 4))
+        if whole is not None:
+            own = whole[param]
+        elif own is None:
+            own = optimizer.state[param]
+        del whole
+        own["momentum_buffer"] = own["momentum_buffer"] * 0
+        del own
+        train(model, optimizer, rank, range(4, 7))
+    assert_same(made[0][1], made[1][1])
+
+
+@on_ranks(2)
 def test_parameters_that_move(rank: int, world_size: int) -> None:
     """`to` gives all parameters new memory, an assignment gives it to one; the optimizer follows."""
     (ours, our_optimizer), (theirs, their_optimizer) = pair(torch.optim.SGD, {"lr": 1e-2})

@@ -73,3 +73,41 @@ def test_a_run_of_one_is_the_tensor_itself() -> None:
     tensor = torch.zeros(2, 3)
     (run,) = runs_of([tensor])
     assert run.tensor is tensor
+
+
+def _in_disorder(sizes: list[int], first: float = 0.0) -> list[torch.Tensor]:
+    """Neighbours in two flat tensors, in another order than that of memory."""
+    pieces = [
+        piece
+        for part in (sizes[::2], sizes[1::2])
+        for piece in (torch.arange(sum(part), dtype=torch.float32) + first).split(part)
+    ]
+    return pieces[::3] + pieces[1::3] + pieces[2::3]
+
+
+@pytest.mark.parametrize("change", ["none", "a copy", "swapped", "a part", "another dtype", "one flat", "longer flat"])
+def test_a_list_like_the_last_one_is_looked_at_all_the_same(change: str) -> None:
+    """The runs of a list are guessed from those of the last one of its length, which saves sorting it."""
+    sizes = [3, 1, 4, 2, 5, 3, 2, 6, 2, 4]
+    assert len(runs_of(_in_disorder(sizes))) == 2
+    tensors, num_runs = _in_disorder(sizes, 100.0), 2
+    if change == "a copy":
+        tensors[4], num_runs = tensors[4].clone(), 4
+    elif change == "swapped":
+        tensors[0], tensors[1] = tensors[1], tensors[0]
+    elif change == "a part":
+        tensors[5], num_runs = tensors[5][1:], 3
+    elif change == "another dtype":
+        tensors[2], num_runs = tensors[2].view(torch.int32), 4
+    elif change == "one flat":
+        tensors, num_runs = list(torch.arange(32.0).split(sizes)), 1
+    elif change == "longer flat":
+        whole = torch.arange(40.0)
+        tensors, num_runs = list(whole[4:36].split(sizes)), 1
+    runs = runs_of(tensors)
+    assert len(runs) == num_runs
+    assert sorted(index for run in runs for index in run.indices) == list(range(len(tensors)))
+    for run in runs:
+        members = [tensors[index] for index in run.indices]
+        assert run.tensor.tolist() == [value for each in members for value in each.tolist()]
+        assert run.tensor.data_ptr() == members[0].data_ptr() and run.tensor.dtype == members[0].dtype
