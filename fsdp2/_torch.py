@@ -207,6 +207,23 @@ def makes_empty(fn: Any) -> bool:
     return code is not None and any(code is const for const in _to_empty.__code__.co_consts)
 
 
+# Operations on a tensor subclass go to its `__torch_dispatch__`, and their results stay as they are.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_like(kind: Any, tensor: torch.Tensor) -> Any:
+    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` that says it is like `tensor`, and has no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind,
+        tensor.size(),
+        strides=tensor.stride(),
+        storage_offset=tensor.storage_offset(),
+        dtype=tensor.dtype,
+        layout=tensor.layout,
+        device=tensor.device,
+    )
+
+
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Give a DTensor, which must stay the same object, other storage and another spec."""
     assert isinstance(tensor, DTensor)

@@ -27,7 +27,7 @@ from fsdp2.extras.past_hooks import explain_mixed_tensors
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.pipelining import register_stage
-from fsdp2.placing import PlacementFn, Placing, roles_for
+from fsdp2.placing import PlacementFn, Placing, in_part, roles_for
 from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -105,7 +105,8 @@ def fully_shard(
             mesh for the parameter, or None for ``Shard(0)``. Uneven sizes are allowed on every dim. Scalars are
             replicated.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory.
+        offload_policy: `CPUOffloadPolicy` keeps sharded parameters, gradients and optimizer state in host memory;
+            `Offload` some of them.
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
             DTensors. Replicate axes alone shard nothing.
@@ -148,21 +149,22 @@ def fully_shard(
     placing = Placing(roles, shard_placement_fn, precision, offload)
     placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
     planned, tied = _plans(places, placing)
+    planned = in_part(planned)
     smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
     classes = [swapped_class(type(each)) for each in modules]
 
-    groups: dict[tuple[MeshRoles, Keep], list[ManagedParameter]] = {}
+    groups: dict[tuple[MeshRoles, Keep, object], list[ManagedParameter]] = {}
     while planned:
         param, plan = planned.popleft()
         fqn, slots = places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
         keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
         new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
-        groups.setdefault((plan.roles, keep), []).append(new)
+        groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
     note_ignored(ignored_params or ())
     _move_buffers(managed, roles.device)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
     unit = Unit(modules, list(groups.values()), roles.device, placing.policy, settings)
-    for group, (_, keep) in zip(unit.groups, groups, strict=True):
+    for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
         group.smaller, group.keep = smaller[group.roles], keep
     for each in tied:
         _share(each, unit)

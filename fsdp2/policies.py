@@ -12,6 +12,8 @@ from torch import nn
 
 from fsdp2.errors import ArgumentError
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -71,6 +73,21 @@ class MixedPrecisionPolicy:
 class OffloadPolicy:
     """Keep everything on the mesh's device (the default)."""
 
+    @property
+    def home(self) -> torch.device | None:
+        """Where the sharded parameters live; None for the mesh's device."""
+        return None
+
+    @property
+    def grad_home(self) -> torch.device | None:
+        """Where their gradients live."""
+        return self.home
+
+    @property
+    def pins(self) -> bool:
+        """Whether what lives in host memory is page-locked."""
+        return False
+
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
@@ -86,9 +103,85 @@ class CPUOffloadPolicy(OffloadPolicy):
         _check_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)
 
     @property
-    def home(self) -> torch.device:
+    def home(self) -> torch.device | None:
         """Where the sharded parameters live."""
-        return torch.device("cpu")
+        return HOST
+
+    @property
+    def pins(self) -> bool:
+        """Whether what lives in host memory is page-locked."""
+        return self.pin_memory
+
+
+@dataclass(frozen=True)
+class Offload(OffloadPolicy):
+    """Keep the optimizer's state, or also gradients, or also sharded parameters, in host memory. Step with
+    `offload_optimizer`, which keeps the state there and hides the step behind compute.
+
+    The step runs where the gradient lives; what lives elsewhere is copied there and back. Host memory is page-locked
+    where there is an accelerator. Each setting includes those before it::
+
+        Offload()                            state in host memory; the device steps, on copies of one unit's state
+        Offload(grads=True)                  gradients too; the host steps a copy of the parameters
+        Offload(grads=True, params=True)     everything: as `CPUOffloadPolicy`, with a step that overlaps
+
+    Attributes:
+        states: the optimizer's state lives in host memory.
+        grads: sharded gradients live in host memory. Needs `states`.
+        params: sharded parameters live in host memory. Needs `grads`.
+        fraction: of each unit's bytes, 0 to 1, the part to which this applies: whole parameters, the largest first. The
+            others stay on the device.
+        overlap: `offload_optimizer` steps in the background. False: within ``step()``.
+        threads: threads of this rank that step in host memory, bound to cores of their own if ``LOCAL_RANK`` and
+            ``LOCAL_WORLD_SIZE`` are set and there are enough. None: as many as compute has, and not bound.
+
+    Raises:
+        ArgumentError: a setting without one that it needs, a fraction outside of 0 to 1, or fewer than one thread.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block, offload_policy=Offload(grads=True))
+        fully_shard(model, offload_policy=Offload(grads=True))
+        optimizer = fsdp2.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
+    Source: ZeRO-Offload, https://arxiv.org/abs/2101.06840.
+    """
+
+    states: bool = True
+    grads: bool = False
+    params: bool = False
+    fraction: float = 1.0
+    overlap: bool = True
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("states", "grads", "params", "overlap"):
+            _check_bool(f"Offload: {name}", getattr(self, name))
+        if not self.states or (self.params and not self.grads):
+            raise ArgumentError(
+                f"Offload: gradients need states=True, and parameters grads=True; got states={self.states}, "
+                f"grads={self.grads}, params={self.params}. For no offload leave offload_policy out."
+            )
+        if type(self.fraction) not in (int, float) or not 0 <= self.fraction <= 1:
+            raise ArgumentError(f"Offload: fraction: expected a number from 0 to 1, got {self.fraction!r}")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ArgumentError(f"Offload: threads: expected a number of at least 1 or None, got {self.threads!r}")
+
+    @property
+    def home(self) -> torch.device | None:
+        """Where the sharded parameters live."""
+        return HOST if self.params else None
+
+    @property
+    def grad_home(self) -> torch.device | None:
+        """Where their gradients live."""
+        return HOST if self.grads else None
+
+    @property
+    def pins(self) -> bool:
+        """Whether what lives in host memory is page-locked."""
+        return torch.accelerator.is_available()
 
 
 @dataclass(frozen=True)

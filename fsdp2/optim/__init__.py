@@ -6,12 +6,14 @@ from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_n
 from fsdp2.optim.in_backward import StepInBackward, step_in_backward
 from fsdp2.optim.local import LocalOptimizer, local_optimizer
 from fsdp2.optim.matrix import MatrixOptimizer, matrix_optimizer
+from fsdp2.optim.offloaded import OffloadedOptimizer, offload_optimizer
 from fsdp2.optim.owned import OwnedTensor
 
 __all__ = [
     "AdamW8bit",
     "LocalOptimizer",
     "MatrixOptimizer",
+    "OffloadedOptimizer",
     "OwnedTensor",
     "StepInBackward",
     "adopt_optimizer",
@@ -20,5 +22,6 @@ __all__ = [
     "get_total_norm",
     "local_optimizer",
     "matrix_optimizer",
+    "offload_optimizer",
     "step_in_backward",
 ]

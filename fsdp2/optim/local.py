@@ -18,7 +18,7 @@ This is correct only for elementwise optimizers.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -31,8 +31,6 @@ from fsdp2.errors import ArgumentError
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
 from fsdp2.optim.steady import Steady, is_referred_to
 from fsdp2.runtime.unreduced import check_reduced
-
-__all__ = ["ELEMENTWISE", "LocalOptimizer", "local_optimizer", "without_hooks"]
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -90,22 +88,30 @@ def local_optimizer(
         optimizer = fsdp2.local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3, fused=True)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
     """
+    check_elementwise("local_optimizer", kind, elementwise, options)
+    base: Any = kind
+    optimizer: LocalOptimizer = local_class(base)(params, **options)
+    return optimizer
+
+
+def check_elementwise(call: str, kind: type, elementwise: bool, options: Mapping[str, Any]) -> None:
+    """For `call`, which was asked for an optimizer of this `kind`.
+
+    Raises:
+        ArgumentError: it may not be stepped on local shards.
+    """
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(
-            f"local_optimizer: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, "
+            f"{call}: {kind.__module__}.{kind.__qualname__} is not known to treat each element by itself, "
             f"which stepping on shards needs; known are {known} of torch.optim. If it steps each matrix as a whole, "
             "use fsdp2.matrix_optimizer; otherwise make it directly, on the DTensors, or pass elementwise=True if you "
             "are sure."
         )
     if options.get("differentiable"):
         raise ArgumentError(
-            f"local_optimizer: differentiable=True, but local tensors are outside of autograd; make {kind.__name__} "
-            "directly"
+            f"{call}: differentiable=True, but local tensors are outside of autograd; make {kind.__name__} directly"
         )
-    base: Any = kind
-    optimizer: LocalOptimizer = _local_class(base)(params, **options)
-    return optimizer
 
 
 class LocalOptimizer(torch.optim.Optimizer):
@@ -222,7 +228,8 @@ def _is_capturing() -> bool:
 
 
 @cache
-def _local_class(kind: Any) -> Any:
+def local_class(kind: Any) -> Any:
+    """The class of local optimizers of this kind."""
     own = {"__doc__": kind.__doc__, "_joins": kind in ELEMENTWISE}
     return type(f"Local{kind.__name__}", (LocalOptimizer, kind), own)
 

@@ -51,7 +51,7 @@ class HostMemory(CPUOffloadPolicy):
     """Offload to what stands for host memory."""
 
     @property
-    def home(self) -> torch.device:
+    def home(self) -> torch.device | None:
         return HOST
 
 

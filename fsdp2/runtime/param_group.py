@@ -22,7 +22,6 @@ from fsdp2._torch import backward_is_running, version
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import CPUOffloadPolicy
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
@@ -74,6 +73,8 @@ class ParamGroup:
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         flat_shards: which shards stand together in memory, since the last `refresh`.
         conversions: how often the unsharded parameters were created again because they did not match.
+        changing: makes the current stream wait for what changes the shards in the background (an offloaded step), and
+            forgets itself; None if nothing does. Called with whether it is the all-gather stream that waits.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
@@ -84,6 +85,7 @@ class ParamGroup:
         self.smaller: MeshRoles | None = None
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
+        self.changing: Callable[[bool], None] | None = None
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
         self._fits = True  # whether `_unsharded` matches the current parameters
@@ -136,6 +138,7 @@ class ParamGroup:
             # reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until this
             # stream has waited for the end of that use. The packed buffer is only used on this stream.
             streams.wait(resharded)
+            self.settle(gathering=True)
             memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
             if self._unsharded is None:
                 self._unsharded = UnshardedStorage(self.params, self.channel)
@@ -150,6 +153,11 @@ class ParamGroup:
             else:
                 finish()
                 self._under_way = partial(streams.wait, streams.record())
+
+    def settle(self, gathering: bool = False) -> None:
+        """Before the shards are read or changed: wait for what changes them in the background."""
+        if self.changing is not None:
+            self.changing(gathering)
 
     def _refuse_gradients(self) -> None:
         """The unsharded parameters will be created again: a gradient for those that a graph still holds would be
@@ -283,6 +291,7 @@ class ParamGroup:
 
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
+        self.settle()
         before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
@@ -325,7 +334,7 @@ class ParamGroup:
         return [
             (param.fqn, self._at_rest(param).device)
             for param in self.params
-            if isinstance(param.plan.offload, CPUOffloadPolicy) and self._at_rest(param).device != param.plan.home
+            if param.plan.offload.home is not None and self._at_rest(param).device != param.plan.home
         ]
 
     def _at_rest(self, param: ManagedParameter) -> torch.Tensor:

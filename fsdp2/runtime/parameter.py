@@ -35,7 +35,7 @@ from fsdp2.adjacent import carved_of
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
@@ -84,13 +84,18 @@ class Plan:
 
     @property
     def home(self) -> torch.device:
-        """Where the sharded parameter, its gradient and the optimizer's state live."""
-        return self.offload.home if isinstance(self.offload, CPUOffloadPolicy) else self.roles.device
+        """Where the sharded parameter lives."""
+        return self.offload.home or self.roles.device
+
+    @property
+    def grad_home(self) -> torch.device:
+        """Where its gradient lives."""
+        return self.offload.grad_home or self.roles.device
 
     @property
     def pins(self) -> bool:
         """Whether `home` is page-locked host memory."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return self.offload.home is not None and self.offload.pins
 
 
 @dataclass(frozen=True)

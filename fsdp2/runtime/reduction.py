@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp2._torch import (
+    DTensorSpec,
     foreach_add,
     foreach_copy,
     foreach_divided,
@@ -29,6 +30,7 @@ from fsdp2._torch import (
     local_tensor,
     make_dtensor,
     post_accumulate_grad_hooks,
+    set_local_tensor,
 )
 from fsdp2.comm.base import Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
@@ -92,7 +94,8 @@ class ReductionPlan:
         self.grad_specs = [
             param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
         ]
-        self.casts_outputs = set(self.grad_dtypes) != {self.dtype} or params[0].plan.home != channel.roles.device
+        moves = params[0].plan.grad_home != channel.roles.device
+        self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
 
 
 class Reduction:
@@ -202,7 +205,7 @@ class Reduction:
                 done = streams.record()
         if not streams.lazy:
             yield
-        if done is not None and self._plan.params[0].plan.home != roles.device:
+        if done is not None and self._plan.params[0].plan.grad_home != roles.device:
             done.synchronize()  # the optimizer reads host memory, to which no stream order applies
         streams.wait(done)
         self._partials, self._kept = [], []  # every stream has finished with them, and [6] may step an optimizer
@@ -350,12 +353,13 @@ class Reduction:
         self._streams.wait(done)
 
     def _at_home(self, grad: torch.Tensor) -> torch.Tensor:
-        """A reduced gradient on the sharded parameter's device; with offload, the copy is complete at `_hand_over`."""
+        """A reduced gradient where it lives; with offload, the copy is complete at `_hand_over`."""
         plan = self._plan.params[0].plan
-        if grad.device == plan.home:
+        if grad.device == plan.grad_home:
             return grad
         self._kept.append(grad)
-        return torch.empty_like(grad, device=plan.home, pin_memory=plan.pins).copy_(grad, non_blocking=True)
+        pinned = plan.offload.pins
+        return torch.empty_like(grad, device=plan.grad_home, pin_memory=pinned).copy_(grad, non_blocking=True)
 
     def _reduced(self) -> tuple[Sequence[torch.Tensor], Iterable[int]]:
         """For each contribution, the 1-D tensor that holds its result, and the index of its first element there."""
@@ -374,7 +378,7 @@ class Reduction:
             sharded = param.sharded
             local = param.geometry.local_view(output, offset)
             if (grad := sharded.grad) is None:
-                sharded.grad = make_dtensor(local, spec)
+                sharded.grad = _distributed(local, spec, sharded.device)
             else:
                 old.append(local_tensor(grad))
                 new.append(local)
@@ -385,6 +389,15 @@ class Reduction:
             hook(sharded)
         for call in self._settings.when_reduced:
             call(self.params)
+
+
+def _distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
+    """A gradient for a parameter that says it is on `device`: torch refuses one that says another."""
+    if local.device == device:
+        return make_dtensor(local, spec)
+    grad = make_dtensor(torch.empty_like(local, device=device), spec)
+    set_local_tensor(grad, local, spec)
+    return grad
 
 
 def _contiguous(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

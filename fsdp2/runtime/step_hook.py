@@ -17,9 +17,10 @@ _final: list[Check] = []
 _installed: list[object] = []
 
 
-def before_each_step(check: Check) -> None:
-    """Call `check` with each optimizer that is about to step."""
+def before_each_step(check: Check) -> Check:
+    """Call `check` with each optimizer that is about to step. Returns it."""
     _before.append(check)
+    return check
 
 
 def when_gradients_are_final(check: Check) -> None:

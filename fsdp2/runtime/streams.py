@@ -40,6 +40,10 @@ class Streams:
         """Run the block on the all-reduce stream."""
         return _NOTHING
 
+    def stepping(self) -> AbstractContextManager[object]:
+        """Run the block on the stream of optimizers that step in the background."""
+        return _NOTHING
+
     def record(self) -> torch.Event | None:
         """Record an event on the current stream."""
         return None
@@ -73,13 +77,14 @@ class _Current:
 
 
 class AcceleratorStreams(Streams):
-    """Three side streams of one device, with a higher priority than compute."""
+    """Side streams of one device, with a higher priority than compute but for that of optimizers."""
 
     lazy = False
 
     def __init__(self, device: torch.device):
         self._device = device
         self._gather, self._reduce, self._all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
+        self._step = torch.Stream(device)
 
     def gathering(self) -> AbstractContextManager[object]:
         return _Current(self._gather)
@@ -89,6 +94,9 @@ class AcceleratorStreams(Streams):
 
     def all_reducing(self) -> AbstractContextManager[object]:
         return _Current(self._all_reduce)
+
+    def stepping(self) -> AbstractContextManager[object]:
+        return _Current(self._step)
 
     def record(self) -> torch.Event | None:
         return torch.accelerator.current_stream(self._device).record_event()

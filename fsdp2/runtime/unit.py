@@ -268,6 +268,7 @@ class Unit:
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
+                group.settle()
                 group.reshard(self.context.memory)
                 group.forget_kept(self.context.memory)
 

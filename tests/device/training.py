@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, comm
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy, comm
 from fsdp2.comm.nccl import NcclComm
 from tests.device.ranks import DEVICE, late
 from tests.helpers.parity_models import Stack, batch
@@ -36,6 +37,7 @@ class Feature:
         prepare: called with the sharded model and the kind of device.
         coalesced: what NCCL is given, instead of one flat collective for all parameters of a unit.
         sync_each: whether each of the `backwards` of a step reduces.
+        on_device: makes the optimizer on the device, where that is another than on the CPU.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Feature:
     coalesced: bool = False
     clips: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    on_device: Callable[..., torch.optim.Optimizer] | None = None
 
 
 def mixed(**more: Any) -> dict[str, Any]:
@@ -78,6 +81,21 @@ def prefetches_two(model: Any, device: str) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
 
 
+def in_background(policy: Offload, in_backward: bool = False, clips: bool = True, **more: Any) -> Feature:
+    """AdamW behind the next forward, or behind the rest of backward; the CPU steps as ever."""
+
+    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
+        optimizer = fsdp2.offload_optimizer(torch.optim.AdamW, params, **options)
+        if in_backward:
+            fsdp2.step_in_backward(optimizer)
+        return optimizer
+
+    reference = partial(fsdp2.local_optimizer, torch.optim.AdamW)
+    options = {"offload_policy": policy, **more}
+    return Feature(options, clips=clips and not in_backward, optimizer=reference, on_device=make)
+
+
+ALL = Offload(grads=True, params=True)
 FEATURES = {
     "plain": Feature(),
     "coalesced": Feature(coalesced=True),
@@ -94,6 +112,18 @@ FEATURES = {
     "clipped AdamW": Feature(clips=True, optimizer=torch.optim.AdamW),
     "offload": Feature({"offload_policy": CPUOffloadPolicy()}),
     "offload, mixed precision": Feature({"offload_policy": CPUOffloadPolicy(), **mixed()}),
+    "states in host memory": in_background(Offload()),
+    "states in host memory, stepped in backward": in_background(Offload(), in_backward=True),
+    "states in host memory, in part": in_background(Offload(fraction=0.5)),
+    "states in host memory, mixed precision": in_background(Offload(), **mixed()),
+    "states and gradients in host memory": in_background(Offload(grads=True)),
+    "states and gradients in host memory, stepped in backward": in_background(Offload(grads=True), in_backward=True),
+    "states and gradients in host memory, mixed precision": in_background(Offload(grads=True), **mixed()),
+    "all in host memory": in_background(ALL),
+    "all in host memory, stays unsharded": in_background(ALL, reshard_after_forward=False),
+    # Not clipped: the norm is summed up in another order where gradients are in two places.
+    "half in host memory": in_background(Offload(grads=True, params=True, fraction=0.5), clips=False),
+    "not overlapped": in_background(Offload(overlap=False)),
     "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
     "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
     "prefetched": Feature(prepare=prefetches_two),
@@ -110,7 +140,8 @@ def sharded(feature: Feature, device: str, world_size: int) -> nn.Module:
     if "zero" not in options:
         options["mesh"] = mesh_of(device, (world_size,), ("shard",))
     if device == "cpu" and "offload_policy" in options:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        is_all = isinstance(options["offload_policy"], CPUOffloadPolicy)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if is_all else None
     for block in model.blocks:
         fsdp2.fully_shard(block, **options)
     fsdp2.fully_shard(model, **options)
@@ -131,7 +162,8 @@ def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Devi
 
 def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) -> list[torch.Tensor]:
     """Losses, and at the end the local parameters."""
-    optimizer = feature.optimizer(model.parameters(), lr=0.1, foreach=False)
+    make = feature.on_device if feature.on_device is not None and device == DEVICE else feature.optimizer
+    optimizer = make(model.parameters(), lr=0.1, foreach=False)
     results = []
     for step in range(steps):
         for number in range(feature.backwards):

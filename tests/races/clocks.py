@@ -45,7 +45,9 @@ class SimulatedStreams(Streams):
     lazy = False
 
     def __init__(self) -> None:
-        self.clocks: dict[str, Clock] = {name: {} for name in ("compute", "gather", "reduce", "all_reduce", HOST)}
+        self.clocks: dict[str, Clock] = {
+            name: {} for name in ("compute", "gather", "reduce", "all_reduce", "step", HOST)
+        }
         self.current = "compute"
 
     def tick(self, name: str | None = None) -> Clock:
@@ -78,6 +80,9 @@ class SimulatedStreams(Streams):
 
     def all_reducing(self):  # type: ignore[no-untyped-def]
         return self.on("all_reduce")
+
+    def stepping(self):  # type: ignore[no-untyped-def]
+        return self.on("step")
 
     def record(self) -> Event:  # type: ignore[override]
         return Event(dict(self.clocks.setdefault(self.current, {})), self)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,16 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shard
+import fsdp2.optim.offloaded_part as offloaded_part
+from fsdp2 import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    Offload,
+    ZeroPolicy,
+    fully_shard,
+    offload_optimizer,
+    step_in_backward,
+)
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from tests.helpers.extensions import InPieces
@@ -191,6 +201,34 @@ def offload(rank: int, look: Look) -> list[Tensor]:
         return results(model)
 
 
+def at_once(task: Callable[[], None], threads: int | None) -> Future[None]:
+    """`submit` for the detector, which does not see other threads: streams are what it looks at."""
+    future: Future[None] = Future()
+    task()
+    future.set_result(None)
+    return future
+
+
+def stepped_aside(rank: int, look: Look) -> list[Tensor]:
+    """Units are stepped on a stream of their own, behind the next forward and behind backward; a look in between."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloaded_part, "submit", at_once)
+        seen = []
+        for in_backward in (False, True):
+            model = sharded(net(5), offload_policy=Offload(), reshard_after_forward=not in_backward)
+            optimizer = offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+            if in_backward:
+                step_in_backward(optimizer)
+            for number in range(3):
+                step(model, rank, number)
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 1:
+                    seen += [param.detach().square().to_local() for param in model[0].parameters()]
+            seen += results(model)
+        return seen
+
+
 def evaluated(rank: int, look: Look) -> list[Tensor]:
     """Forwards without gradients, an average of the parameters, and prediction of the order."""
     model = sharded(net(4))
@@ -315,6 +353,7 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "wire": (2, wire),
     "extension": (2, extension),
     "offload": (2, offload),
+    "stepped_aside": (2, stepped_aside),
     "evaluated": (2, evaluated),
     "listed": (2, listed),
     "hooked": (2, hooked),

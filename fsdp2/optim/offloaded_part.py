@@ -1,0 +1,274 @@
+"""`OffloadedPart`: the parameters of one param group of a unit, stepped in the background. Layer: optim.
+
+::
+
+    begin    the caller's thread: takes gradients, options and state, as they are now; the parameters become pending
+    _run     in the background: what the step needs is copied to where the gradients are; the step; it is copied back
+    settle   whoever needs the parameters: waits for `_run`; the parameters are themselves again
+
+The step is one of an inner `LocalOptimizer`, on *twins* of the parameters: DTensors on the same shards, or on copies of
+them, where the gradients are. What the caller does with gradients, options and state after `begin` changes nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, set_local_tensor, spec_of
+from fsdp2.errors import ArgumentError
+from fsdp2.optim.background import submit
+from fsdp2.optim.local import LocalOptimizer, without_hooks
+from fsdp2.optim.pending import PendingTensor
+from fsdp2.optim.run import local_grad
+from fsdp2.optim.staged import StagedState, State
+from fsdp2.policies import HOST, Offload
+from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.parameter import Plan
+from fsdp2.runtime.streams import streams_for
+
+NOT_OPTIONS = frozenset({"params", "param_names"})
+Groups = Sequence[dict[str, Any]]
+
+_gathers = count()
+
+
+class OffloadedPart:
+    """Parameters that live, and have their gradients, in the same places.
+
+    Args:
+        unit_group: the unit's group that has the parameters.
+        plan: of one of them.
+        lists: the parameters, one list for each param group of the optimizer.
+        make: makes the inner optimizer from param groups.
+        groups: the optimizer's param groups.
+
+    Attributes:
+        params: the parameters.
+        seen: grows with each gather of the parameters, so its order is that of forward.
+    """
+
+    def __init__(
+        self,
+        unit_group: ParamGroup,
+        plan: Plan,
+        lists: Sequence[Sequence[DTensor]],
+        make: Callable[[Groups], LocalOptimizer],
+        groups: Groups,
+    ):
+        assert isinstance(plan.offload, Offload)
+        self.params = [param for each in lists for param in each]
+        self.seen = next(_gathers)
+        self._unit_group = ref(unit_group)
+        self._policy = plan.offload
+        self._streams = streams_for(plan.roles.device)
+        self._reals = [local_tensor(param) for param in self.params]
+        self._pendings: list[PendingTensor] = []
+        self._twins = [_twin(param, plan) for param in self.params]
+        twins = iter(self._twins)
+        pairs = zip(groups, lists, strict=True)
+        self._inner = make([{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs])
+        self._staged = None
+        if plan.grad_home != HOST:
+            self._staged = StagedState(self._inner.state, plan.grad_home, plan.offload.pins)
+        self._future: Future[None] | None = None
+        self._done: torch.Event | None = None
+        self._kept: list[Any] = []  # gradients that the device may still read
+
+    def is_current(self, lists: Sequence[Sequence[DTensor]]) -> bool:
+        """Whether these are still its parameters, on the same memory. Only while settled."""
+        params = [param for each in lists for param in each]
+        mine = [len(group["params"]) for group in self._inner.param_groups]
+        return (
+            [*map(id, params)] == [*map(id, self.params)]
+            and [*map(len, lists)] == mine
+            and all(local_of(param) is real for param, real in zip(params, self._reals, strict=True))
+        )
+
+    # --- the caller's thread -----------------------------------------------------------------------------------------
+
+    def begin(self, groups: Groups, states: State) -> None:
+        """Step in the background the parameters that have gradients now. The previous step has been settled.
+
+        Args:
+            groups: the optimizer's param groups.
+            states: its state, by parameter; it has the new values when `settle` returns.
+        """
+        stepped = [(p, twin) for p, twin in zip(self.params, self._twins, strict=True) if p.grad is not None]
+        if not stepped:
+            return
+        for param, twin in stepped:
+            assert param.grad is not None
+            twin.grad = _grad_for(twin, local_grad(param, param.grad), spec_of(param.grad))
+        for group, inner in zip(groups, self._inner.param_groups, strict=True):
+            inner.update({key: _as_now(value) for key, value in _options(group).items()})
+        with self._stepping():
+            for param, twin in zip(self.params, self._twins, strict=True):
+                self._take_state(twin, states.get(param))
+        ready = self._streams.record()
+        # As after operations on the DTensors: tells autograd that tensors it may have saved will have changed.
+        torch.autograd.graph.increment_version([param for param, _ in stepped])
+        self._become_pending()
+        self._future = submit(lambda: self._run(ready, states), self._policy.threads)
+        unit_group = self._unit_group()
+        if not self._policy.overlap or unit_group is None or unit_group.phase is not Phase.SHARDED:
+            self.settle()
+
+    def _become_pending(self) -> None:
+        if not self._pendings:
+            self._pendings = [PendingTensor(real, self.settle) for real in self._reals]
+        for param, pending in zip(self.params, self._pendings, strict=True):
+            set_local_tensor(param, pending, spec_of(param))
+        unit_group = self._unit_group()
+        if unit_group is not None:
+            unit_group.changing = self._unit_needs
+
+    def _unit_needs(self, gathering: bool) -> None:
+        """The unit's group is about to use the shards."""
+        if gathering:
+            self.seen = next(_gathers)
+        if gathering and not self._streams.lazy:
+            # The all-gather stream waits, and no other: compute goes on. Whoever else looks at a parameter finds it
+            # pending, and waits on a stream of his own.
+            self.release()
+            self._streams.wait(self._done)
+        else:
+            self.settle()
+
+    def release(self) -> None:
+        """Wait until the step has been enqueued, and free the gradients."""
+        if self._future is not None:
+            self._future.result()
+        # The next reductions may get the memory of the gradients, which the step still reads.
+        for stream in (self._streams.reducing, self._streams.all_reducing):
+            with stream():
+                self._streams.wait(self._done)
+        self._kept = []
+
+    def settle(self) -> None:
+        """Wait for the step, on the current stream: the parameters are themselves again.
+
+        Raises:
+            Exception: what the step raised.
+        """
+        for param, real in zip(self.params, self._reals, strict=True):
+            if isinstance(local_of(param), PendingTensor):
+                set_local_tensor(param, real, spec_of(param))
+        unit_group = self._unit_group()
+        if unit_group is not None and unit_group.changing == self._unit_needs:
+            unit_group.changing = None
+        if self._future is not None:
+            try:
+                self.release()
+            finally:
+                self._future = None
+        self._streams.wait(self._done)
+
+    def synchronize(self) -> None:
+        """Let the host wait for what the device writes to its memory. After `settle`."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def _take_state(self, twin: Any, outer: State | None) -> None:
+        """What is outside counts; it may have been loaded, or changed, since the last step."""
+        inner = self._inner.state
+        if not outer:
+            inner.pop(twin, None)
+        elif self._staged is not None:
+            self._staged.take(twin, outer)
+        else:
+            inner[twin] = outer
+            for key, value in outer.items():
+                if isinstance(value, DTensor) and local_tensor(value).device != HOST:
+                    outer[key] = make_dtensor(local_tensor(value).to(HOST), spec_of(value))
+
+    # --- in the background -------------------------------------------------------------------------------------------
+
+    def _stepping(self) -> AbstractContextManager[object]:
+        return self._streams.stepping()
+
+    def _run(self, ready: torch.Event | None, states: State) -> None:
+        with torch.no_grad(), self._stepping():
+            self._streams.wait(ready)
+            self._fetch()
+            options = [dict(group) for group in self._inner.param_groups]
+            without_hooks(self._inner.step)(self._inner)
+            self._store()
+            self._publish(states)
+            self._done = self._streams.record()
+        grads = [twin.grad for twin in self._twins]
+        if not self._streams.lazy:
+            self._kept = grads
+        for twin in self._twins:
+            twin.grad = None
+        self._check_options(options)
+
+    def _fetch(self) -> None:
+        """Copy what the step needs to where the gradients are."""
+        if self._staged is not None:
+            self._staged.fetch()
+        moved = [(twin, real) for twin, real in self._pairs() if local_of(twin) is not real]
+        for twin, real in moved:
+            local_tensor(twin).copy_(real, non_blocking=True)
+        if moved and (event := self._streams.record()) is not None:
+            event.synchronize()  # the host steps, to which no order of streams applies
+
+    def _store(self) -> None:
+        for twin, real in self._pairs():
+            if local_of(twin) is not real:
+                real.copy_(local_tensor(twin), non_blocking=True)
+        if self._staged is not None:
+            self._staged.store()
+
+    def _pairs(self) -> list[tuple[Any, torch.Tensor]]:
+        return [*zip(self._twins, self._reals, strict=True)]
+
+    def _publish(self, states: State) -> None:
+        """Let `states` have the state of each parameter."""
+        inner = self._inner.state
+        for param, twin in zip(self.params, self._twins, strict=True):
+            if twin not in inner:
+                if not states.get(param, True):
+                    del states[param]  # an optimizer without state
+            elif self._staged is None:
+                states[param] = inner[twin]
+            else:
+                self._staged.show(twin, states.setdefault(param, {}))
+
+    def _check_options(self, before: Groups) -> None:
+        for group, known in zip(self._inner.param_groups, before, strict=True):
+            changed = [key for key, value in group.items() if known.get(key) is not value]
+            if changed:
+                raise ArgumentError(
+                    f"offload_optimizer: the step of {type(self._inner).__name__} changes the options {changed} of its "
+                    "param groups, once for each unit now. Use it without offload."
+                )
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def _as_now(value: Any) -> Any:
+    """An option that keeps its value: schedulers change a tensor in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _twin(param: DTensor, plan: Plan) -> Any:
+    local = local_tensor(param)
+    if local.device != plan.grad_home:
+        local = torch.empty_like(local, device=plan.grad_home, pin_memory=plan.offload.pins)
+    twin = make_parameter(local, spec_of(param), requires_grad=False)
+    if param.grad_dtype != param.dtype:
+        twin.grad_dtype = param.grad_dtype
+    return twin
+
+
+def _grad_for(twin: Any, local: torch.Tensor, spec: Any) -> DTensor:
+    """A gradient on the same memory, that says that it is where `twin` is."""
+    return make_dtensor(local.to(local_tensor(twin).device), spec)

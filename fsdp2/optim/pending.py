@@ -1,0 +1,53 @@
+"""`PendingTensor`: stands for a tensor that is being changed in the background, until somebody looks. Layer: optim.
+
+It is the local tensor of a sharded parameter while its step is under way. Every operation on the parameter reaches it,
+waits, and then sees the real tensor. torch's asynchronous collectives wait in the same way, for the result that they
+stand for.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from fsdp2._torch import no_torch_function, wrapper_like
+from fsdp2.runtime.tree import map_tensors
+
+
+class PendingTensor(torch.Tensor):
+    """`real`, after `settle` was called.
+
+    Args:
+        real: with whatever values.
+        settle: waits, and takes this tensor out of use; called before each operation on it.
+    """
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor, settle: Callable[[], None]) -> Self:
+        tensor: Self = wrapper_like(cls, real)
+        return tensor
+
+    def __init__(self, real: torch.Tensor, settle: Callable[[], None]):
+        self.stands_for = real
+        self.settle = settle
+
+    def looked_at(self) -> torch.Tensor:
+        """The real tensor, with its final values."""
+        self.settle()
+        return self.stands_for
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.looked_at().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = map_tensors(_real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.looked_at() if isinstance(tensor, PendingTensor) else tensor

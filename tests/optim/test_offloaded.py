@@ -1,0 +1,435 @@
+"""`Offload` and `offload_optimizer`: the training of a step without offload, bit by bit, although units are stepped in
+the background.
+
+With a CPU mesh nothing moves, but the step is deferred as on a device; tests/device trains with copies that are late.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import Offload, checkpoint, offload_optimizer
+from fsdp2._torch import local_of
+from fsdp2.errors import ArgumentError
+from fsdp2.optim import local_optimizer
+from fsdp2.optim.background import cores_for, submit
+from fsdp2.optim.pending import PendingTensor
+from tests.helpers.optimizers import CASES, Optim, assert_same
+from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
+from tests.helpers.ranks import on_ranks
+
+SETTINGS = {
+    "states": Offload(),
+    "states and gradients": Offload(grads=True),
+    "all": Offload(grads=True, params=True),
+    "half": Offload(grads=True, params=True, fraction=0.5),
+    "not overlapped": Offload(grads=True, params=True, overlap=False),
+    "two threads": Offload(threads=2),
+}
+BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "fsdp": lambda world_size: {},
+    "hsdp": lambda world_size: {"mesh": mesh_2d(2, world_size // 2)},
+    "kept": lambda world_size: {"reshard_after_forward": False},
+    "bf16": lambda world_size: {"mp_policy": BF16},
+    "stage 0": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=0)},
+    "stage 1": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=1)},
+    "stage 2": lambda world_size: {"zero": fsdp2.ZeroPolicy(stage=2)},
+    "sharded replicas": lambda world_size: {
+        "mesh": mesh_2d(2, world_size // 2),
+        "zero": fsdp2.ZeroPolicy(shard_replicas=True),
+    },
+}
+
+
+class Gate:
+    """Holds back the background, so that what is not waited for is seen to be missing."""
+
+    def __init__(self) -> None:
+        self.opens = threading.Event()
+        submit(self._hold, None)
+
+    def _hold(self) -> None:
+        assert self.opens.wait(30)
+
+
+def stack(policy: Offload | None, kind: str = "fsdp", world_size: int = 2, depth: int = 2) -> Any:
+    torch.manual_seed(0)
+    options = KINDS[kind](world_size)
+    if policy is not None:
+        options["offload_policy"] = policy
+    return shard_blocks(fsdp2, Stack(dim=8, hidden=5, depth=depth), **options)
+
+
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [param for param in model.parameters() if param.ndim > 1]
+    rest = [param for param in model.parameters() if param.ndim <= 1]
+    return [{"params": decayed}, {"params": rest, "weight_decay": 0.3}]
+
+
+def train(
+    model: Any, optimizer: Optim, rank: int, steps: range, *, clips: bool = True, micros: int = 2, sync: bool = True
+) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    for step in steps:
+        for number in range(micros):
+            model.set_requires_gradient_sync(sync or number == micros - 1)
+            model(batch(micros * step + number, rank)).float().square().mean().backward()
+        if clips:
+            fsdp2.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+@on_ranks(2, 1, 3, 4)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits(rank: int, world_size: int, setting: str, kind: str) -> None:
+    """Parameters and state are those without offload, with clipping, accumulation, param groups and a scheduler."""
+    if kind in ("hsdp", "sharded replicas") and world_size % 2:
+        pytest.skip("needs an even number of ranks")
+    model, plain = stack(SETTINGS[setting], kind, world_size), stack(None, kind, world_size)
+    ours = offload_optimizer(torch.optim.AdamW, grouped(model), lr=1e-2)
+    theirs = torch.optim.AdamW(grouped(plain), lr=1e-2)
+    for each, optimizer in ((model, ours), (plain, theirs)):
+        train(each, optimizer, rank, range(3), sync=kind != "stage 2")
+    assert_same(ours, theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_any_optimizer(rank: int, world_size: int, case: str) -> None:
+    kind, options = CASES[case]
+    model, plain = stack(Offload()), stack(None)
+    ours = offload_optimizer(kind, grouped(model), **copy.deepcopy(options))
+    theirs = local_optimizer(kind, grouped(plain), **copy.deepcopy(options))
+    for each, optimizer in ((model, ours), (plain, theirs)):
+        train(each, optimizer, rank, range(3), clips=False)
+    assert_same(ours, theirs)
+
+
+def pending(model: nn.Module) -> list[str]:
+    """The names of the parameters whose step is under way."""
+    return [name for name, param in model.named_parameters() if isinstance(local_of(param), PendingTensor)]
+
+
+def stepped(policy: Offload | None, rank: int, steps: int = 1) -> tuple[Any, Any]:
+    """A model and its optimizer, after some steps."""
+    model = stack(policy)
+    kind = torch.optim.AdamW
+    optimizer: Any = local_optimizer(kind, model.parameters(), lr=1e-2)
+    if policy is not None:
+        optimizer = offload_optimizer(kind, model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(steps))
+    return model, optimizer
+
+
+def full_values(model: Any, _optimizer: Any) -> list[Tensor]:
+    with fsdp2.full_params(model, write_back=False):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def pickled(model: Any, _optimizer: Any) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save([*model.parameters()], file)
+    file.seek(0)
+    return [local(param.detach()) for param in torch.load(file, weights_only=False)]
+
+
+def averaged(model: Any, _optimizer: Any) -> list[Tensor]:
+    """As code that keeps a moving average does."""
+    mean = [torch.zeros_like(param) for param in model.parameters()]
+    torch._foreach_lerp_(mean, [param.detach() for param in model.parameters()], 0.5)
+    return [local(each.detach()) for each in mean]
+
+
+def written(model: Any, _optimizer: Any) -> list[Tensor]:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    return [local(param.detach()) for param in model.parameters()]
+
+
+LOOKS: dict[str, Callable[[Any, Any], list[Tensor]]] = {
+    "to_local": lambda model, _: [param.to_local() for param in model.parameters()],
+    "full_tensor": lambda model, _: [param.full_tensor() for param in model.parameters()],
+    "norm": lambda model, _: [param.norm().full_tensor() for param in model.parameters()],
+    "data": lambda model, _: [local(param.data) for param in model.parameters()],
+    "state dict": lambda model, _: [local(value) for value in model.state_dict().values()],
+    "state dict of a submodule": lambda model, _: [local(value) for value in model.inp.state_dict().values()],
+    "state": lambda _, optimizer: [local(value["exp_avg"]) for value in optimizer.state.values()],
+    "optimizer's state dict": lambda _, optimizer: [
+        local(value["exp_avg_sq"]) for value in optimizer.state_dict()["state"].values()
+    ],
+    "deepcopy": lambda model, _: [local(param.detach()) for param in copy.deepcopy(model).parameters()],
+    "to": lambda model, _: [local(param.detach()) for param in model.to(torch.float64).parameters()],
+    "full_params": full_values,
+    "pickle": pickled,
+    "average": averaged,
+    "write": written,
+    "forward": lambda model, _: [model(batch(0, 0)).detach()],
+    "unshard": lambda model, _: [model.unshard() or param.detach().clone() for param in model.inp.parameters()],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_looks_waits(rank: int, world_size: int, look: str) -> None:
+    """`step` returned, nothing is stepped yet, and yet everybody sees the parameters and the state after the step."""
+    model, optimizer = stepped(Offload(), rank)
+    plain, reference = stepped(None, rank)
+    gate = Gate()
+    for each, optim in ((model, optimizer), (plain, reference)):
+        each(batch(9, rank)).square().mean().backward()
+        optim.step()
+    assert len(pending(model)) == len([*model.parameters()])
+    threading.Timer(0.05, gate.opens.set).start()
+    seen, expected = LOOKS[look](model, optimizer), LOOKS[look](plain, reference)
+    assert len(seen) == len(expected) > 0
+    assert all(map(torch.equal, seen, expected))
+    optimizer.wait()
+    assert not pending(model)
+
+
+@on_ranks(2)
+def test_what_is_done_after_step_does_not_reach_it(rank: int, world_size: int) -> None:
+    """A scheduler that changes the learning rate, a tensor in place, and zeroed gradients, while the step waits."""
+    results = []
+    for policy in (Offload(), None):
+        model = stack(policy)
+        make: Any = local_optimizer if policy is None else offload_optimizer
+        optimizer = make(torch.optim.Adam, model.parameters(), lr=torch.tensor(1e-2), fused=True)
+        for step in range(3):
+            gate = Gate()
+            model(batch(step, rank)).square().mean().backward()
+            if policy is None:
+                gate.opens.set()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"].fill_(1e-3 * step)
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+            threading.Timer(0.02, gate.opens.set).start()
+            optimizer.zero_grad(set_to_none=step == 1)
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_loads_between_step_and_use(rank: int, world_size: int) -> None:
+    """`load_state_dict` of the model and of the optimizer comes after the step, whenever that runs."""
+    model, optimizer = stepped(Offload(), rank)
+    plain, reference = stepped(None, rank)
+    kept = copy.deepcopy((plain.state_dict(), reference.state_dict()))
+    for each, optim in ((model, optimizer), (plain, reference)):
+        gate = Gate()
+        each(batch(9, rank)).square().mean().backward()
+        gate.opens.set() if optim is reference else threading.Timer(0.05, gate.opens.set).start()
+        optim.step()
+        each.load_state_dict(kept[0])
+        optim.load_state_dict(copy.deepcopy(kept[1]))
+        train(each, optim, rank, range(2, 4))
+    assert_same(optimizer, reference)
+
+
+@on_ranks(2)
+def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int) -> None:
+    """From the second step on, also where modules run in another order than they were made in."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    model = Backwards()
+    for layer in model.layers:
+        fsdp2.fully_shard(layer, offload_policy=Offload())
+    fsdp2.fully_shard(model)
+    order: list[int] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            order.append(self.param_groups[0]["params"][0].data_ptr())
+            return super().step(closure)
+
+    optimizer = offload_optimizer(Noting, model.parameters(), lr=0.1, elementwise=True)
+    for step in range(2):
+        model(batch(step, rank)).sum().backward()
+        optimizer.step()
+    optimizer.wait()
+    assert order[4:] == [local(layer.weight.detach()).data_ptr() for layer in reversed(model.layers)]
+
+
+@on_ranks(2)
+def test_stepped_in_backward(rank: int, world_size: int) -> None:
+    """Without clipping units are stepped during backward, in the background; accumulated gradients too."""
+    model, plain = stack(Offload(), depth=4), stack(None, depth=4)
+    ours = offload_optimizer(torch.optim.AdamW, grouped(model), lr=1e-2)
+    theirs = local_optimizer(torch.optim.AdamW, grouped(plain), lr=1e-2)
+    fsdp2.step_in_backward(ours)
+    for each, optimizer in ((model, ours), (plain, theirs)):
+        train(each, optimizer, rank, range(3), clips=False, sync=False)
+    assert_same(ours, theirs)
+
+
+@on_ranks(2)
+def test_grad_scaler(rank: int, world_size: int) -> None:
+    """A step with infinite gradients is left out, by the scaler."""
+    optimizers = []
+    for policy in (Offload(), None):
+        model, optimizer = stepped(policy, rank)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            loss = model(batch(step, rank)).square().mean() * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same(*optimizers)
+
+
+@on_ranks(4, 2)
+def test_empty_and_frozen_shards(rank: int, world_size: int) -> None:
+    """Trailing ranks without a row, frozen weights, and some that get no gradient in a step."""
+    results = []
+    for policy in (Offload(grads=True, params=True), None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8), nn.Linear(8, 8))
+        model[2].weight.requires_grad_(False)
+        options: dict[str, Any] = {} if policy is None else {"offload_policy": policy}
+        for layer in model:
+            fsdp2.fully_shard(layer, **options)
+        fsdp2.fully_shard(model)
+        make: Any = local_optimizer if policy is None else offload_optimizer
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2)
+        for step in range(3):
+            x = batch(step, rank)
+            out = model[0](x) if step == 1 else model(x)
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(4)
+def test_tensor_parallel(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = []
+    for policy in (Offload(), None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fsdp2.fully_shard(model, mesh=mesh["dp"], **({} if policy is None else {"offload_policy": policy}))
+        make: Any = local_optimizer if policy is None else offload_optimizer
+        optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2)
+        for step in range(3):
+            model(batch(step, rank // 2)).square().mean().backward()
+            fsdp2.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("saved", [None, "states", "all", "half"])
+@pytest.mark.parametrize("loaded", [None, "states", "all", "half"])
+def test_resume_across_settings(
+    rank: int, world_size: int, saved: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    """A checkpoint right after a step, loaded with another setting, continues the same training."""
+    model, optimizer = stepped(None if saved is None else SETTINGS[saved], rank, steps=2)
+    checkpoint.save(tmp_path / "at", model=model, optimizer=optimizer)
+    other, resumed = stepped(None if loaded is None else SETTINGS[loaded], rank, steps=1)
+    checkpoint.load(tmp_path / "at", model=other, optimizer=resumed)
+    plain, reference = stepped(None, rank, steps=2)
+    for each, optim in ((other, resumed), (plain, reference)):
+        train(each, optim, rank, range(2, 4))
+    assert_same(resumed, reference)
+
+
+@on_ranks(2)
+def test_parameters_replaced_and_added(rank: int, world_size: int) -> None:
+    """Shards that move to other memory, and param groups that are added and changed, are followed."""
+    results = []
+    for policy in (Offload(), None):
+        model = stack(policy)
+        make: Any = local_optimizer if policy is None else offload_optimizer
+        optimizer = make(torch.optim.AdamW, model.inp.parameters(), lr=1e-2)
+        train(model, optimizer, rank, range(1))
+        optimizer.add_param_group({"params": [*model.blocks.parameters()], "lr": 1e-3})
+        train(model, optimizer, rank, range(1, 2))
+        model.load_state_dict({key: 2 * value for key, value in model.state_dict().items()})
+        model.to(torch.float64).to(torch.float32)
+        train(model, optimizer, rank, range(2, 4))
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_a_step_that_raises_is_reported_where_it_is_waited_for(rank: int, world_size: int) -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            raise ZeroDivisionError("on purpose")
+
+    model = stack(Offload())
+    optimizer = offload_optimizer(Failing, model.parameters(), lr=0.1, elementwise=True)
+    model(batch(0, rank)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        model.inp.weight.norm()
+
+
+@on_ranks(2)
+def test_fraction(rank: int, world_size: int) -> None:
+    """Of each unit the largest parameters that fit; the others are stepped as without offload."""
+    model = stack(Offload(grads=True, params=True, fraction=0.5))
+    policies = [
+        {param.fqn: isinstance(param.plan.offload, Offload) for param in fsdp2.fully_shard.state(each).params}
+        for each in (model.blocks[0], model.inp)
+        if fsdp2.fully_shard.state(each) is not None
+    ]
+    assert policies[0] == {
+        "up.weight": True,  # 160 bytes of 404, of which 202 may be offloaded
+        "down.weight": False,
+        "up.bias": False,
+        "norm.weight": True,
+        "norm.bias": False,
+    }
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    for options in ({"states": False}, {"params": True}, {"fraction": 1.5}, {"threads": 0}, {"overlap": 1}):
+        with pytest.raises(ArgumentError, match="Offload"):
+            Offload(**options)
+    with pytest.raises(ArgumentError, match=r"none of the .* is in a unit with an Offload policy"):
+        offload_optimizer(torch.optim.AdamW, stack(None).parameters())
+    with pytest.raises(ArgumentError, match=r"offload_optimizer: torch.optim.*Muon"):
+        offload_optimizer(torch.optim.Muon, stack(Offload()).parameters())
+
+
+def test_cores() -> None:
+    """The ranks of a machine share out its cores, and each keeps one for compute."""
+    ranks = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
+    assert [cores_for(3, [*range(8)], rank) for rank in ranks] == [[5, 6, 7], [2, 3, 4]]
+    assert cores_for(4, [*range(8)], ranks[0]) == []
+    assert cores_for(1, [*range(8)], {}) == []
