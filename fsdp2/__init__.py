@@ -26,6 +26,7 @@ from fsdp2.errors import (
     ReplacedError,
     UnsupportedError,
 )
+from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.tuning import tune_lanes
 from fsdp2.mesh import ShardPlacementResult
@@ -62,6 +63,7 @@ from fsdp2.policies import (
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [
+    "ActivationOffload",
     "AdamW8bit",
     "ArgumentError",
     "CPUOffloadPolicy",
@@ -100,6 +102,7 @@ __all__ = [
     "get_total_norm",
     "local_optimizer",
     "matrix_optimizer",
+    "offload_activations",
     "offload_optimizer",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -44,6 +44,10 @@ class Streams:
         """Run the block on the stream of optimizers that step in the background."""
         return _NOTHING
 
+    def copying(self) -> AbstractContextManager[object]:
+        """Run the block on the stream of activations that move to host memory and back."""
+        return _NOTHING
+
     def record(self) -> torch.Event | None:
         """Record an event on the current stream."""
         return None
@@ -77,14 +81,14 @@ class _Current:
 
 
 class AcceleratorStreams(Streams):
-    """Side streams of one device, with a higher priority than compute but for that of optimizers."""
+    """Side streams of one device, with a higher priority than compute, but for the last two."""
 
     lazy = False
 
     def __init__(self, device: torch.device):
         self._device = device
         self._gather, self._reduce, self._all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
-        self._step = torch.Stream(device)
+        self._step, self._copy = torch.Stream(device), torch.Stream(device)
 
     def gathering(self) -> AbstractContextManager[object]:
         return _Current(self._gather)
@@ -97,6 +101,9 @@ class AcceleratorStreams(Streams):
 
     def stepping(self) -> AbstractContextManager[object]:
         return _Current(self._step)
+
+    def copying(self) -> AbstractContextManager[object]:
+        return _Current(self._copy)
 
     def record(self) -> torch.Event | None:
         return torch.accelerator.current_stream(self._device).record_event()

@@ -3,15 +3,18 @@ reset. Each takes (rank, world_size, seed) and asserts."""
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
@@ -137,7 +140,92 @@ def failed(rank: int, world_size: int, seed: int) -> None:
     assert_same(actual, expected)
 
 
+def activations(rank: int, world_size: int, seed: int) -> None:
+    """As many saved activations move to host memory as the budget requires, and none when it suffices. Values are those
+    of the CPU. Forwards without gradients, and without a backward, change nothing."""
+    feature = FEATURES["mixed precision" if seed % 2 else "plain"]
+    expected = train(sharded(feature, "cpu", world_size), feature, "cpu", rank)
+    moved = {}
+    with late(seed):
+        for budget in (1 << 30, 700, 0):
+            model = sharded(feature, DEVICE, world_size)
+            offload = fsdp2.offload_activations(model.blocks, budget=budget, min_bytes=0)
+            with torch.no_grad():
+                model(batch(0, rank, 16).to(DEVICE))
+            model.reshard()
+            actual = train(model, feature, DEVICE, rank)
+            assert_same(actual, expected)
+            moved[budget] = offload.moved_bytes, offload.saved_bytes
+            assert offload.saved_bytes - offload.moved_bytes <= budget
+            for _ in range(2):
+                model(batch(0, rank, 16).to(DEVICE))  # without a backward
+    assert moved[1 << 30][0] == 0 < moved[700][0] < moved[0][0] == moved[0][1], moved
+
+
+class Recomputed(nn.Module):
+    """A block whose call has the checkpoint inside."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = recompute(self.inner, x, use_reentrant=False)
+        return out
+
+
+def activations_leave_memory(rank: int, world_size: int, seed: int) -> None:
+    """At the end of forward the device holds the budget, and what is still under way. Of checkpoints inputs move."""
+    size = 1 << 16
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)) for _ in range(6)]
+    x = torch.randn(size // 512, 128)
+
+    def held(blocks: nn.ModuleList, budget: int | None) -> tuple[int, int, list[torch.Tensor]]:
+        """Bytes on the device after the second forward, bytes that blocks save, gradients of both."""
+        blocks = copy.deepcopy(blocks).to(DEVICE)
+        offload = None if budget is None else fsdp2.offload_activations(blocks, budget=budget)
+        given = x.to(DEVICE)
+        for _ in range(2):
+            before = lagging.counts()["allocated"]
+            out = given
+            for block in blocks:
+                out = block(out)
+            after = lagging.counts()["allocated"]
+            out.square().sum().backward()
+        saved_bytes = 0 if offload is None else offload.saved_bytes
+        return (
+            after - before,
+            saved_bytes,
+            [param.grad.cpu() for param in blocks.parameters() if param.grad is not None],
+        )
+
+    with late(seed):
+        plain, _, expected = held(nn.ModuleList(layers), None)
+        most, saved_bytes, gradients = held(nn.ModuleList(layers), 4 * size)
+        assert_same(gradients, expected)
+        assert saved_bytes == 12 * size, saved_bytes / size
+        assert plain - most >= 5 * size, (plain / size, most / size)  # of the 8 that move, some are under way
+        checkpointed = nn.ModuleList(map(Recomputed, layers))
+        _, saved_bytes, gradients = held(checkpointed, 0)
+        assert_same(gradients, expected)
+        assert saved_bytes == 6 * size, saved_bytes / size
+
+
+def activations_changed(rank: int, world_size: int, seed: int) -> None:
+    """A saved tensor that is changed in place, which autograd does not see any more, is refused."""
+    layer = nn.Linear(128, 128).to(DEVICE)
+    fsdp2.offload_activations([layer], min_bytes=0)
+    x = torch.randn(4, 128, device=DEVICE)
+    out = layer(x)
+    x.add_(1)
+    with pytest.raises(fsdp2.OrderError, match="changed in place after it was saved"):
+        out.sum().backward()
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
+    "activations": activations,
+    "activations leave memory": activations_leave_memory,
+    "activations changed in place": activations_changed,
     "two units": two_units,
     "saved": saved,
     "saved in the background": saved_in_background,

@@ -46,7 +46,7 @@ class SimulatedStreams(Streams):
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {
-            name: {} for name in ("compute", "gather", "reduce", "all_reduce", "step", HOST)
+            name: {} for name in ("compute", "gather", "reduce", "all_reduce", "step", "copy", HOST)
         }
         self.current = "compute"
 
@@ -83,6 +83,9 @@ class SimulatedStreams(Streams):
 
     def stepping(self):  # type: ignore[no-untyped-def]
         return self.on("step")
+
+    def copying(self):  # type: ignore[no-untyped-def]
+        return self.on("copy")
 
     def record(self) -> Event:  # type: ignore[override]
         return Event(dict(self.clocks.setdefault(self.current, {})), self)

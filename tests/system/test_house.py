@@ -59,7 +59,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim.*",),
     ("init.*",),
     ("wrap.*",),
-    ("extras.full_params", "extras.tuning"),
+    ("extras.activations", "extras.full_params", "extras.tuning"),
     ("api",),
     ("extras.past_hooks", "placing"),
     ("extras",),

@@ -1,0 +1,331 @@
+"""Saved activations in host memory between forward and backward, as many as a budget requires. Layer: above settings.
+
+::
+
+    forward    block 1 ----------> block 2 ----------> block 3 ...        compute
+                   \\ save, copy 1      \\ save, copy 2     \\ saved, and stays    (the budget suffices for the rest)
+                                        block 1's memory is free
+    backward   block 3 ----------> block 2 ----------> block 1            compute
+                   copy 2 back         copy 1 back
+
+What autograd saves passes through torch's hooks for saved tensors. The first blocks are used last in backward, so they
+move, as soon as they are saved. How many have to is known from the last iteration; in the first one the oldest move
+when the budget is exceeded.
+
+Memory: a saved tensor belongs to the compute stream, which waits for its copy before it frees it, at the end of the
+next block. A tensor that comes back is allocated on the compute stream, and kept here until that waits for the copy.
+
+Source: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp2._torch import base_of, storage_key, version
+from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.runtime.streams import streams_for
+
+
+def offload_activations(
+    blocks: Sequence[nn.Module], *, budget: int = 0, min_bytes: int = 1 << 16
+) -> "ActivationOffload":
+    """Let what the blocks save for backward rest in host memory, as far as it exceeds a budget. Values do not change.
+
+    Copies run beside compute, through page-locked memory, and come back one block before they are used. If the budget
+    suffices, nothing moves. Frozen and trainable parameters never move. On the CPU, whose memory is that of the host,
+    nothing moves either.
+
+    Blocks whose activations are checkpointed save only their inputs, and it is these that move; the checkpoint must be
+    part of the block's call (`fsdp2.parallel`, or a module that calls it), not around it.
+
+    Args:
+        blocks: modules, in the order of forward; not one inside another. `fully_shard` may come before or after.
+        budget: bytes of saved activations that may stay on the device. Two blocks' more are there while they are
+            copied.
+        min_bytes: smaller tensors stay, and do not count.
+
+    Returns:
+        An object whose ``remove()`` undoes the call, and which counts what moves.
+
+    Raises:
+        ArgumentError: no blocks, a block inside another, or a budget that is no number of bytes.
+        MisuseError: the activations of a block are offloaded already.
+        OrderError: in backward: a saved tensor was changed in place after it was saved, which autograd refuses too.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        fsdp2.offload_activations(model.blocks, budget=8 << 30)
+    """
+    blocks = [*blocks]
+    if not blocks or not all(isinstance(block, nn.Module) for block in blocks):
+        raise ArgumentError(f"offload_activations: expected modules, got {blocks}")
+    for name, value in (("budget", budget), ("min_bytes", min_bytes)):
+        if type(value) is not int or value < 0:
+            raise ArgumentError(f"offload_activations: {name}: expected a number of bytes, got {value!r}")
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    for index, block in enumerate(blocks):
+        if block in inside:
+            raise ArgumentError(f"offload_activations: block {index}, a {type(block).__name__}, is inside another")
+        if block in _offloads:
+            raise MisuseError(f"offload_activations: the activations of block {index} are offloaded already")
+    return ActivationOffload(blocks, budget, min_bytes)
+
+
+def calls_to_move(nbytes: Sequence[int], budget: int) -> list[bool]:
+    """For each call of a block, in the order of forward, whether what it saves moves: the first ones, until the rest
+    fits into the budget.
+
+    Args:
+        nbytes: what each saves.
+    """
+    left = [*accumulate(reversed(nbytes))][::-1]  # saved by a call and all later ones
+    return [total > budget for total in left]
+
+
+class ActivationOffload:
+    """Moves the saved activations of some blocks; made by `offload_activations`.
+
+    Attributes:
+        moved_bytes: copied to the host in the current iteration.
+        saved_bytes: saved by the blocks in the current iteration, on the device or not.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], budget: int, min_bytes: int):
+        self.moved_bytes = 0
+        self.saved_bytes = 0
+        self._blocks = blocks
+        self._budget = budget
+        self._min_bytes = min_bytes
+        self._calls: list[_Call] = []
+        self._moves: list[bool] = []  # as planned from the last iteration
+        self._is_backward = False
+        self._arriving: list[_Saved] = []  # copies to the device that compute has not waited for
+        self._leaving: list[_Call] = []  # calls whose tensors are being copied to the host
+        for block in blocks:
+            _offloads[block] = self
+            if not isinstance(block, Offloading):
+                kind: Any = type(block)
+                block.__class__ = _offloading_class(kind)
+
+    def remove(self) -> None:
+        """Let the blocks save as ever. Not between forward and backward."""
+        for block in self._blocks:
+            _offloads.pop(block, None)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> "_Call":
+        """A block is called."""
+        if self._is_backward or not any(call.saved for call in self._calls):  # or their graphs were dropped
+            self._begin_iteration()
+        index = len(self._calls)
+        call = _Call(self, self._calls[-1] if self._calls else None)
+        call.moves = index < len(self._moves) and self._moves[index]
+        self._calls.append(call)
+        return call
+
+    def _begin_iteration(self) -> None:
+        self._moves = calls_to_move([call.nbytes for call in self._calls], self._budget)
+        self._calls, self._leaving, self._is_backward = [], [], False
+        self.moved_bytes = self.saved_bytes = 0
+        for saved in [*self._arriving]:
+            self.arrived(saved)
+
+    def end(self, call: "_Call") -> None:
+        """A call is over: what it saves is known, and what the one before it moved can be freed."""
+        for earlier in self._leaving:
+            earlier.free_moved()
+        self._leaving = [call] if call.moves else []
+        stay = [each for each in self._calls if not each.moves]
+        total = sum(each.nbytes for each in stay)
+        for each in stay:
+            if total <= self._budget:
+                break
+            each.move()
+            self._leaving.append(each)
+            total -= each.nbytes
+
+    def save(self, call: "_Call", tensor: torch.Tensor) -> Any:
+        """The hook for a tensor that autograd saves: what it keeps instead."""
+        is_param = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
+        if type(tensor) is not torch.Tensor or is_param or tensor.is_cpu or tensor.nbytes < self._min_bytes:
+            return tensor
+        key = storage_key(tensor)
+        saved = call.saved.get(key)
+        if saved is None or saved.version != version(tensor):
+            saved = call.saved[key] = _Saved(call, tensor)
+            call.nbytes += tensor.nbytes
+            self.saved_bytes += tensor.nbytes
+            if call.moves:
+                saved.move()
+        return saved
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def load(self, saved: Any) -> torch.Tensor:
+        """The hook for a tensor that autograd needs. The first one of a call begins to bring back the call before."""
+        if not isinstance(saved, _Saved):
+            assert isinstance(saved, torch.Tensor)
+            return saved
+        self._is_backward = True
+        call = saved.call
+        call.fetch()
+        if call.before is not None:
+            call.before.fetch()
+        return saved.value()
+
+    def arriving(self, saved: "_Saved") -> None:
+        """A copy to the device begins."""
+        self._arriving.append(saved)
+
+    def arrived(self, saved: "_Saved") -> None:
+        """Make compute wait for a copy to the device."""
+        if saved in self._arriving:
+            self._arriving.remove(saved)
+            saved.wait()
+
+
+class _Call:
+    """One call of a block.
+
+    Attributes:
+        nbytes: saved in it.
+        moves: whether that moves to the host.
+        before: the call before it in forward; None for the first, and when it is over.
+        saved: what is saved and still needed, by its memory. The graph owns it.
+    """
+
+    def __init__(self, offload: ActivationOffload, before: "_Call | None"):
+        self.offload = offload
+        self.before = before
+        self.nbytes = 0
+        self.moves = False
+        self.saved: WeakValueDictionary[Any, _Saved] = WeakValueDictionary()
+
+    def move(self) -> None:
+        """Move everything that was saved."""
+        self.moves = True
+        for saved in self.saved.values():
+            saved.move()
+
+    def free_moved(self) -> None:
+        """Free what has moved."""
+        for saved in self.saved.values():
+            saved.free()
+
+    def fetch(self) -> None:
+        """Begin to bring back everything; once."""
+        saved, self.saved = self.saved, WeakValueDictionary()
+        for each in saved.values():
+            each.fetch()
+
+
+class _Saved:
+    """A saved tensor, on the device, on the host, or on both.
+
+    Attributes:
+        call: that saved it.
+        version: its version when it was saved.
+    """
+
+    def __init__(self, call: _Call, tensor: torch.Tensor):
+        self.call = call
+        self.version = version(tensor)
+        self._tensor: torch.Tensor | None = tensor
+        self._host: torch.Tensor | None = None
+        self._done: torch.Event | None = None
+        self._device = tensor.device
+
+    def move(self) -> None:
+        """Begin to copy it to the host."""
+        tensor = self._tensor
+        if tensor is None or self._host is not None:
+            return
+        self.call.offload.moved_bytes += tensor.nbytes
+        streams = streams_for(self._device)
+        ready = streams.record()
+        with torch.no_grad(), streams.copying():
+            streams.wait(ready)
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._done = streams.record()
+
+    def free(self) -> None:
+        """Free it on the device, in the order of the compute stream."""
+        if self._host is not None and self._tensor is not None:
+            self._check()
+            streams_for(self._device).wait(self._done)
+            self._tensor = None
+
+    def fetch(self) -> None:
+        """Begin to copy it to the device, if it is not there."""
+        if self._host is None:
+            return
+        if self._tensor is not None:
+            self.wait()  # its copy still reads it, and backward frees it
+            return
+        with torch.no_grad():
+            self._tensor = torch.empty_like(self._host, device=self._device)
+        streams = streams_for(self._device)
+        ready = streams.record()
+        with torch.no_grad(), streams.copying():
+            streams.wait(ready)
+            self._tensor.copy_(self._host, non_blocking=True)
+            self._done = streams.record()
+        self.version = version(self._tensor)
+        self.call.offload.arriving(self)
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy."""
+        streams_for(self._device).wait(self._done)
+
+    def value(self) -> torch.Tensor:
+        """The tensor, on the device. A second backward over the same graph gets it too."""
+        assert self._tensor is not None
+        self.call.offload.arrived(self)
+        self._check()
+        return self._tensor
+
+    def _check(self) -> None:
+        if self._tensor is not None and version(self._tensor) != self.version:
+            raise OrderError(
+                f"offload_activations: a tensor of shape {tuple(self._tensor.shape)} that backward needs was "
+                f"changed in place after it was saved (version {version(self._tensor)}, expected {self.version}). Use "
+                "the operation that makes a new tensor."
+            )
+
+
+_offloads: "WeakKeyDictionary[nn.Module, ActivationOffload]" = WeakKeyDictionary()
+
+
+class Offloading(nn.Module):
+    """Mixed into the class of a block whose activations are offloaded."""
+
+
+@cache
+def _offloading_class(cls: Any) -> Any:
+    """A subclass whose calls save through the hooks."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        offload = _offloads.get(self)
+        if offload is None or not torch.is_grad_enabled():
+            return super(offloading, self).__call__(*args, **kwargs)
+        begun = offload.begin()
+        with saved_tensors_hooks(lambda tensor: offload.save(begun, tensor), offload.load):
+            result = super(offloading, self).__call__(*args, **kwargs)
+        offload.end(begun)
+        return result
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__call__": call}
+    offloading: Any = type(cls.__name__, (Offloading, cls), names)
+    return offloading
