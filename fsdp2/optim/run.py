@@ -94,7 +94,7 @@ class SteppedRun:
         """Read gradients and state for the first time."""
         grads = [param.grad for param in self.params if param.grad is not None]
         assert len(grads) == len(self.params) or len(self.params) == 1
-        if grads and all(isinstance(grad, DTensor) and grad.placements == self.params[0].placements for grad in grads):
+        if grads and all(map(_is_placed_alike, grads, self.params)):
             addresses = list(map(_address_of, map(local_of, grads)))
             self.grad_specs = list(map(spec_of, grads))
             self.grad_offsets = [address - addresses[0] for address in addresses]
@@ -262,6 +262,10 @@ def identical(these: Iterable[Any], those: Sequence[Any]) -> bool:
     """Whether these are the same objects; `==` would compare the elements of tensors."""
     values = list(these)
     return len(values) == len(those) and all(map(is_, values, those))
+
+
+def _is_placed_alike(grad: torch.Tensor, param: DTensor) -> bool:
+    return isinstance(grad, DTensor) and grad.placements == param.placements
 
 
 def local_grad(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

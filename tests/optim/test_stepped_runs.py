@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2.adjacent import runs_of
@@ -362,3 +365,23 @@ def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
             optimizer.step()
     assert_same(optimizers[0], optimizers[1])
     assert num_stepped(optimizers[0]) <= 5
+
+
+@on_ranks(4)
+def test_neighbours_that_are_placed_differently(rank: int, world_size: int) -> None:
+    """With tensor parallelism a weight is strided and its neighbour, a bias, may be replicated. They are stepped as one,
+    and an assertion failed, because the second was not placed like the first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    optimizers = []
+    for make in (torch.optim.AdamW, partial(local_optimizer, torch.optim.AdamW)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fsdp2.fully_shard(model, mesh=mesh["dp"])
+        optimizer = make(model.parameters(), lr=1e-2)
+        for step in range(3):
+            model(batch(step, rank // 2)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizers.append(optimizer)
+    assert_same(*optimizers)
