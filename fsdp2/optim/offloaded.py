@@ -14,7 +14,7 @@ parameters. Nothing is guessed and taken back.
 Source: ZeRO-Offload, https://arxiv.org/abs/2101.06840, whose delayed update this replaces.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,16 +105,18 @@ class OffloadedOptimizer(LocalOptimizer):
         self.__dict__.setdefault("_made_with", {})
         super().__setstate__(state)
 
-    @property  # type: ignore[override]
-    def state(self) -> State:
+    @property
+    def state(self) -> defaultdict[Any, Any]:
         """By parameter, when all steps are done; waits for them."""
         self.wait()
-        state: State = self.__dict__["state"]
+        self._times_shown += 1
+        state: defaultdict[Any, Any] = self.__dict__["state"]
         return state
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: defaultdict[Any, Any]) -> None:
         """Replace it: by `load_state_dict`, and by the optimizer itself."""
+        self._times_shown += 1
         self.__dict__["state"] = state
 
     def wait(self) -> None:

@@ -369,7 +369,7 @@ def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
 
 @on_ranks(4)
 def test_neighbours_that_are_placed_differently(rank: int, world_size: int) -> None:
-    """With tensor parallelism a weight is strided and its neighbour, a bias, may be replicated. They are stepped as one,
+    """With tensor parallelism a weight is strided and its neighbour, a bias, may be replicated. They are one step,
     and an assertion failed, because the second was not placed like the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     optimizers = []
