@@ -60,6 +60,7 @@ from fsdp2.policies import (
     OptionalPolicy,
     ZeroPolicy,
 )
+from fsdp2.watch.settings import safety
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
 __all__ = [
@@ -105,6 +106,7 @@ __all__ = [
     "offload_activations",
     "offload_optimizer",
     "register_fsdp_forward_method",
+    "safety",
     "share_comm_ctx",
     "step_in_backward",
     "transformer_blocks",

@@ -50,7 +50,7 @@ class Truth:
 
     Attributes:
         events: the collectives, in order.
-        sent: bytes in messages and all-reduces (without those of DTensor).
+        sent: bytes in messages (without those of DTensor).
         peak: largest sum of bytes at any time.
         peaks: of each kind.
     """
@@ -80,9 +80,8 @@ def measure(case: Case) -> Truth:
         step(case, model, optimizer, batches)
         moments = timeline(tracker, since, tracker.now)
     found = [event for event in log[first:] if event.group_size]
-    sent = tracker.sent + sum(_in_a_ring(event) for event in found if event.kind == "all_reduce")
     peaks = {kind.name.lower(): max(moment.nbytes[kind] for moment in moments) for kind in Kind}
-    return Truth(found, sent, _peak(moments), peaks)
+    return Truth(found, tracker.sent, _peak(moments), peaks)
 
 
 def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
@@ -91,10 +90,6 @@ def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches
         case.workload.loss(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _in_a_ring(event: events.Event) -> int:
-    return int(2 * event.nbytes * (event.group_size - 1) / event.group_size)
 
 
 def _peak(moments: list[Moment]) -> int:

@@ -37,11 +37,14 @@ class Operand:
     Attributes:
         full: 1-D tensor.
         bounds: ``group size + 1`` offsets into `full`, in elements.
+        mark: what it is: the same number on all ranks, and another one for another unit, operation or size. Where
+            messages can carry it, those with different marks do not meet. 0: nothing is known.
     """
 
-    def __init__(self, full: torch.Tensor, bounds: Sequence[int]):
+    def __init__(self, full: torch.Tensor, bounds: Sequence[int], mark: int = 0):
         self.full = full
         self.bounds = bounds
+        self.mark = mark
         self._row: tuple[int, torch.Tensor] | None = None
 
     def row(self, rank: int) -> torch.Tensor:
@@ -150,8 +153,8 @@ class Comm(ABC):
         All scatters of a call have the same source dtype and the same output dtype.
         """
 
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
-        """Sum `tensor` over the ranks in place; with `average`, divide by the group's size."""
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int = 0) -> Pending:
+        """Sum `tensor` over the ranks in place; with `average`, divide by the group's size. `mark`: see `Operand`."""
         native = average and self.has_average
         work = dist.all_reduce(tensor, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, group, async_op=True)
         assert work is not None

@@ -191,5 +191,5 @@ class CustomComm(Comm):
             kept.append(source)
         return CopyOut(works, copies, kept)
 
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
-        return self.base.all_reduce(tensor, group, average)
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int = 0) -> Pending:
+        return self.base.all_reduce(tensor, group, average, mark)

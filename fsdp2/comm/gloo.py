@@ -5,8 +5,9 @@ than its all-reduce), see docs/decisions/gloo.md. Here each rank sends its range
 in place; in a reduce-scatter it receives the others' data for its range and sums in rank order, so that the result does
 not depend on the order of arrival.
 
-All-gathers and reduce-scatters use different tags, because several may be in flight at once; those of one kind are
-issued in the same order on every rank.
+A message's tag says of which unit and operation it is. So ranks that run units in a different order do not receive
+each other's weights: what they wait for does not come, which the watchdog reports. Several messages may be in flight at
+once; those of one tag are issued in the same order on every rank.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ from fsdp2.comm.wire import is_narrow, sum_rows
 
 _GATHER_TAG = 0x46530001  # unlikely to be a tag of the user's own messages in this group
 _SCATTER_TAG = 0x46530002
+_WHOLE_BYTES = 64 * 1024  # of an all-reduce: below, the second round of messages costs more than the bytes
+
+
+def _tag(mark: int, otherwise: int) -> int:
+    return mark & 0x3FFFFFFF | 0x40000000 if mark else otherwise
 
 
 class ScratchPool:
@@ -98,6 +104,26 @@ class SumInRankOrder(Messages):
         pool.give_back(buffer)
 
 
+class ReducedThenGathered:
+    """An all-reduce in flight as a reduce-scatter, after which each rank's part of the sum is gathered."""
+
+    def __init__(self, comm: "GlooComm", flat: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int):
+        size = group.size()
+        part = -(-flat.numel() // size)
+        self.comm = comm
+        self.group = group
+        self.whole = Operand(flat, [min(rank * part, flat.numel()) for rank in range(size + 1)], mark ^ 1)
+        self.sum = torch.empty_like(self.whole.row(group.rank()))
+        source = Operand(flat, self.whole.bounds, mark)
+        self.scattering = comm.reduce_scatter([Scatter(source, self.sum)], group, average)
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self.scattering.wait()
+        self.whole.row(self.group.rank()).copy_(self.sum)
+        self.comm.all_gather([self.whole], self.group).wait()
+
+
 class GlooComm(Comm):
     """Point-to-point on gloo. CPU tensors only."""
 
@@ -117,11 +143,11 @@ class GlooComm(Comm):
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
             for operand in operands:
-                rows = operand.rows
+                rows, tag = operand.rows, _tag(operand.mark, _GATHER_TAG)
                 if rows[source].numel():
-                    works.append(group.recv([rows[source]], source, _GATHER_TAG))
+                    works.append(group.recv([rows[source]], source, tag))
                 if rows[rank].numel():
-                    works.append(group.send([rows[rank]], to, _GATHER_TAG))
+                    works.append(group.send([rows[rank]], to, tag))
         return Messages(works, group)
 
     def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
@@ -149,11 +175,12 @@ class GlooComm(Comm):
         for step in range(1, size):
             to, source = (rank + step) % size, (rank - step) % size
             for scatter, rows in zip(scatters, received, strict=True):
+                tag = _tag(scatter.source.mark, _SCATTER_TAG)
                 if scatter.output.numel():
-                    works.append(group.recv([rows[source]], source, _SCATTER_TAG))
+                    works.append(group.recv([rows[source]], source, tag))
                 sent = scatter.source.row(to)
                 if sent.numel():
-                    works.append(group.send([sent], to, _SCATTER_TAG))
+                    works.append(group.send([sent], to, tag))
         mine = [(rows, s.output) for rows, s in zip(received, scatters, strict=True) if s.output.numel()]
         return SumInRankOrder(
             works,
@@ -163,3 +190,27 @@ class GlooComm(Comm):
             size if average else 1,
             (self.pool, buffer),
         )
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int = 0) -> Pending:
+        """In messages too, so that they say what they are: gloo's own all-reduce adds whatever the other ranks reduce
+        at the time. Two ranks, and ranks with little to send, send the whole tensor."""
+        rank, size = group.rank(), group.size()
+        if not mark or size == 1 or not tensor.is_contiguous():
+            return super().all_reduce(tensor, group, average)
+        flat, tag = tensor.view(-1), _tag(mark, 0)
+        if size > 2 and flat.nbytes > _WHOLE_BYTES:
+            return ReducedThenGathered(self, flat, group, average, mark)
+        finish_unwaited(group)
+        spare = size if rank > 1 else size - 1
+        buffer = self.pool.take(spare * flat.nbytes)
+        rows = list(buffer[: spare * flat.nbytes].view(flat.dtype).chunk(spare)) if flat.numel() else []
+        if rows and rank <= 1:
+            rows[rank:rank] = [flat]
+        elif rows:
+            rows[rank].copy_(flat)  # the sum of the first two ranks is written over `flat` before it is added
+        works = []
+        for step in range(1, size) if rows else ():
+            to, source = (rank + step) % size, (rank - step) % size
+            works += [group.recv([rows[source]], source, tag), group.send([flat], to, tag)]
+        received, outputs = ([rows], [flat]) if rows else ([], [])
+        return SumInRankOrder(works, group, received, outputs, size if average else 1, (self.pool, buffer))

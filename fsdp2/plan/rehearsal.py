@@ -181,10 +181,11 @@ class Observer(MemoryMode):
         """See `Wire`."""
         for tensor in tensors:
             self.memory.mark(tensor, Kind.COMMUNICATION)
-        issued = next((e for e in reversed(self._log) if e.group_size), None)
+        # An all-reduce in messages sends its second half while it is waited for.
+        issued = next((e for e in reversed(self._log) if e.group_size or e.kind.endswith("_wait")), None)
         unit = issued.unit if issued is not None and kind != "all_reduce" else ""
         if kind in ("send", "recv"):
-            kind = issued.kind if issued is not None else kind
+            kind = issued.kind.removesuffix("_wait") if issued is not None else kind
         return self._send(kind, unit, nbytes, group, both)
 
     def _functional(self, name: str, args: Any) -> None:

@@ -1,46 +1,20 @@
 """`Channel`: the process groups and the `Comm` through which a group's parameters are communicated. Layer: runtime."""
 
-import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, Pending
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.groups import separate_group
-from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 
 
-class communication_errors:
-    """Turn errors of communication into a `CollectiveError` that names the unit and the rank. (A class, because
-    `contextmanager` costs four times as much, and six of these run per unit and step.)"""
-
-    __slots__ = ("_axis", "_fqn", "_what")
-
-    def __init__(self, what: str, fqn: str, axis: Axis):
-        self._what = what
-        self._fqn = fqn
-        self._axis = axis
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, (torch.OutOfMemoryError, FSDPError)):
-            raise CollectiveError(
-                f"unit '{self._fqn}': {self._what} failed on rank {self._axis.rank} of {self._axis.size} of its group: "
-                f"{error}. Another rank died, or did something else: did all ranks run the same modules in the same "
-                "order?"
-            ) from error
-
-
-def wait_for(pending: Pending, kind: str, fqn: str, axis: Axis) -> None:
-    """Wait for a collective of this kind, as events call it; see `communication_errors`."""
-    with communication_errors(kind.replace("_", "-"), fqn, axis):
-        emit(f"{kind}_wait", fqn)
-        pending.wait()
-        emit(f"{kind}_done", fqn)
+def wait_for(pending: Pending, kind: str, fqn: str) -> None:
+    """Wait for a collective of this kind, as events call it."""
+    emit(f"{kind}_wait", fqn)
+    pending.wait()
+    emit(f"{kind}_done", fqn)
 
 
 class Channel:

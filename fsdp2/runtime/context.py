@@ -23,6 +23,8 @@ from fsdp2.runtime.step import Step
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unreduced import Unreduced
+from fsdp2.watch.order import compare_order
+from fsdp2.watch.trail import forget_old_entries
 
 Unit = TypeVar("Unit", bound=Member)
 
@@ -82,6 +84,7 @@ class Context(Generic[Unit]):
         """The root's forward starts."""
         self.in_flight.check_nobody_waits(f"forward of '{self.units[0].fqn}'")
         emit("root_pre_forward", self.units[0].fqn)
+        forget_old_entries()
         has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:
             unit.complete_forward()
@@ -151,6 +154,7 @@ class Context(Generic[Unit]):
             root = self.units[0]
             self._finish_units()
             if self.is_last_backward:
+                compare_order()
                 self.finish_reductions()
             self._note_unreduced()
             weak_model, self.model = self.model, None

@@ -18,10 +18,11 @@ from fsdp2.comm.base import Operand, Pending
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
-from fsdp2.runtime.channel import Channel, communication_errors, wait_for
+from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import FlatStorage
+from fsdp2.watch.exchange import Arrival, Exchange
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -72,6 +73,13 @@ class Gather:
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
+        self._exchange = Exchange("all-gather", channel.fqn, axis.group, *self._travels)
+        self._mark()
+
+    def _mark(self) -> None:
+        """What travels says what it is."""
+        for operand in self.operands:
+            operand.mark = self._exchange.mark
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
@@ -114,11 +122,15 @@ class Gather:
             self._packed.alloc()
         for destinations, sources in self._copies(shards, blocks):
             foreach_copy(destinations, sources)
-        pending = None
+        pending: Pending | None = None
         if self.operands:
-            emit("all_gather", self._channel.fqn, *self._travels, self._axis.size)
-            with communication_errors("all-gather", self._channel.fqn, self._axis):
-                pending = self._comm.all_gather(self.operands, self._axis.group)
+            fqn = self._channel.fqn
+            if fqn is not self._exchange.fqn:
+                self._exchange.rename(fqn)
+                self._mark()
+            emit("all_gather", fqn, *self._travels, self._axis.size)
+            with self._exchange:
+                pending = Arrival(self._exchange, self._comm.all_gather(self.operands, self._axis.group))
         return partial(self._finish, pending)
 
     def forget_shards(self) -> None:
@@ -157,7 +169,7 @@ class Gather:
 
     def _finish(self, pending: Pending | None) -> None:
         if pending is not None:
-            wait_for(pending, "all_gather", self._channel.fqn, self._axis)
+            wait_for(pending, "all_gather", self._channel.fqn)
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)
             self._packed.free()

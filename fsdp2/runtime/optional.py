@@ -28,8 +28,8 @@ from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import OptionalPolicy, UnitSettings
-from fsdp2.runtime.channel import communication_errors
 from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.watch.exchange import Exchange
 
 
 class Member(Protocol):
@@ -216,7 +216,7 @@ def _sums(rows: Sequence[Sequence[bool]], roles: MeshRoles) -> list[list[int]]:
 
 def _sum_over(axis: Axis, sums: torch.Tensor) -> None:
     emit("agreement", "", sums.numel(), sums.nbytes, sums.dtype, axis.size)
-    with communication_errors("agreement on optional units", "", axis):
+    with Exchange("agreement on optional units", None, axis.group, sums.numel(), sums.nbytes, sums.dtype):
         dist.all_reduce(sums, group=axis.group)
 
 

@@ -12,6 +12,7 @@ The phase is kept only here; a parameter's form follows from it.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running, version
-from fsdp2.errors import OrderError
+from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.channel import Channel
@@ -192,6 +193,11 @@ class ParamGroup:
         self.gradients.sync_trainable()
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
+
+    def abandon_gather(self) -> None:
+        """Wait for an all-gather ahead that nobody will use. If it fails too, its failure is not the first."""
+        with suppress(CollectiveError):
+            self._finish_gathering()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED) -> None:
         """Free the unsharded parameters. `to` is `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fsdp2._torch import (
     DTensorSpec,
@@ -39,10 +40,11 @@ from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.channel import Channel, communication_errors, wait_for
+from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import packed
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.streams import Streams
+from fsdp2.watch.exchange import Arrival, Exchange
 
 _NOTHING = torch.empty(0)
 
@@ -96,6 +98,18 @@ class ReductionPlan:
         ]
         moves = params[0].plan.grad_home != channel.roles.device
         self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
+        self._exchanges: dict[tuple[str, dist.ProcessGroup], Exchange] = {}
+
+    def exchange(self, what: str, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Exchange:
+        """The reduction of `numel` elements over `group`, which is about to start."""
+        found = self._exchanges.get((what, group))
+        if found is None:
+            found = Exchange(what, self.channel.fqn, group, numel, numel * dtype.itemsize, dtype)
+            self._exchanges[what, group] = found
+        if found.fqn is not self.channel.fqn:
+            found.rename(self.channel.fqn)
+        found.trail.has_reduced = True
+        return found
 
 
 class Reduction:
@@ -162,9 +176,8 @@ class Reduction:
     def _steps(self) -> Iterator[None]:
         settings, streams, roles = self._settings, self._streams, self.roles
         dtype = self._plan.dtype
-        scaling = scaling_for(
-            dtype, roles.shard_size, roles.replicate_size, settings.gradient_divide_factor, settings.force_sum
-        )
+        factor, force = settings.gradient_divide_factor, settings.force_sum
+        scaling = scaling_for(dtype, roles.shard_size, roles.replicate_size, factor, force)
         born = streams.record()
         with streams.reducing():
             # Gradients are allocated on the compute stream and read here; this object keeps them until [6]. Outputs are
@@ -181,7 +194,7 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                wait_for(pending, "reduce_scatter", self.fqn, roles.shard)
+                wait_for(pending, "reduce_scatter", self.fqn)
             done = streams.record()
         if roles.replicate_group is not None:
             if self.leaves_partials:  # [3]
@@ -196,7 +209,7 @@ class Reduction:
                 if streams.lazy:
                     yield
                 kind = "reduce_scatter" if roles.sharded_replicas else "all_reduce"
-                wait_for(pending, kind, self.fqn, roles.replicate)
+                wait_for(pending, kind, self.fqn)
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
         else:
@@ -242,36 +255,37 @@ class Reduction:
             grads = [grad.to(wire) for grad in grads]
             self._keep(grads)
         emit("reduce_scatter", self.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
-        scatters = self._direct_scatters(grads)
-        if plan.packed_numel:
-            layouts = plan.packed_layouts
-            scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, flat[: plan.packed_numel]))
         group = plan.channel.scatter_group
         assert group is not None
-        with communication_errors("reduce-scatter", self.fqn, roles.shard):
-            return plan.channel.comm.reduce_scatter(scatters, group, average)
+        exchange = plan.exchange("reduce-scatter", group, numel, wire)
+        scatters = self._direct_scatters(grads, exchange.mark)
+        if plan.packed_numel:
+            layouts, output = plan.packed_layouts, flat[: plan.packed_numel]
+            scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, output, exchange.mark))
+        with exchange:
+            return Arrival(exchange, plan.channel.comm.reduce_scatter(scatters, group, average))
 
     def _outputs(self) -> list[torch.Tensor]:
         """The pieces of the flat output, one for each contribution; 1-D, padded."""
         return list(self._flat.split(self._sizes))
 
     def _packed_scatter(
-        self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor
+        self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor, mark: int
     ) -> Scatter:
         """The scatter of several tensors in one buffer, of which each rank gets its segment."""
         buffer = packed(tensors, layouts, tensors[0].dtype)
         self._kept.append(buffer)
         bounds = range(0, (layouts[0].parts + 1) * output.numel(), output.numel())
-        return Scatter(Operand(buffer.view(-1), bounds), output)
+        return Scatter(Operand(buffer.view(-1), bounds, mark), output)
 
-    def _direct_scatters(self, grads: Sequence[torch.Tensor]) -> list[Scatter]:
+    def _direct_scatters(self, grads: Sequence[torch.Tensor], mark: int) -> list[Scatter]:
         """The scatters of large gradients, which are operands themselves."""
         scatters: list[Scatter] = []
         num_packed = len(self._plan.packed_layouts)
         outputs = self._outputs() if num_packed < len(grads) else []
         for index in range(num_packed, len(grads)):
             param, output = self._plan.params[index], outputs[index]
-            operand = Operand(grads[index].view(-1), param.layout.flat_bounds)
+            operand = Operand(grads[index].view(-1), param.layout.flat_bounds, mark)
             numel = param.layout.local_numel(self.roles.shard_rank)
             if numel != output.numel():
                 output[numel:].zero_()  # the all-reduce and its hook read the padding
@@ -299,8 +313,9 @@ class Reduction:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        with communication_errors("all-reduce", self.fqn, axis):
-            return self._plan.channel.comm_over(axis).all_reduce(flat, axis.group, average)
+        comm = self._plan.channel.comm_over(axis)
+        with self._plan.exchange("all-reduce", axis.group, flat.numel(), flat.dtype) as exchange:
+            return Arrival(exchange, comm.all_reduce(flat, axis.group, average, exchange.mark))
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
@@ -310,17 +325,17 @@ class Reduction:
             assert param.geometry.outer is not None
             layouts.append(param.geometry.outer)
             inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
-        sizes = [layout.padded_numel for layout in layouts]
         # The inner output was allocated on the reduce-scatter stream and is read here, on the all-reduce stream.
         self._kept.append(self._flat)
-        flat = torch.empty(sum(sizes), dtype=self._plan.dtype, device=inner[0].device)
-        self._flat, self._sizes = flat, sizes
+        self._sizes = [layout.padded_numel for layout in layouts]
+        self._flat = flat = torch.empty(sum(self._sizes), dtype=self._plan.dtype, device=inner[0].device)
         if not flat.numel():
             return Works([])
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        scatter = self._packed_scatter(inner, layouts, flat)
-        with communication_errors("reduce-scatter", self.fqn, axis):
-            return self._plan.channel.comm_over(axis).reduce_scatter([scatter], axis.group, average)
+        exchange = self._plan.exchange("reduce-scatter", axis.group, flat.numel(), flat.dtype)
+        scatter = self._packed_scatter(inner, layouts, flat, exchange.mark)
+        with exchange:
+            return Arrival(exchange, self._plan.channel.comm_over(axis).reduce_scatter([scatter], axis.group, average))
 
     def _scale(self, post: float) -> None:
         """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""

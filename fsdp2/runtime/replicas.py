@@ -19,6 +19,8 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
+from fsdp2.watch.current import waiting
+from fsdp2.watch.exchange import Exchange
 
 _WORD = 8  # bytes
 
@@ -37,7 +39,9 @@ class _Replicated:
         flag = torch.tensor([len(ours)], device=self.roles.device)
         shard_group = self.roles.shard_group
         if shard_group is not None:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=shard_group)
+            exchange = Exchange("comparison of replicas", None, shard_group)
+            with exchange, waiting(exchange):
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=shard_group)
         if not flag.item():
             return ""
         lines = self._describe([self.groups[index] for index in ours])
@@ -91,7 +95,9 @@ def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) ->
     """For each list of checksums that differs from the first replica's: its index, and the replicas that differ."""
     ours = torch.stack([_combined(each) for each in checksums]).to(roles.device)
     gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group does not change them
-    dist.all_gather(gathered, ours, group=roles.replicate.group)
+    exchange = Exchange("comparison of replicas", None, roles.replicate.group, len(ours))
+    with exchange, waiting(exchange):
+        dist.all_gather(gathered, ours, group=roles.replicate.group)
     table = torch.stack(gathered)
     differs = (table != table[0]).T.tolist()
     return {index: [rank for rank, other in enumerate(row) if other] for index, row in enumerate(differs) if any(row)}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp2.watch.order import compare_before_step
+
 Check = Callable[[torch.optim.Optimizer], None]
 
 _before: list[Check] = []
@@ -44,6 +46,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if not _has_closure(args, kwargs):
         for check in _final:
             check(optimizer)
+    compare_before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

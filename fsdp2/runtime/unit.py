@@ -508,6 +508,8 @@ class Unit:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self._move(Stage.IDLE)
         self.left_by = ""
+        for group in (*self.groups, *self.borrowed):
+            group.abandon_gather()
         self.reshard_all()
         for group in self.groups:
             group.gradients.drop()

@@ -84,6 +84,32 @@ def test_uneven_and_empty_ranges(rank: int, world_size: int) -> None:
     check_reduce_scatter(comm, rank, world_size, torch.float32, sizes)
 
 
+@on_ranks(4, 2)
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_reduce_in_messages(rank: int, world_size: int, dtype: torch.dtype, average: bool) -> None:
+    """The sum runs in rank order, whether ranks send all of a tensor or parts; of two that are under way at once each
+    gets its own, in whatever order they are begun."""
+    group = dist.group.WORLD
+    assert group is not None
+    comm = GlooComm()
+    numels = [0, 1, 7, 40_001]
+    flats, sums = [], []
+    for index, numel in enumerate(numels):
+        generator = torch.Generator().manual_seed(index)
+        everyone = [torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)]
+        total = everyone[0].clone()
+        for other in everyone[1:]:
+            total += other
+        flats.append(everyone[rank].clone())
+        sums.append(total / world_size if average else total)
+    order = range(len(numels)) if rank % 2 else reversed(range(len(numels)))
+    pending = {index: comm.all_reduce(flats[index], group, average, mark=100 + 2 * index) for index in order}
+    for index in range(len(numels)):
+        pending[index].wait()
+        assert torch.equal(flats[index], sums[index])
+
+
 def narrow_scatters(
     rank: int, world_size: int, dtypes: tuple[torch.dtype, torch.dtype], sizes: list[list[int]]
 ) -> tuple[list[Scatter], list[list[torch.Tensor]]]:

@@ -22,6 +22,8 @@ from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compa
 from fsdp2.plan.cli import main
 from fsdp2.plan.cost import Call, Like
 from fsdp2.runtime import storage
+from fsdp2.watch import watchdog
+from fsdp2.watch.settings import settings
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 # transformers makes a mask where it sees fake tensors, and no mask for real ones.
@@ -83,6 +85,14 @@ def test_what_is_counted_is_what_torch_allocates() -> None:
         step()
     moments = [sum(moment.nbytes) for moment in timeline(tracker, since, tracker.now)]
     assert max(moments) - moments[0] == pytest.approx(allocated(step), abs=64)
+
+
+def test_a_plan_watches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent ranks do not answer, and fake tensors cannot say which ranks a mesh has: plans failed where ranks are
+    compared."""
+    monkeypatch.setattr(watchdog, "Watchdog", lambda *_: pytest.fail("a plan has begun to watch"))
+    assert settings().is_on
+    assert predict(of_mlps(), ParallelConfig(), MACHINES["h100"], 64).fits
 
 
 def test_a_change_of_the_runtime_changes_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the collective is not waited for",
         "runtime.gather",
-        'wait_for(pending, "all_gather", self._channel.fqn, self._axis)',
+        'wait_for(pending, "all_gather", self._channel.fqn)',
         "pass",
         "plain",
     ),
@@ -223,7 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: the collective is not waited for",
         REDUCTION,
-        'wait_for(pending, "reduce_scatter", self.fqn, roles.shard)',
+        'wait_for(pending, "reduce_scatter", self.fqn)',
         "pass",
         "plain",
     ),
@@ -283,7 +283,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        "wait_for(pending, kind, self.fqn, roles.replicate)",
+        "wait_for(pending, kind, self.fqn)",
         "pass",
         "hsdp",
     ),
@@ -297,8 +297,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the inner output is not kept",
         REDUCTION,
-        "        self._kept.append(self._flat)\n        flat = torch.empty",
-        "        flat = torch.empty",
+        "        self._kept.append(self._flat)\n        self._sizes = ",
+        "        self._sizes = ",
         "inner",
     ),
     Mutant(

@@ -97,6 +97,13 @@ LAYERS: list[tuple[str, ...]] = [
         "runtime.tree",
     ),
     ("runtime",),
+    ("watch.order",),
+    ("watch.exchange",),
+    ("watch.watchdog",),
+    ("watch.collecting",),
+    ("watch.board", "watch.current", "watch.examine", "watch.neighbours", "watch.settings"),
+    ("watch.trail",),
+    ("watch",),
     ("comm",),
     ("comm.flat", "comm.gloo", "comm.nccl"),
     ("comm.memory",),
@@ -147,8 +154,8 @@ LONG_TESTS = {
 }
 
 # Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field", and
-# `os._exit` is documented.
-PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields", "_exit"})
+# `os._exit` and `sys._current_frames` are documented.
+PUBLIC_UNDERSCORES = frozenset({"_make", "_asdict", "_replace", "_fields", "_exit", "_current_frames"})
 
 # (limit, "module" or "module:Class" or "module:Class.function") -> why that is better than staying within the limit.
 EXCEPTIONS: dict[tuple[str, str], str] = {

@@ -1,0 +1,117 @@
+"""`Collector`: gathers what all ranks answer to a question, and makes the verdict. Layer: watch.
+
+For ranks that do not answer it asks /proc. Those of other machines it names in ``silent/7``, and the watchdogs there
+say in ``seen/7/RANK`` what their /proc says.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp2.watch.board import Board
+from fsdp2.watch.examine import Answer, Finding, examine
+from fsdp2.watch.neighbours import Fate, fate_of
+from fsdp2.watch.settings import settings
+
+_PATIENCE_S = 3.0  # with a process that runs, or is stopped, and does not answer
+_PAUSE_S = 0.02
+
+
+class Collector:
+    """The collector of one process, for one question at a time."""
+
+    def __init__(self, board: Board):
+        self._board = board
+        self._identities: dict[int, str] = {}
+
+    def collect(self, number: int, before: Finding | None) -> Finding:
+        """The verdict on question `number`, as every rank will read it."""
+        board = self._board
+        answers, gone = self._answers(number)
+        finding = examine(answers, gone, before)
+        folder = settings().report_folder
+        text = finding.text
+        if finding.is_fault or (finding.kind == "late" and folder is not None):
+            text = f"{text}\n{_write(folder or Path(), number, finding, answers, gone)}"
+        verdict = Finding(finding.kind, text, finding.agreed, finding.moved)
+        board.put(f"verdict/{number}", json.dumps([verdict.kind, text, dict(verdict.agreed), verdict.moved]))
+        board.drop([f"answer/{number - 1}/{rank}" for rank in range(board.size)] if number > 1 else [])
+        return verdict
+
+    def await_verdict(self, number: int, collector: int) -> Finding:
+        """What rank `collector` finds; until then, say what is known of silent processes of this machine."""
+        board, has_testified = self._board, False
+        deadline = time.monotonic() + 2 * settings().answer_within_s + 1
+        while (text := board.get(f"verdict/{number}")) is None:
+            if not has_testified and (silent := board.get(f"silent/{number}")) is not None:
+                has_testified = True
+                for rank in json.loads(silent):
+                    if (fate := self._fate(rank)) is not Fate.UNKNOWN:
+                        board.put(f"seen/{number}/{rank}", fate.name)
+            if time.monotonic() > deadline or self._fate(collector) in (Fate.GONE, Fate.STOPPED):
+                return Finding("fine")  # nobody collects; whoever waits asks again
+            time.sleep(_PAUSE_S)
+        return Finding(*json.loads(text))
+
+    def _answers(self, number: int) -> tuple[dict[int, Answer], dict[int, str]]:
+        """The answers of all ranks, and what is known of those that are not alive. A rank that runs and gives no answer
+        is in neither."""
+        board, limit_s = self._board, settings().answer_within_s
+        answers: dict[int, Answer] = {}
+        gone: dict[int, str] = {}
+        fates: dict[int, Fate] = {}
+        missing, start, has_asked = set(range(board.size)), time.monotonic(), False
+        while missing:
+            for rank in sorted(missing):
+                fates[rank] = self._fate(rank, number)  # before its last words are looked for
+                if (text := board.get(f"answer/{number}/{rank}")) is not None:
+                    answers[rank] = Answer.from_json(json.loads(text))
+                elif (text := board.get(f"ended/{rank}")) is not None:
+                    gone[rank], last = json.loads(text)
+                    answers[rank] = Answer.from_json(last)
+                elif fates[rank] is Fate.GONE:
+                    gone[rank] = "was killed"
+            missing -= answers.keys() | gone.keys()
+            seconds = time.monotonic() - start
+            unknown = [rank for rank in missing if fates[rank] is Fate.UNKNOWN]
+            if seconds > (limit_s if unknown else min(_PATIENCE_S, limit_s)):
+                break
+            if unknown and not has_asked and seconds > min(1.0, limit_s / 2):
+                has_asked = True
+                board.put(f"silent/{number}", json.dumps(unknown))
+            time.sleep(_PAUSE_S)
+        for rank in missing:
+            if fates[rank] is Fate.STOPPED:
+                gone[rank] = "is stopped (SIGSTOP)"
+            elif fates[rank] is Fate.UNKNOWN and rank in self._identities:
+                gone[rank] = f"does not answer within {limit_s:g} s: it was killed or stopped"
+        return answers, gone
+
+    def _fate(self, rank: int, number: int = 0) -> Fate:
+        """What has become of a rank, also as its neighbours have seen it after question `number`."""
+        if rank not in self._identities and (text := self._board.identity_of(rank)) is not None:
+            self._identities[rank] = text
+        fate = fate_of(self._identities.get(rank, ""))
+        if fate is Fate.UNKNOWN and number and (seen := self._board.get(f"seen/{number}/{rank}")) is not None:
+            return Fate[seen]
+        return fate
+
+
+def _write(folder: Path, number: int, finding: Finding, answers: Mapping[int, Answer], gone: Mapping[int, str]) -> str:
+    """Write the report as JSON; a line that says where."""
+    content: dict[str, Any] = {
+        "kind": finding.kind,
+        "text": finding.text,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "answers": [answer.to_json() for _, answer in sorted(answers.items())],
+        "gone": {str(rank): why for rank, why in gone.items()},
+    }
+    path = folder / f"fsdp2-report-{time.strftime('%Y%m%d-%H%M%S')}-{number}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
+    except OSError as error:
+        return f"(no report was written: {error})"
+    return f"Report: {path.resolve()}"

@@ -1,0 +1,259 @@
+"""What the trails of all ranks say: who did something else, who is missing. Pure. Layer: watch.
+
+A trail only grows, so two ranks that have different entries at one place of a group have done different things,
+whenever they were asked. Everything else may be a moment: a rank that has fewer entries may only be late. It is at
+fault if it is gone, or if it waits for a rank that waits for it.
+
+A rank that waits for bytes under way waits for nobody: all have begun what it waits for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp2.watch.trail import Entry
+
+
+@dataclass(frozen=True)
+class Past:
+    """What one rank has done in one group.
+
+    Attributes:
+        ranks: the group's.
+        first: the place of `entries[0]`; older ones are not kept.
+    """
+
+    ranks: tuple[int, ...]
+    first: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def end(self) -> int:
+        """The number of entries so far."""
+        return self.first + len(self.entries)
+
+    def at(self, place: int) -> Entry | None:
+        """The entry there; None if it is not kept or has not happened."""
+        return self.entries[place - self.first] if self.first <= place < self.end else None
+
+    def place_of(self, wait: "Wait") -> int:
+        """Where what `wait` is about was begun; the last entry, if it is about all that was done."""
+        found = [place for place, each in enumerate(self.entries, self.first) if each[:2] == (wait.what, wait.unit)]
+        return found[-1] if found else self.end - 1
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for, and since when.
+
+    Attributes:
+        has_failed: the backend has ended the wait with an error.
+    """
+
+    group: str
+    what: str
+    unit: str | None
+    seconds: float
+    has_failed: bool = False
+
+    def __str__(self) -> str:
+        whose = "" if self.unit is None else f" of unit '{self.unit or '(root)'}'"
+        return f"{self.what}{whose} in group '{self.group}'"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says of itself.
+
+    Attributes:
+        wait: None if it does not wait for other ranks (as far as fsdp2 knows).
+        stack: where its main thread is, innermost frame last.
+    """
+
+    rank: int
+    pasts: Mapping[str, Past] = field(default_factory=dict)
+    wait: Wait | None = None
+    stack: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As dicts and lists."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> "Answer":
+        """The inverse of `to_json`, also after the keys of dicts became texts."""
+        pasts = {
+            name: Past(tuple(past["ranks"]), past["first"], tuple(Entry(*entry) for entry in past["entries"]))
+            for name, past in found["pasts"].items()
+        }
+        wait = None if found["wait"] is None else Wait(**found["wait"])
+        return Answer(found["rank"], pasts, wait, tuple(found["stack"]))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result.
+
+    Attributes:
+        kind: "fine"; "late": a rank that others wait for is alive and elsewhere; "unclear": ranks wait for each other,
+            which is a deadlock if they still do later; "differ", "gone", "deadlock": faults.
+        text: for a person.
+        agreed: for each group, up to which place all its ranks have done the same.
+        moved: what each waiting rank waits for, and its place in each group; equal in two findings if nothing moved.
+    """
+
+    kind: str
+    text: str = ""
+    agreed: Mapping[str, int] = field(default_factory=dict)
+    moved: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether waiting longer cannot help."""
+        return self.kind in ("differ", "gone", "deadlock")
+
+
+def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Finding | None = None) -> Finding:
+    """Compare the ranks.
+
+    Args:
+        answers: of those that are alive, and the last one of those that have ended.
+        gone: the ranks that are not alive, and what is known of each.
+        before: the finding of some seconds ago.
+    """
+    groups: dict[str, dict[int, Past]] = {}
+    for rank, answer in answers.items():
+        for name, past in answer.pasts.items():
+            groups.setdefault(name, {})[rank] = past
+    differing = [text for name, pasts in groups.items() if (text := _first_difference(name, pasts, answers))]
+    if differing:
+        return Finding("differ", "\n".join(differing))
+    agreed = {name: min(past.end for past in pasts.values()) for name, pasts in groups.items() if _all(pasts)}
+    waiting = {rank: answer.wait for rank, answer in answers.items() if answer.wait is not None and rank not in gone}
+    blockers = _blockers(groups, waiting, gone)
+    missing = sorted(set().union(*blockers.values()))
+    moved = repr((sorted((rank, str(wait)) for rank, wait in waiting.items()), _places(groups)))
+    culprits = {rank: gone[rank] for rank in missing if rank in gone}
+    if culprits:
+        return Finding("gone", _of_gone(culprits, groups, answers, waiting), agreed, moved)
+    idle = [rank for rank in missing if rank not in waiting]
+    if idle:
+        return Finding("late", _of_late(idle, groups, answers, waiting), agreed, moved)
+    stuck = _stuck(blockers)
+    if stuck and (before is None or before.moved != moved):
+        return Finding("unclear", "", agreed, moved)
+    if stuck:
+        lines = [f"  {_rank(rank)} waits for {waiting[rank]}" for rank in sorted(stuck)]
+        return Finding("deadlock", "\n".join(["ranks wait for each other:", *lines]), agreed, moved)
+    return Finding("fine", "", agreed, moved)
+
+
+def _all(pasts: Mapping[int, Past]) -> bool:
+    ranks = next(iter(pasts.values())).ranks
+    return set(ranks) <= set(pasts)
+
+
+def _first_difference(name: str, pasts: Mapping[int, Past], answers: Mapping[int, Answer]) -> str:
+    """The first place at which two ranks have different entries; "" if there is none."""
+    start = max(past.first for past in pasts.values())
+    for place in range(start, max(past.end for past in pasts.values())):
+        by_entry: dict[Entry, list[int]] = {}
+        for rank, past in pasts.items():
+            entry = past.at(place)
+            if entry is not None:
+                by_entry.setdefault(entry, []).append(rank)
+        if len(by_entry) > 1:
+            lines = [f"ranks did different things in group '{name}' ({_rank(*_ranks_of(pasts))}), at entry {place}:"]
+            for entry, ranks in by_entry.items():
+                lines.append(f"  {_rank(*ranks)}: {entry}")
+            lines += _last_common(place, pasts)
+            absent = [rank for rank, past in pasts.items() if past.end <= place]
+            lines += [f"  {_rank(rank)} is not there yet{_where(answers[rank])}" for rank in absent]
+            return "\n".join(lines)
+    return ""
+
+
+def _last_common(place: int, pasts: Mapping[int, Past]) -> list[str]:
+    before = next((entry for past in pasts.values() if (entry := past.at(place - 1))), None)
+    return [] if before is None else [f"  before it, all ranks: {before}"]
+
+
+def _ranks_of(pasts: Mapping[int, Past]) -> tuple[int, ...]:
+    return next(iter(pasts.values())).ranks
+
+
+def _blockers(
+    groups: Mapping[str, Mapping[int, Past]], waiting: Mapping[int, Wait], gone: Mapping[int, str]
+) -> dict[int, set[int]]:
+    """For each waiting rank those for which it waits: members of the group that have not come to what it waits for. If
+    its wait has failed, those that are gone as well: what they had begun did not end."""
+    found: dict[int, set[int]] = {}
+    for waiter, wait in waiting.items():
+        pasts = groups.get(wait.group, {})
+        if waiter in pasts:
+            place = pasts[waiter].place_of(wait)
+            others = set(_ranks_of(pasts)) - {waiter}
+            absent = {rank for rank in others if rank not in pasts or pasts[rank].end <= place}
+            found[waiter] = absent | (others & gone.keys() if wait.has_failed else set())
+    return found
+
+
+def _stuck(blockers: Mapping[int, set[int]]) -> set[int]:
+    """The ranks that wait, over others or not, for themselves."""
+    stuck = set(blockers)
+    while freed := {rank for rank in stuck if not blockers[rank] & stuck}:
+        stuck -= freed
+    return stuck
+
+
+def _places(groups: Mapping[str, Mapping[int, Past]]) -> list[tuple[str, int, int]]:
+    return sorted((name, rank, past.end) for name, pasts in groups.items() for rank, past in pasts.items())
+
+
+def _of_gone(
+    culprits: Mapping[int, str],
+    groups: Mapping[str, Mapping[int, Past]],
+    answers: Mapping[int, Answer],
+    waiting: Mapping[int, Wait],
+) -> str:
+    lines = [f"{_rank(rank)} {why}" for rank, why in culprits.items()]
+    return "\n".join(lines + _of_waiting(waiting))
+
+
+def _of_late(
+    idle: Sequence[int],
+    groups: Mapping[str, Mapping[int, Past]],
+    answers: Mapping[int, Answer],
+    waiting: Mapping[int, Wait],
+) -> str:
+    lines = []
+    for rank in idle:
+        where = _where(answers[rank]) if rank in answers else ", and has not answered yet"
+        lines.append(f"{_rank(rank)} is alive, but has not come{where}")
+        for name, pasts in groups.items():
+            if rank in pasts and pasts[rank].end < max(past.end for past in pasts.values()):
+                last, place = pasts[rank].at(pasts[rank].end - 1), pasts[rank].end
+                wanted = next((entry for past in pasts.values() if (entry := past.at(place))), None)
+                lines.append(f"  missing in group '{name}': {wanted}; its last there: {last or 'nothing'}")
+    return "\n".join(lines + _of_waiting(waiting))
+
+
+def _of_waiting(waiting: Mapping[int, Wait]) -> list[str]:
+    by_wait: dict[str, list[int]] = {}
+    for rank, wait in sorted(waiting.items()):
+        by_wait.setdefault(str(wait), []).append(rank)
+    return [f"  {_rank(*ranks)} wait{'s' * (len(ranks) == 1)} for {what}" for what, ranks in by_wait.items()]
+
+
+def _where(answer: Answer) -> str:
+    if answer.wait is not None:
+        return f"; it waits for {answer.wait}"
+    frames = [frame for frame in answer.stack if "/torch/" not in frame and "/fsdp2/" not in frame] or answer.stack
+    return f"; it is at {frames[-1]}" if frames else ""
+
+
+def _rank(*ranks: int) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"ranks {shown}" + (f", ... ({len(ranks)})" if len(ranks) > 16 else "")

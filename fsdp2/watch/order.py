@@ -1,0 +1,140 @@
+"""The points at which a rank waits until all ranks of a group have done the same. Layer: watch.
+
+They are the end of a backward that reduced gradients, and an optimizer's step. What all ranks did before at such a
+point, in this order, is known, and nothing waits; the hashes are compared later. Anything new is compared at once:
+before `backward` returns, and before the optimizer steps.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import real_tensors
+from fsdp2.errors import CollectiveError
+from fsdp2.watch.current import waiting
+from fsdp2.watch.settings import settings
+from fsdp2.watch.trail import Entry, Trail, trail_of, trails
+from fsdp2.watch.watchdog import Watchdog, watchdog
+
+_HELD_S = 60.0  # then the rank goes on: what it waits for is no exchange, and the others are alive and elsewhere
+
+
+class _Held:
+    """A comparison that all ranks of a group must reach (see `fsdp2.watch.current.Awaited`)."""
+
+    def __init__(self, trail: Trail, position: int, total: int):
+        self.what = "the comparison of orders"
+        self.fqn: str | None = None
+        self.group_name = trail.name
+        self.position = position
+        self.ranks = trail.ranks
+        self.total = str(total)
+        self.key = f"at/{trail.name}/{position}"
+        self.before, trail.last_held = trail.last_held, self.key
+        self.is_done = False
+
+    def post(self, dog: Watchdog) -> None:
+        """Say what this rank has done."""
+        if dog.board.claim(self.key, self.total) != self.total:
+            dog.ask()
+        elif dog.board.count(f"{self.key}/ranks") == len(self.ranks):
+            dog.board.put(f"{self.key}/same", "")
+            dog.board.drop([self.before + part for part in ("", "/ranks", "/same")] if self.before else [])
+            self.is_done = True
+
+    def wait(self, dog: Watchdog) -> None:
+        """Return when all ranks of the group have done the same."""
+        asked, pause, start = False, 0.0001, time.monotonic()
+        ask_after_s = settings().stall_after_s
+        while not self.is_done:
+            if dog.board.has(f"{self.key}/same") or dog.agreed.get(self.group_name, 0) >= self.position:
+                return
+            if dog.failure is not None:
+                raise CollectiveError(dog.failure)
+            if not dog.is_alive or time.monotonic() - start > _HELD_S:
+                return
+            if not asked and time.monotonic() - start > ask_after_s:
+                asked = True
+                dog.ask()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+
+
+def compare_order(ends_step: bool = False, groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """All gradients of a backward are on their way, or an optimizer is about to step. Every rank of a group calls it at
+    the same places.
+
+    Args:
+        groups: those that are compared; None for all in which gradients were reduced since the last time.
+
+    Raises:
+        CollectiveError: ranks have done different things; on all of them.
+    """
+    wanted = None if groups is None else set(groups)
+    held: list[_Held] = []
+    dog = watchdog() if settings().is_on else None
+    for group, trail in trails():
+        if trail.has_reduced if wanted is None else group in wanted:
+            position, total, is_new = trail.mark(ends_step)
+            if is_new:
+                held.append(_Held(trail, position, total))
+            elif dog is not None and _is_due(trail.num_marks):
+                dog.later.append((trail.name, position, total))
+    if dog is not None and held:
+        _hold(dog, held)
+
+
+def compare_before_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer` is about to step: a place that all ranks which hold its parameters must reach alike.
+
+    Raises:
+        CollectiveError: see `compare_order`.
+    """
+    if watchdog() is None:
+        return  # nobody to compare with: one process, fake groups and fake tensors, or switched off
+    groups = _groups_of(optimizer)
+    for group in groups:
+        trail_of(group).note(Entry("optimizer step", None))
+    if groups:
+        compare_order(ends_step=True, groups=groups)
+
+
+_meshes: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[frozenset[int]]]] = WeakKeyDictionary()
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
+    """The groups in which sharded parameters of `optimizer` are communicated: those within a parameter's mesh, because
+    every rank of a mesh has the parameter."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    known = _meshes.get(optimizer)
+    if known is None or known[0] != sizes:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        meshes = {id(param.device_mesh): param.device_mesh for param in params if isinstance(param, DTensor)}
+        with real_tensors():  # the program may be under a mode of fake ones
+            ranks = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()]
+        known = _meshes[optimizer] = sizes, ranks
+    return [group for group, trail in trails() if any(ranks.issuperset(trail.ranks) for ranks in known[1])]
+
+
+def _hold(dog: Watchdog, held: Sequence[_Held]) -> None:
+    try:
+        held = [each for each in held if dog.board.reaches(each.ranks)]
+        for each in held:
+            each.post(dog)
+        for each in held:
+            with waiting(each):
+                each.wait(dog)
+    except CollectiveError:
+        raise
+    except RuntimeError:
+        return  # the store is gone, with the process that has it; the next exchange fails by itself
+
+
+def _is_due(num_marks: int) -> bool:
+    """At every mark at first, and then at growing distances: an eighth of the marks so far, at most 128."""
+    distance = min(max(1, 1 << (num_marks // 8).bit_length() - 1), 128) if num_marks >= 8 else 1
+    return num_marks % distance == 0

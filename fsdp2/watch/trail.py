@@ -1,0 +1,143 @@
+"""`Trail`: what this rank has done in one process group, in order. Layer: watch.
+
+Each exchange with the other ranks is an `Entry`, which all ranks of the group must make at the same place. An entry is
+recorded as a number that is the same in every process, so that recording costs one `list.append`, and a stretch of
+entries is compared by a hash of their numbers.
+"""
+
+from hashlib import blake2b
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+MAX_KEPT = 8192  # entries; some steps of a model of a hundred units
+MAX_KNOWN = 10_000
+_NUMBER_BYTES = 7  # an int of 8 bytes would be hashed modulo 2**61 - 1
+
+
+class Entry(NamedTuple):
+    """One exchange.
+
+    Attributes:
+        operation: "all-gather", "reduce-scatter", "all-reduce", ... ; "optimizer step" for what needs no exchange, but
+            must happen at the same place.
+        unit: FQN of the unit, ``""`` for the root; None if it is about no unit.
+        numel: elements, of all ranks or of one as in `fsdp2.events.Event`; padding included.
+        nbytes: the same in bytes on the wire.
+        dtype: on the wire; "" if there are several.
+    """
+
+    operation: str
+    unit: str | None
+    numel: int = 0
+    nbytes: int = 0
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        whose = "" if self.unit is None else f" of unit '{self.unit or '(root)'}'"
+        size = f" ({self.nbytes} bytes{', ' * bool(self.dtype)}{self.dtype})" if self.nbytes else ""
+        return self.operation + whose + size
+
+
+_entries: dict[int, Entry] = {}
+
+
+def number_of(entry: Entry) -> int:
+    """The number of `entry`, equal in all processes."""
+    number = int.from_bytes(blake2b(repr(tuple(entry)).encode(), digest_size=_NUMBER_BYTES).digest(), "big")
+    _entries[number] = entry
+    return number
+
+
+def entry_of(number: int) -> Entry:
+    """The entry that `number_of` gave this number."""
+    return _entries[number]
+
+
+class Trail:
+    """The entries of one process group.
+
+    Attributes:
+        name: the group's, the same on all of its ranks.
+        ranks: its global ranks.
+        numbers: of the entries that are kept, oldest first.
+        num_dropped: entries before these.
+        has_reduced: gradients were reduced since the last `mark`.
+        num_marks: calls of `mark` that found new entries.
+        last_held: the key of the last comparison that ranks waited for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.name = f"{group.group_desc}:{group.group_name}"
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.numbers: list[int] = []
+        self.num_dropped = 0
+        self.has_reduced = False
+        self.num_marks = 0
+        self.last_held = ""
+        self._marked = 0
+        self._total = 0
+        self._step = 0
+        self._marks_in_step = 0
+        self._known: set[int] = set()
+
+    @property
+    def position(self) -> int:
+        """The number of entries so far."""
+        return self.num_dropped + len(self.numbers)
+
+    def note(self, entry: Entry) -> None:
+        """Record an entry that does not occur often enough to have its number computed once."""
+        self.numbers.append(number_of(entry))
+
+    def mark(self, ends_step: bool) -> tuple[int, int, bool]:
+        """A point at which the ranks are compared: (position, hash of all entries up to it, whether the entries since
+        the last step are new). Ranks that have done the same since a common mark have the same hash.
+
+        A step ends where an optimizer steps; for a program without an optimizer of torch, at every 64th mark."""
+        new = tuple(self.numbers[self._marked - self.num_dropped :])
+        self._step, self._total = hash((self._step, new)), hash((self._total, new))
+        self._marked = self.position
+        self.num_marks += bool(new)
+        self.has_reduced = False
+        step, is_new = self._step, bool(new) and self._step not in self._known
+        self._marks_in_step += 1
+        if ends_step or self._marks_in_step >= 64:
+            self._step = self._marks_in_step = 0
+        if is_new:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known.add(step)
+        return self.position, self._total, is_new
+
+    def forget(self) -> None:
+        """Drop the oldest entries, if there are too many."""
+        if len(self.numbers) > MAX_KEPT:
+            if self._marked < self.position - MAX_KEPT // 2:
+                self.mark(ends_step=False)
+            excess = len(self.numbers) - MAX_KEPT // 2
+            del self.numbers[:excess]
+            self.num_dropped += excess
+
+
+_trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
+
+
+def trail_of(group: dist.ProcessGroup) -> Trail:
+    """The trail of `group`, begun at the first call."""
+    trail = _trails.get(group)
+    if trail is None:
+        trail = _trails[group] = Trail(group)
+    return trail
+
+
+def trails() -> list[tuple[dist.ProcessGroup, Trail]]:
+    """All groups of more than one rank in which this process has exchanged something."""
+    return [(group, trail) for group, trail in list(_trails.items()) if len(trail.ranks) > 1]
+
+
+def forget_old_entries() -> None:
+    """Bound what all trails keep. Once per forward of a root, so that programs without backwards are bounded too."""
+    for trail in _trails.values():
+        trail.forget()

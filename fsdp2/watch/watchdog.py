@@ -1,0 +1,248 @@
+"""The watchdog: a thread that says what this process does when another rank asks, and ends waits that cannot end.
+Layer: watch.
+
+::
+
+    a rank waits too long     ask/7                                           (the question with number 7)
+    every watchdog            answer/7/RANK    its trails, its wait, its stack
+    the first to claim it     collector/7      compares the answers (`collecting`)
+                              verdict/7        every watchdog reads it; a fault ends the waits of its process
+
+It sleeps, and looks twice a second whether its process waits for too long or somebody has asked. It has its own client
+of the store, and never uses a collective.
+"""
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.watch.board import Board, open_board
+from fsdp2.watch.collecting import Collector
+from fsdp2.watch.current import current
+from fsdp2.watch.examine import Answer, Finding, Past, Wait
+from fsdp2.watch.neighbours import identity
+from fsdp2.watch.settings import settings
+from fsdp2.watch.trail import Trail, entry_of, trails
+
+_TICK_S = 0.5
+_MOST_S = 10.0  # between two questions about one wait
+_MAX_SENT = 2000  # entries of a trail
+_END_WAITS_TAG = 0x46530005
+
+_log = logging.getLogger("fsdp2")
+
+
+class Watchdog:
+    """The watchdog of one process and one default process group.
+
+    Attributes:
+        board: for the training thread.
+        failure: the report, once a fault was found; every later error of communication is this one.
+        agreed: for each group, up to which entry all ranks were last found to have done the same.
+        num_rounds: questions that were answered.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, board: Board):
+        self.board = board.clone()
+        self.failure: str | None = None
+        self.agreed: dict[str, int] = {}
+        self.num_rounds = 0
+        self.later: deque[tuple[str, int, int]] = deque()
+        self._world = ref(world)
+        self._board = board
+        self._wanted = False
+        self._wake = threading.Event()
+        self._stop = False
+        self._pid = os.getpid()
+        self._next_ask = (0.0, 0.0)  # (the wait that it is about, seconds into it)
+        self._before: Finding | None = None
+        self._told = 0.0  # the wait that was last reported as late
+        self._collector = Collector(board)
+        board.arrive(identity())
+        self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still watches the present process group."""
+        return not self._stop and self._pid == os.getpid() and self._world() is dist.group.WORLD
+
+    def ask(self) -> None:
+        """Ask all ranks now. `num_rounds` grows when they have answered."""
+        self._wanted = True
+        self._wake.set()
+
+    def explain(self) -> str | None:
+        """What the ranks say after an error of communication: the report, or None if they know nothing. Called while
+        `current` says what failed."""
+        before = self.num_rounds
+        deadline = time.monotonic() + 2 * settings().answer_within_s + 2
+        self.ask()
+        while self.failure is None and self.num_rounds == before and self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.failure
+
+    def close(self, why: str = "") -> None:
+        """The process ends: tell the others, and end the thread before Python does, which would crash in a call of the
+        store."""
+        if self._stop or self._pid != os.getpid():  # a forked child has the same connections
+            return
+        self._stop = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+        atexit.unregister(self.close)
+        with suppress(RuntimeError):
+            content = [why or _why_it_ends(), self._answer().to_json()]
+            self._board.put(f"ended/{self._board.rank}", json.dumps(content))
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        number = 1
+        try:
+            while self._sleep():
+                if not settings().is_on:
+                    continue
+                self._compare_later()
+                if self._must_ask():
+                    self._board.put(f"ask/{number}", str(self._board.rank))
+                elif not self._board.has(f"ask/{number}"):
+                    continue
+                self._wanted = False
+                self._act(self._round(number))
+                number += 1
+            self.close("has destroyed its process groups")
+        except RuntimeError as error:
+            self._stop = True  # the store is gone, with the process that has it; what waits gets the backend's error
+            _log.debug("the watchdog ends: %s", error)
+
+    def _sleep(self) -> bool:
+        """Whether to go on afterwards."""
+        self._wake.wait(_TICK_S)
+        self._wake.clear()
+        return self.is_alive
+
+    def _must_ask(self) -> bool:
+        if self._wanted:
+            return True
+        since = current.since
+        if current.awaited is None:
+            return False
+        about, seconds = self._next_ask
+        limit = seconds if about == since else settings().stall_after_s
+        return time.monotonic() - since >= limit
+
+    def _compare_later(self) -> None:
+        """Compare what has been noted with what other ranks noted at the same places, without waiting for them."""
+        while self.later:
+            name, position, total = self.later.popleft()
+            if self._board.claim(f"later/{name}/{position}", str(total)) != str(total):
+                self._wanted = True
+
+    def _round(self, number: int) -> Finding:
+        """Answer a question, and get or make the verdict."""
+        board = self._board
+        board.put(f"answer/{number}/{board.rank}", json.dumps(self._answer().to_json()))
+        if (collector := int(board.claim(f"collector/{number}", str(board.rank)))) == board.rank:
+            return self._collector.collect(number, self._before)
+        return self._collector.await_verdict(number, collector)
+
+    def _answer(self) -> Answer:
+        pasts = {trail.name: _past(trail) for _, trail in trails()}
+        awaited, since = current.awaited, current.since
+        wait = None
+        if awaited is not None:
+            seconds = round(time.monotonic() - since, 1)
+            wait = Wait(awaited.group_name, awaited.what, awaited.fqn, seconds, current.has_failed)
+        return Answer(self._board.rank, pasts, wait, _stack_of_main())
+
+    def _act(self, finding: Finding) -> None:
+        """Do what the verdict says."""
+        self.agreed.update(finding.agreed)
+        self._before = finding
+        since, awaited = current.since, current.awaited
+        waited = time.monotonic() - since
+        self._next_ask = since, waited + (1.0 if finding.kind == "unclear" else min(max(waited, 1.0), _MOST_S))
+        limit = settings().give_up_after_s
+        if finding.is_fault or (
+            finding.kind == "late" and limit is not None and awaited is not None and waited > limit
+        ):
+            self.failure = finding.text
+            have_ended = [_end_waits(group, trail) for group, trail in trails()]
+            if not all(have_ended):
+                _log.error("%s", finding.text)  # the wait may not end, so nothing may be raised
+        elif (
+            finding.kind == "late"
+            and awaited is not None
+            and self._told != since
+            and waited >= settings().stall_after_s
+        ):
+            self._told = since
+            _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
+        self.num_rounds += 1
+
+
+_running: list[Watchdog] = []
+_unwatched: list[ref[dist.ProcessGroup]] = []  # the default process group, if its ranks cannot be asked
+
+
+def watchdog() -> Watchdog | None:
+    """The watchdog of the present default process group, started at the first call; None where there is none."""
+    if _running and _running[0].is_alive:
+        return _running[0]
+    if not settings().is_on or not dist.is_initialized():
+        return None
+    world = dist.group.WORLD
+    if world is None or (_unwatched and _unwatched[0]() is world):
+        return None
+    _running.clear()
+    board = open_board()
+    if board is None:
+        _unwatched[:] = [ref(world)]
+        return None
+    _running.append(Watchdog(world, board))
+    return _running[0]
+
+
+def _past(trail: Trail) -> Past:
+    numbers = trail.numbers[-_MAX_SENT:]
+    return Past(trail.ranks, trail.position - len(numbers), tuple(map(entry_of, numbers)))
+
+
+def _stack_of_main() -> list[str]:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return [f"{each.filename}:{each.lineno} ({each.name})" for each in traceback.extract_stack(frame)]
+
+
+def _why_it_ends() -> str:
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return "has ended" if error is None else f"has ended after {type(error).__name__}: {error}"
+
+
+def _end_waits(group: dist.ProcessGroup, trail: Trail) -> bool:
+    """Make every wait in `group` raise; whether that is certain. The group is unusable afterwards.
+
+    gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits."""
+    backends = dist.get_backend_config(group)
+    if "gloo" not in backends:
+        with suppress(RuntimeError, AttributeError):
+            group.abort()
+        return False
+    peer = (group.rank() + 1) % len(trail.ranks)
+    with suppress(RuntimeError):
+        group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
+    return True

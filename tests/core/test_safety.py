@@ -1,0 +1,373 @@
+"""Ranks that differ are an error with a name, within seconds, and no parameter is stepped with what they made of it
+(docs/safety.md). Real processes, which are forked for one case each and may be killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from benchmarks.fake import FakeRank, in_fake_rank
+from fsdp2 import fully_shard
+from fsdp2.watch import board, neighbours
+from fsdp2.watch.order import compare_before_step
+from fsdp2.watch.watchdog import watchdog
+from tests.helpers.faults import GOOD_STEPS, Fault, Job, Told, build
+from tests.helpers.mortal_ranks import Case, Outcome, run_cases
+from tests.helpers.ranks import on_ranks
+
+LIMIT_S = 60.0  # a busy machine
+
+
+def body(rank: int, fault: Fault, folder: str) -> dict[str, Any]:
+    if fault.what == "off":
+        fsdp2.safety(False)
+    elif not fault.default:
+        fsdp2.safety(stall_after_s=0.5, report_folder=folder)
+    os.chdir(folder)
+    told: list[str] = []
+    logging.getLogger("fsdp2").addHandler(Told(told, Path(folder) / "reported"))
+    job = Job(rank, fault, folder)
+    history = [job.values()]
+    error: BaseException | None = None
+    try:
+        for number in range(GOOD_STEPS + 2):
+            job.is_bad = rank in (fault.victim, *fault.also) and number == (0 if fault.first else GOOD_STEPS)
+            job.step()
+            history.append(job.values())
+        torch.distributed.barrier()
+    except Exception as raised:
+        error = raised
+    ended = time.time()
+    if error is not None:
+        job.model.reset_iter_state()
+    dog = watchdog()
+    assert (dog is None) == (fault.what == "off")
+    if error is not None and rank == fault.victim and fault.what == "raise":
+        sys.last_value = error  # as where nobody catches it
+    if dog is not None:
+        dog.close()
+    begun = Path(folder, "fault").read_text().split() if Path(folder, "fault").exists() else ["0", "0"]
+    if fault.what == "stop" and rank == (fault.victim + 1) % fault.ranks:
+        time.sleep(1.0)
+        os.kill(int(begun[0]), signal.SIGKILL)
+    return {
+        "error": None if error is None else (type(error).__name__, str(error)),
+        "told": told,
+        "seconds": ended - float(begun[1]),
+        "steps": job.num_steps,
+        "values": [[each.tolist() for each in values] for values in [*history, job.values()]],
+    }
+
+
+def run(faults: list[Fault], folder: Path) -> dict[str, tuple[list[Outcome], Path]]:
+    folders = {}
+    for fault in faults:
+        folders[fault.name] = folder / fault.name
+        folders[fault.name].mkdir()
+    cases = [Case(body, each.ranks, (each, str(folders[each.name])), limit_s=LIMIT_S) for each in faults]
+    outcomes = run_cases(cases)
+    return {each.name: (found, folders[each.name]) for each, found in zip(faults, outcomes, strict=True)}
+
+
+def check(fault: Fault, outcomes: list[Outcome], folder: Path, right: list[Outcome]) -> None:
+    """Every rank that lives got an error that says what happened; no rank stepped with anything that was not right."""
+    dead = fault.victim if fault.what in ("kill", "stop") else None
+    if fault.what in ("sleep", "off"):
+        for outcome, other in zip(outcomes, right, strict=True):
+            assert outcome.ok and outcome.value["error"] is None, outcome
+            assert outcome.value["values"] == other.value["values"]
+        waited = [text for outcome in outcomes for text in outcome.value["told"]]
+        assert fault.what == "off" or any(f"rank {fault.victim} is alive, but has not come" in text for text in waited)
+        return
+    explained = []
+    for rank, outcome in enumerate(outcomes):
+        if rank == dead:
+            assert outcome.how == "died", outcome
+            continue
+        assert outcome.ok, (fault.name, rank, outcome)
+        result = outcome.value
+        kind, text = result["error"] or ("", "")
+        if fault.what in ("raise", "leave") and rank == fault.victim:
+            assert kind in ("ValueError", "Left")
+        elif fault.mesh == "tp" and kind == "RuntimeError":
+            assert "gloo" in text  # it was in a collective of torch's tensor parallelism, which knows no units
+        else:
+            explained.append(rank)
+            assert kind == "CollectiveError", (fault.name, rank, result["error"])
+            for expected in SAYS[fault.what](fault):
+                assert expected in text, (expected, text)
+            limit_s = 10 if fault.default else 30  # the others run many at a time
+            assert result["seconds"] < limit_s, (fault.name, rank, result["seconds"])
+            if fault.what == "leave":
+                assert any("is alive, but has not come" in told and "faults.py" in told for told in result["told"])
+        good = right[rank].value["values"]
+        steps = result["steps"]
+        assert steps in (0, 1) if fault.first else steps in (GOOD_STEPS, GOOD_STEPS + 1), (fault.name, rank, steps)
+        for number, values in enumerate(result["values"][: steps + 1]):
+            assert values == good[number], f"{fault.name}: rank {rank} was stepped wrongly before step {number}"
+        has_stepped = fault.where == "optimizer" and rank == fault.victim  # and raised before that was counted
+        assert result["values"][-1] == good[steps + has_stepped], f"{fault.name}: rank {rank} was stepped wrongly"
+    assert explained
+    reports = [json.loads(path.read_text()) for path in folder.glob("fsdp2-report-*.json")]
+    assert any(report["kind"] in ("differ", "gone", "deadlock") for report in reports)
+
+
+SAYS: dict[str, Callable[[Fault], list[str]]] = {
+    "order": lambda fault: ["did different things", "blocks.0", "blocks.1", f"rank {fault.victim}"],
+    "skip": lambda fault: ["did different things", "blocks.1", "blocks.2", f"rank {fault.victim}"],
+    # Beside tensor parallelism norms are reduced over all ranks: another group, in which no entry differs.
+    "micro": lambda fault: [
+        "wait for each other" if fault.mesh == "tp" else "did different things",
+        "all-reduce of norms",
+        "all-gather",
+        f"{fault.victim}",
+    ],
+    "kill": lambda fault: [f"rank {fault.victim} was killed"],
+    "stop": lambda fault: [f"rank {fault.victim} is stopped"],
+    "raise": lambda fault: [f"rank {fault.victim} has ended after ValueError: a bad batch"],
+    "leave": lambda fault: [f"rank {fault.victim} has ended"],
+}
+
+NONE = {
+    mesh: Fault("none", mesh=mesh, ranks=ranks, victim=0)
+    for mesh, ranks in (("fsdp", 2), ("hsdp", 4), ("tp", 4), ("fsdp4", 4))
+}
+NONE["fsdp4"] = replace(NONE["fsdp4"], mesh="fsdp")
+
+FAST = [
+    Fault("order"),
+    Fault("micro"),
+    Fault("kill", "backward"),
+    Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,)),
+    Fault("sleep", "between"),
+    Fault("off"),
+]
+PLACES = ["forward", "backward", "reduction", "clip", "step", "optimizer", "between"]
+EXHAUSTIVE = [
+    Fault("order", first=True),
+    Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,), first=True),
+    *(Fault(what, default=True) for what in ("order", "skip", "micro", "kill", "stop", "raise", "leave")),
+    *(Fault("leave", where, mesh, 4, 1) for mesh in ("fsdp", "hsdp", "tp") for where in ("backward", "between")),
+    *(
+        Fault(what, where, mesh, ranks, victim)
+        for mesh, ranks, victim in (("fsdp", 2, 0), ("fsdp", 4, 2), ("hsdp", 4, 1), ("tp", 4, 3))
+        for what, wheres in (
+            ("order", ["forward"]),
+            ("skip", ["forward"]),
+            ("micro", ["forward"]),
+            *((what, PLACES) for what in ("kill", "stop", "raise")),
+        )
+        for where in wheres
+    ),
+]
+
+
+def right_for(fault: Fault) -> Fault:
+    return NONE["fsdp4" if fault.mesh == "fsdp" and fault.ranks == 4 else fault.mesh]
+
+
+def check_all(faults: list[Fault], folder: Path) -> None:
+    rights = list({right_for(fault).name: right_for(fault) for fault in faults}.values())
+    found = run([*rights, *faults], folder)
+    for right in rights:
+        for outcome in found[right.name][0]:
+            assert outcome.ok and outcome.value["error"] is None, outcome
+    for fault in faults:
+        check(fault, *found[fault.name], found[right_for(fault).name][0])
+
+
+def test_faults(tmp_path: Path) -> None:
+    """A sample: another order, one microbatch more, a killed rank, a whole replica with another order, whose gradients
+    would be added to those of other units; and what is no fault: a rank that sleeps for many steps, and nobody that
+    watches."""
+    check_all(FAST, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["fsdp2", "fsdp4", "hsdp4", "tp4"])
+def test_fault_matrix(mesh: str, tmp_path: Path) -> None:
+    check_all([fault for fault in EXHAUSTIVE if f"{fault.mesh}{fault.ranks}" == mesh], tmp_path)
+
+
+def random_fault(seed: int) -> Fault:
+    draw = random.Random(seed)
+    mesh, ranks = draw.choice([("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 4)])
+    what = draw.choice(["order", "skip", "micro", "kill", "stop", "raise", "leave"])
+    where = "forward" if what in ("order", "skip", "micro") else draw.choice(PLACES)
+    return Fault(what, where, mesh, ranks, draw.randrange(ranks), first=draw.random() < 0.3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lot", range(16))
+def test_random_faults(lot: int, tmp_path: Path) -> None:
+    """Any fault, anywhere, by any rank."""
+    faults = {fault.name: fault for fault in map(random_fault, range(16 * lot, 16 * lot + 16))}
+    check_all(list(faults.values()), tmp_path)
+
+
+@on_ranks(2, 4)
+def test_what_all_ranks_do_is_no_fault(rank: int, world_size: int) -> None:
+    """Other orders in each step, other numbers of microbatches, evaluations, early exits: alike on all ranks."""
+    model = build("fsdp", world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = random.Random(0)
+    for number in range(12):
+        for _ in range(draw.randint(1, 3)):
+            model.order = draw.sample(range(3), draw.randint(1, 3))
+            model(torch.randn(4, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % 3 == 0:
+            with torch.no_grad():
+                model(torch.randn(4, 8))
+    dog = watchdog()
+    assert dog is not None and dog.failure is None
+
+
+@on_ranks(2)
+def test_steps_that_are_known_do_not_wait(rank: int, world_size: int) -> None:
+    """Nothing is asked of the store by the training thread once a step is known."""
+    model = build("fsdp", world_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dog = watchdog()
+    assert dog is not None
+    model.order = [2, 2, 0, 2]  # no other test's
+    calls = []
+    claim = dog.board.claim
+    dog.board.claim = lambda key, value: (calls.append(key), claim(key, value))[1]  # type: ignore[method-assign]
+    try:
+        counts = []
+        for _ in range(6):
+            model(torch.randn(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(calls))
+    finally:
+        dog.board.claim = claim  # type: ignore[method-assign]
+    assert counts == [2] * 6, counts  # the end of the first backward, and the first step
+
+
+def two_gathers_ahead(rank: int, folder: str) -> bool:
+    fsdp2.safety(answer_within_s=0.5, report_folder=folder)
+    model = build("fsdp", 2)
+    model(torch.randn(4, 8))
+    model.reshard()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    handles = [block.unshard(async_op=True) for block in model.blocks[:2]]
+    with pytest.raises(fsdp2.CollectiveError, match="rank 1 was killed"):
+        handles[0].wait()
+    model.reset_iter_state()
+    return all(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_reset_after_a_rank_died(tmp_path: Path) -> None:
+    """`reset_iter_state` raised the same error again where another all-gather was under way, so that a program could
+    not save what it had: only the first failure is news."""
+    survivor, victim = run_cases([Case(two_gathers_ahead, 2, (str(tmp_path),), limit_s=LIMIT_S)])[0]
+    assert survivor.value is True and victim.how == "died", survivor
+
+
+def unheard(rank: int, folder: str, machines: bool) -> tuple[str, list[str]]:
+    """A step after rank 1 has stopped, on another machine than rank 0, or its watchdog has no time to answer."""
+    os.chdir(folder)
+    told: list[str] = []
+    logging.getLogger("fsdp2").addHandler(Told(told, Path(folder) / "told"))
+    if machines:
+        neighbours._machine = lambda: "one" if rank == 0 else "other"
+    fsdp2.safety(stall_after_s=0.5)
+    model = build("fsdp", 3)
+    model(torch.randn(4, 8)).sum().backward()
+    dog = watchdog()
+    assert dog is not None
+    if rank == 1:
+        (Path(folder) / "fault").write_text(str(os.getpid()))
+        if machines:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        answer = dog._answer
+        dog._answer = lambda: (time.sleep(5.0), answer())[1]  # type: ignore[method-assign]
+        time.sleep(5.0)
+    message = ""
+    try:
+        model(torch.randn(4, 8)).sum().backward()
+    except fsdp2.CollectiveError as error:
+        message = str(error)
+        model.reset_iter_state()
+    if machines and rank == 2:
+        time.sleep(0.5)
+        os.kill(int((Path(folder) / "fault").read_text()), signal.SIGKILL)
+    dog.close()
+    return message, told
+
+
+@pytest.mark.exhaustive
+def test_a_process_without_time_is_not_dead(tmp_path: Path) -> None:
+    """A watchdog that did not answer in time was taken for a dead rank, on a machine that ran too much at once."""
+    outcomes = run_cases([Case(unheard, 3, (str(tmp_path), False), limit_s=LIMIT_S)])[0]
+    assert all(outcome.ok and outcome.value[0] == "" for outcome in outcomes), outcomes
+    assert any("rank 1 is alive" in text for outcome in outcomes for text in outcome.value[1])
+
+
+@pytest.mark.exhaustive
+def test_neighbours_tell_what_became_of_a_rank(tmp_path: Path) -> None:
+    """Rank 0 cannot see the process of rank 1, which is on another machine; rank 2 can."""
+    outcomes = run_cases([Case(unheard, 3, (str(tmp_path), True), limit_s=LIMIT_S)])[0]
+    for rank in (0, 2):
+        assert outcomes[rank].ok and "rank 1 is stopped" in outcomes[rank].value[0], outcomes[rank]
+
+
+def on_paper(folder: str | None) -> tuple[float, int]:
+    """Rank 0 of 8 that do not exist trains a step; with a folder in a store that others could reach."""
+    dist = torch.distributed
+    if folder is not None:
+        dist.destroy_process_group()
+        dist.init_process_group("silent", rank=0, world_size=8, store=dist.FileStore(f"{folder}/store", 8))
+        board._ARRIVAL_S = 0.2
+    fsdp2.safety(stall_after_s=0.1, answer_within_s=0.2)
+    start = time.monotonic()
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)])
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    dog = watchdog()
+    if dog is not None:
+        dog.close()
+    return time.monotonic() - start, sum(each.name == "fsdp2-watchdog" for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("backend", ["fake", "silent", "silent, in a store"])
+def test_ranks_on_paper_are_not_waited_for(backend: str, tmp_path: Path) -> None:
+    """The first step of one process that plays eight waited a minute for ranks that never come."""
+    folder = str(tmp_path) if "store" in backend else None
+    seconds, num_threads = in_fake_rank(FakeRank(0, 8, backend.partition(",")[0]), on_paper, folder)
+    assert seconds < 20 and num_threads == 0, (seconds, num_threads)
+
+
+@on_ranks(2)
+def test_a_step_under_fake_tensors(rank: int, world_size: int) -> None:
+    """Fake tensors cannot say which ranks a mesh has: an optimizer that stepped first under them raised."""
+    model = build("fsdp", world_size)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        compare_before_step(optimizer)

@@ -1,0 +1,228 @@
+"""Trails, and what those of all ranks say: no process group."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from fsdp2.watch import trail as trail_module
+from fsdp2.watch.examine import Answer, Finding, Past, Wait, examine
+from fsdp2.watch.neighbours import Fate, fate_of, identity
+from fsdp2.watch.order import _is_due
+from fsdp2.watch.trail import Entry, Trail, entry_of, number_of
+
+A, B, C = (Entry("all-gather", unit, 16, 64, "torch.float32") for unit in "abc")
+STEP = Entry("optimizer step", None)
+
+
+@pytest.fixture
+def trail(monkeypatch: pytest.MonkeyPatch) -> Trail:
+    """Of two ranks that do not exist."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    return Trail(cast(Any, SimpleNamespace(group_name="0", group_desc="mesh")))
+
+
+def answer(rank: int, *entries: Entry, wait: str = "", first: int = 0, ranks: tuple[int, ...] = (0, 1)) -> Answer:
+    waits = Wait("g", wait, "a", 3.0) if wait else None
+    return Answer(rank, {"g": Past(ranks, first, entries)}, waits, ("/run/train.py:7 (main)",))
+
+
+def found(*answers: Answer, gone: dict[int, str] | None = None, before: Finding | None = None) -> Finding:
+    # As they arrive, through the store.
+    through = [Answer.from_json(json.loads(json.dumps(each.to_json()))) for each in answers]
+    assert through == list(answers)
+    return examine({each.rank: each for each in through}, gone or {}, before)
+
+
+def test_numbers_are_the_same_in_every_process() -> None:
+    """They are compared between processes, whose hashes of texts differ."""
+    assert number_of(A) == 42853908743746440
+    assert entry_of(number_of(A)) == A
+    assert len({number_of(each) for each in (A, B, C, STEP)}) == 4
+
+
+def test_a_known_step_is_not_new(trail: Trail) -> None:
+    def step(*entries: Entry) -> bool:
+        for entry in entries:
+            trail.note(entry)
+        return trail.mark(ends_step=True)[2]
+
+    assert step(A, B, STEP)
+    assert not step(A, B, STEP)
+    assert step(B, A, STEP)
+    assert step(A, A, B, STEP)
+    assert not step(B, A, STEP)
+
+
+def test_another_number_of_microbatches_is_new(trail: Trail) -> None:
+    """Each backward of a step is a mark of its own: all of them are known, and yet a step with fewer is not."""
+
+    def step(num_microbatches: int) -> list[bool]:
+        news = []
+        for _ in range(num_microbatches):
+            trail.note(A)
+            news.append(trail.mark(ends_step=False)[2])
+        trail.note(STEP)
+        return [*news, trail.mark(ends_step=True)[2]]
+
+    assert step(3) == [True] * 4
+    assert step(3) == [False] * 4
+    assert step(2) == [False, False, True]
+
+
+def test_positions_and_hashes(trail: Trail) -> None:
+    """The hash is of all entries, also of those that are no longer kept."""
+    trail.note(A)
+    first = trail.mark(ends_step=True)
+    trail.note(A)
+    assert trail.mark(ends_step=True)[:2] != first[:2]
+    assert trail.position == 2
+
+
+def test_a_trail_is_bounded(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a program without backwards."""
+    monkeypatch.setattr(trail_module, "MAX_KEPT", 100)
+    append = trail.numbers.append  # as exchanges hold it
+    for _ in range(1000):
+        append(number_of(A))
+        trail.forget()
+    assert len(trail.numbers) <= 101 and trail.position == 1000
+    append(number_of(B))
+    assert trail.mark(ends_step=True)[0] == 1001 and trail.numbers[-1] == number_of(B)
+
+
+def test_growing_distances() -> None:
+    due = [number for number in range(1, 4000) if _is_due(number)]
+    assert due[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
+    distances = [after - before for before, after in itertools.pairwise(due)]
+    assert distances == sorted(distances) and distances[-1] == 128
+    assert len(due) < 120
+
+
+def test_the_first_difference_is_named() -> None:
+    finding = found(answer(0, A, B, C, wait="all-gather"), answer(1, A, C, wait="all-gather"))
+    assert finding.kind == "differ" and finding.is_fault
+    assert finding.text.splitlines() == [
+        "ranks did different things in group 'g' (ranks 0, 1), at entry 1:",
+        "  rank 0: all-gather of unit 'b' (64 bytes, torch.float32)",
+        "  rank 1: all-gather of unit 'c' (64 bytes, torch.float32)",
+        "  before it, all ranks: all-gather of unit 'a' (64 bytes, torch.float32)",
+    ]
+
+
+def test_differences_are_found_where_trails_overlap() -> None:
+    """What one rank no longer keeps is not compared."""
+    assert found(answer(0, A, B, C), answer(1, C, first=2)).kind == "fine"
+    assert found(answer(0, A, B, C), answer(1, B, first=2)).kind == "differ"
+
+
+def test_groups_are_compared_each_for_itself() -> None:
+    """Stages of a pipeline do different things in different groups."""
+    one = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 2), 0, (B,))})
+    two = Answer(1, {"g": Past((0, 1), 0, (A, A))})
+    three = Answer(2, {"h": Past((0, 2), 0, (B,))})
+    finding = examine({0: one, 1: two, 2: three}, {})
+    assert finding.kind == "fine" and finding.agreed == {"g": 1, "h": 1}
+
+
+def test_a_late_rank_is_no_fault() -> None:
+    finding = found(answer(0, B, A, wait="all-gather"), answer(1, B))
+    assert finding.kind == "late" and not finding.is_fault
+    assert finding.text.splitlines() == [
+        "rank 1 is alive, but has not come; it is at /run/train.py:7 (main)",
+        "  missing in group 'g': all-gather of unit 'a' (64 bytes, torch.float32); its last there: all-gather of unit "
+        "'b' (64 bytes, torch.float32)",
+        "  rank 0 waits for all-gather of unit 'a' in group 'g'",
+    ]
+    assert found(answer(0, A, wait="all-gather"), Answer(1)).kind == "late", "has done nothing yet"
+
+
+def test_who_waits_for_nobody_accuses_nobody() -> None:
+    """An idle rank may be behind, or may have ended when all was done."""
+    assert found(answer(0, A, B), answer(1, A)).kind == "fine"
+    assert found(answer(0, A, B), gone={1: "has ended"}).kind == "fine"
+
+
+def test_a_rank_that_has_not_gone_as_far_ahead_is_not_waited_for() -> None:
+    """Rank 0 has begun the next all-gather already; both wait for the bytes of the first, on a slow network."""
+    zero, one = answer(0, A, B, wait="all-gather"), answer(1, A, wait="all-gather")
+    assert found(zero, one).kind == "fine"
+    assert found(zero, one, before=found(zero, one)).kind == "fine"
+
+
+def test_bytes_under_way_are_no_deadlock() -> None:
+    """Rank 0 has all of the first all-gather and waits for rank 1, which still waits for the bytes of the first, on a
+    slow network: nothing moves for seconds, and it is no fault. It was called a deadlock."""
+    zero = Answer(0, {"g": Past((0, 1), 0, (A, B))}, Wait("g", "all-gather", "b", 9.0))
+    one = Answer(1, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a", 9.0))
+    assert found(zero, one).kind == "fine"
+    assert found(zero, one, before=found(zero, one)).kind == "fine"
+
+
+def test_a_rank_that_has_ended_after_its_part_is_not_to_blame() -> None:
+    """The last all-reduce of a job, on a machine that runs too much: rank 1 has sent its part and ended."""
+    zero, one = answer(0, A, wait="all-gather"), answer(1, A)
+    assert found(zero, one, gone={1: "has ended"}).kind == "fine"
+    failed = replace(zero, wait=Wait("g", "all-gather", "a", 0.0, has_failed=True))
+    assert found(failed, one, gone={1: "has ended"}).kind == "gone", "its message did not come after all"
+
+
+def test_a_rank_that_runs_and_gives_no_answer_is_late() -> None:
+    """A machine that runs too much at once is not a dead rank."""
+    finding = found(answer(0, A, wait="all-gather"))
+    assert finding.kind == "late" and "rank 1 is alive" in finding.text
+
+
+def test_fates_of_processes() -> None:
+    """A process that is stopped, or has died, is told from one that runs, and from one that has got its number."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    machine, _, _ = identity().split()
+    stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    it = f"{machine} {process.pid} {stat[19]}"
+    assert fate_of(identity()) is fate_of(it) is Fate.RUNNING
+    assert fate_of("elsewhere/pid:[1] 1 1") is fate_of("") is Fate.UNKNOWN
+    assert fate_of(f"{machine} {process.pid} 1") is Fate.GONE
+    process.send_signal(signal.SIGSTOP)
+    while fate_of(it) is Fate.RUNNING:
+        time.sleep(0.01)
+    assert fate_of(it) is Fate.STOPPED
+    process.kill()
+    while fate_of(it) is not Fate.GONE:  # until its parent asks, it is a zombie
+        time.sleep(0.01)
+    process.communicate()
+    assert fate_of(it) is Fate.GONE
+
+
+def test_a_dead_rank() -> None:
+    finding = found(answer(0, A, wait="all-gather"), gone={1: "was killed"})
+    assert finding.kind == "gone" and finding.text.startswith("rank 1 was killed")
+
+
+def test_a_dead_rank_behind_a_waiting_one() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is dead."""
+    zero = Answer(0, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a", 3.0))
+    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((1, 2), 0, (B,))}, Wait("h", "all-reduce", "b", 3.0))
+    finding = examine({0: zero, 1: one}, {2: "was killed"})
+    assert finding.kind == "gone" and finding.text.startswith("rank 2 was")
+
+
+def test_a_deadlock_is_one_only_if_nothing_moves() -> None:
+    """Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment."""
+    zero = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, Wait("g", "all-gather", "a", 3.0))
+    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B,))}, Wait("h", "all-gather", "b", 3.0))
+    first = found(zero, one)
+    assert first.kind == "unclear" and not first.is_fault
+    assert found(zero, one, before=first).kind == "deadlock"
+    moved = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B, B))}, Wait("h", "all-gather", "b", 3.0))
+    assert found(zero, moved, before=first).kind == "unclear"
