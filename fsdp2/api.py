@@ -208,7 +208,7 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             raise MisuseError(f"fully_shard: this {type(each).__name__} is sharded already; call it once a module")
         check_names(each)
     if len({id(each) for each in modules}) != len(modules):
-        raise MisuseError("fully_shard: a module stands twice in the list")
+        raise MisuseError("fully_shard: a module appears twice in the list")
     return modules
 
 
@@ -247,7 +247,7 @@ def _reshard_to(value: bool | int | None, zero: ZeroPolicy | None, roles: MeshRo
     if zero is not None and (zero.stage < 3 or zero.secondary_shard_size is not None):
         if value is not None:
             raise ArgumentError(
-                f"fully_shard: got reshard_after_forward={value!r} and {zero}, which says that itself; give only one"
+                f"fully_shard: got reshard_after_forward={value!r} and {zero}, which sets it too; give only one"
             )
         value = zero.secondary_shard_size if zero.stage == 3 else False
     return _check_reshard(value, roles)

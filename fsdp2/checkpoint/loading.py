@@ -203,6 +203,6 @@ def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
         if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in values)):
             names = [", ".join(sorted(need.source.names())) for need in needs]
             raise MismatchError(
-                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, and here they "
-                "are one weight. Load into a model that does not tie them."
+                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one "
+                "weight here. Load into a model that does not tie them."
             )

@@ -166,7 +166,7 @@ class Matching:
             if entry.local.is_meta:
                 if not isinstance(target, nn.Module):
                     raise ArgumentError(
-                        f"load: '{name}' is on the meta device, where nothing can be filled; allocate it"
+                        f"load: '{name}' is on the meta device, where there is nothing to fill; allocate it"
                     )
                 self.without_memory.append(state.keys[name])
             self._need(section, source, entry)
@@ -241,7 +241,7 @@ class Matching:
             name = within(value, str(note["$tensor"]))
             info = self.catalog.tensors.get(section, {}).get(name)
             if info is None:
-                raise CorruptError(f"{self.catalog.path}: '{name}' is needed and not there")
+                raise CorruptError(f"{self.catalog.path}: '{name}' is needed but missing")
             there = at_path(held, str(note["$tensor"]))
             if not isinstance(there, torch.Tensor) or there.is_meta:
                 there = torch.empty(info.shape, dtype=DTYPES[info.dtype])

@@ -183,7 +183,7 @@ class _Files:
                 if not torch.equal(_as_bytes(values[0]), _as_bytes(values[1])):
                     raise MismatchError(
                         f"{self.catalog.path}: {_quoted(one)} and {_quoted(other)} are stored apart with different "
-                        "values, and here they are one weight. Load into a model that does not tie them."
+                        "values, but are one weight here. Load into a model that does not tie them."
                     )
 
     def close(self) -> None:

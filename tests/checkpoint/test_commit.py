@@ -297,7 +297,7 @@ def test_a_manifest_that_could_not_be_read_is_not_written(
     """Whatever values lead to it."""
 
     def parse(content: bytes, file: str) -> Manifest:
-        raise CorruptError(f"{file}: is not in order (damaged)")
+        raise CorruptError(f"{file}: is malformed (damaged)")
 
     def encode(body: Any) -> bytes:
         raise RecursionError("deep")

@@ -132,7 +132,7 @@ def test_impossible_paddings(tmp_path: Path, padding: Any) -> None:
     paddings = [[padding, 0, 0], [0]]
     for file in ranks(tmp_path, 2):
         change(file, lambda content: content["optimizer_state_dict"].update(param_alignment_paddings=paddings))
-    with pytest.raises(CorruptError, match=r"rank_0.*: the padding behind 'first.weight' is .*; expected a number"):
+    with pytest.raises(CorruptError, match=r"rank_0.*: the padding after 'first.weight' is .*; expected a number"):
         open_catalog(*storage_of(tmp_path))
 
 
@@ -168,7 +168,7 @@ def test_a_link_that_the_user_names(tmp_path: Path) -> None:
 def test_many_keys_with_one_twice() -> None:
     keys = [f'"{number}":0' for number in range(30_000)]
     start = time.monotonic()
-    with pytest.raises(CorruptError, match="the key '29999' is there twice"):
+    with pytest.raises(CorruptError, match="the key '29999' appears twice"):
         parse_json(("{" + ",".join([*keys, '"29999":1']) + "}").encode(), "x")
     assert time.monotonic() - start < 2
 

@@ -152,7 +152,7 @@ def lose_chunk(metadata: Any) -> None:
         (beyond, "should be a file of torch.save"),
         (drop, "does not say where 'model.a'"),
         (lose_chunk, "hold 0 of 12 elements"),
-        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is not in order"),
+        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "is malformed"),
         (lambda metadata: metadata.state_dict_metadata.update({"model.a": "x"}), "is not described"),
     ],
 )

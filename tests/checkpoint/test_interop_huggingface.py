@@ -117,7 +117,7 @@ def test_an_index_cannot_lead_outside(tmp_path: Path, file: Any) -> None:
         ("{", "not valid JSON"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "twice"),
         ("[" * 100_000, "not valid JSON"),
-        ('{"weight_map": {"0.weight": "model-00009-of-00002.safetensors"}}', "is not there"),
+        ('{"weight_map": {"0.weight": "model-00009-of-00002.safetensors"}}', "is missing"),
         ('{"weight_map": {"other": "model-00001-of-00002.safetensors"}}', "has no 'other'"),
     ],
 )
@@ -174,7 +174,7 @@ def test_no_other_links(tmp_path: Path, target: str) -> None:
         blob.unlink()
         blob.symlink_to(secret)
     link.symlink_to({"outside": secret, "other repository": other, "folder": snapshot, "chain": blob}[target])
-    with pytest.raises(CorruptError, match=r"is not there \(or is a link\)"):
+    with pytest.raises(CorruptError, match=r"is missing \(or a link\)"):
         check(snapshot)
 
 

@@ -59,7 +59,7 @@ def test_names_that_files_cannot_hold(name: str, tmp_path: Path) -> None:
 
 def test_a_converted_tensor_with_the_name_of_the_metadata(tmp_path: Path) -> None:
     save_dcp(tmp_path / "a", {"model": {"__metadata__": torch.ones(2), "b": torch.ones(3)}})
-    with pytest.raises(ArgumentError, match="'__metadata__', a name that safetensors keeps"):
+    with pytest.raises(ArgumentError, match="'__metadata__', a name that safetensors reserves"):
         convert(tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 

@@ -96,7 +96,7 @@ def test_random_state_that_not_all_ranks_gave() -> None:
     """A rank that gave none was asked for its generators."""
     drawn = []
     for rank in range(3):
-        with pytest.warns(UserWarning, match="seeds its generators anew"):
+        with pytest.warns(UserWarning, match="reseeds its generators"):
             RandomState().load_resharded([RandomState().state_dict(), None], rank, 3)
         drawn.append(torch.rand(1).item())
     assert len(set(drawn)) == 3

@@ -32,7 +32,7 @@ fully_shard: this FSDPLinear is sharded already; call it once a module
         rank,
         wrapped(error_of(AssertionError, lambda: fully_shard([linear, nn.ReLU(), linear]))),
         """\
-fully_shard: a module stands twice in the list
+fully_shard: a module appears twice in the list
 """,
     )
     assert type(linear) is nn.Linear

@@ -58,7 +58,7 @@ def write_dcp(catalog: Catalog, folder: str, verify: bool = True) -> None:
     content = _Content(catalog)
     writer = _Writer(folder, content.aliases)
     if writer.has_checkpoint():
-        raise CheckpointError(f"{folder}: is a checkpoint already; write to a folder that is not there")
+        raise CheckpointError(f"{folder}: is a checkpoint already; write to a new folder")
     writer.set_up_storage_writer(True)
     plan = writer.prepare_local_plan(SavePlan(content.plan()))
     plans, metadata = create_default_global_save_plan([plan])
@@ -129,7 +129,7 @@ class _Content:
             own = within(name, str(note["$tensor"]))
             info = self.catalog.tensors.get(section, {}).get(own)
             if info is None:
-                raise CorruptError(f"{self.catalog.path}: {section} '{own}' is needed and not there")
+                raise CorruptError(f"{self.catalog.path}: {section} '{own}' is needed but missing")
             tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
             places[tensor] = own
             return tensor
@@ -167,7 +167,7 @@ class _Content:
                 if isinstance(value, dict) and "$tensor" in value and "value" not in value:
                     name = f"{value['$tensor']}.{fqn}"
                     if name not in stored:
-                        raise CorruptError(f"{self.catalog.path}: names the optimizer's '{name}' and does not have it")
+                        raise CorruptError(f"{self.catalog.path}: names the optimizer's '{name}' but does not have it")
                     self.tensors[key] = "optimizer", name, stored[name]
                 else:
                     self.values[key] = self._plain(value)

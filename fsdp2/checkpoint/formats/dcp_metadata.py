@@ -98,7 +98,7 @@ def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
     try:
         _Metadata(metadata, file).add_to(items)
     except (TypeError, AttributeError, ValueError, KeyError) as error:
-        raise CorruptError(f"{file}: is not in order ({type(error).__name__}: {error})") from error
+        raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True, slots=True)

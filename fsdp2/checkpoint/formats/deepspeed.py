@@ -94,7 +94,7 @@ def open_deepspeed(storage: Storage, path: str) -> PieceTable:
     except (TypeError, AttributeError, IndexError, KeyError, ValueError) as error:
         if isinstance(error, FSDPError):
             raise
-        raise CorruptError(f"{folder}: is not in order ({type(error).__name__}: {error})") from error
+        raise CorruptError(f"{folder}: is malformed ({type(error).__name__}: {error})") from error
 
 
 def _opened(storage: Storage, folder: str) -> PieceTable:
@@ -212,7 +212,7 @@ class _RankFiles(ModelStates):
         tensors = tensors if isinstance(tensors, list) else []
         flat = [tensor for tensor in tensors if _is_flat(tensor)]
         if not flat or len(flat) != len(tensors):
-            raise CorruptError(f"{self.files[rank]}: has not the flat fp32 weights of ZeRO")
+            raise CorruptError(f"{self.files[rank]}: lacks ZeRO's flat fp32 weights")
         return flat
 
     def _cut_each(self, groups: list[dict[str, tuple[int, ...]]]) -> dict[str, tuple[tuple[int, ...], list[_Fragment]]]:
@@ -257,7 +257,7 @@ class _RankFiles(ModelStates):
                 padding = paddings[group][index] if paddings else 0
                 if not is_size(padding):
                     raise CorruptError(
-                        f"{self.files[0]}: the padding behind '{name}' is {shown(padding)}; expected a number from 0"
+                        f"{self.files[0]}: the padding after '{name}' is {shown(padding)}; expected a number from 0"
                     )
                 offset += numel + padding
         return result
@@ -286,7 +286,7 @@ class _RankFiles(ModelStates):
             dtype = dtype if flat is None or number else flat.dtype
             if flat is None or one.first + one.count > flat.shape[0] or flat.dtype != dtype:
                 raise CorruptError(
-                    f"{self.files[one.rank]}: has not its part of the {kind} of '{name}', {one.count} elements {dtype}"
+                    f"{self.files[one.rank]}: lacks its part of the {kind} of '{name}', {one.count} elements {dtype}"
                 )
             pieces += flat.elements(one.first, one.first + one.count, shape, one.at)
         return StoredTensorInfo(dtype, shape), pieces

@@ -87,7 +87,7 @@ def _marked(paths: list[Path], base: Path, rank: int) -> Path:
     if len(prefixes) > 1:
         names = ", ".join(repr(".".join(map(str, prefix))) for prefix in prefixes)
         raise MismatchError(
-            f"the checkpoint has several models, at {names}, and which of them is meant cannot be known: no argument "
+            f"the checkpoint has several models, at {names}, and load cannot know which one is meant: no argument "
             "of load() (sources= neither) says that. Load the one with torch.distributed.checkpoint.load into a dict "
             "of these keys and the model's state_dict(), and save it again by itself."
         )

@@ -82,7 +82,7 @@ def open_huggingface(storage: Storage, path: str) -> PieceTable:
     for file in sorted(set(listed.values())) if listed is not None else [entry]:
         place = _located(storage, path, file)
         if place is None:
-            raise CorruptError(f"{storage.join(path, file)}: is listed in the index, and is not there (or is a link)")
+            raise CorruptError(f"{storage.join(path, file)}: is listed in the index, but is missing (or a link)")
         contained = _tensors(storage, place)
         names = [name for name in listed if listed[name] == file] if listed is not None else [*contained]
         for name in names:

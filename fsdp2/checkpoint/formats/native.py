@@ -280,5 +280,5 @@ class NativeCatalog:
 
 def _checked_sums(sums: object, nbytes: int, path: str, name: str) -> str:
     if not isinstance(sums, str) or len(sums) != WIDTH * num_blocks(nbytes):
-        raise CorruptError(f"{path}: the checksums of '{name}' are not there, or not as many as it has blocks")
+        raise CorruptError(f"{path}: the checksums of '{name}' are missing, or there is not one per block")
     return sums

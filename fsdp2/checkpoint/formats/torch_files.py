@@ -194,7 +194,7 @@ class _Window:
 
     def _fetch(self, offset: int, count: int) -> bytes:
         if count > self.limit:
-            raise CorruptError(f"{self._path}: claims {count} bytes beside its tensors, more than there can be")
+            raise CorruptError(f"{self._path}: claims {count} bytes beside its tensors, more than is possible")
         content = bytearray(count)
         self._reader.read_into(self.start + offset, memoryview(content))
         return bytes(content)
@@ -251,7 +251,7 @@ class _Archive:
         if type(key) is not tuple or len(key) != 5 or key[0] != "storage":
             raise ValueError("a reference to something that is not a storage")
         if not isinstance(key[1], Named) or type(key[2]) is not str:
-            raise ValueError("a reference to memory of no class or name")
+            raise ValueError("a reference to memory without a class or name")
         offset, size = self._range(f"data/{key[2]}")
         return key[1], self._window.start + offset, size
 

@@ -209,9 +209,7 @@ class _Machine:
             if code in _COSTLY:
                 self._made += 1
                 if self._made > FREE_OBJECTS + self.at // BYTES_AN_OBJECT:
-                    raise CorruptError(
-                        f"{self._where}: {self._made} objects in {self.at} bytes, more than there can be"
-                    )
+                    raise CorruptError(f"{self._where}: {self._made} objects in {self.at} bytes, more than is possible")
             if code == 0x2E:  # STOP
                 return self.stack.pop()
             operation = operations.get(code)
@@ -275,7 +273,7 @@ class _Machine:
         kind = f"{'builtins' if module == '__builtin__' else module}.{name}"
         if self._allowed is not None and kind not in self._allowed:
             raise CorruptError(
-                f"{self._where}: asks for {kind[:200]}, which has no place in such a file. Nothing has been executed."
+                f"{self._where}: asks for {kind[:200]}, which no such file needs. Nothing has been executed."
             )
         return Named(kind)
 

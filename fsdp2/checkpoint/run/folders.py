@@ -217,7 +217,7 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
     """
     kind = storage.kind(path)
     if kind not in (None, "folder"):
-        raise CheckpointError(f"{path}: is a {kind}; save to a folder that is empty or not there")
+        raise CheckpointError(f"{path}: is a {kind}; save to an empty or a new folder")
     found = _place(storage, path)
     if found is not None and not overwrite:
         where = "" if found == path else f" (it lies in {found}, since a save that was to replace it was cut off)"
@@ -235,7 +235,7 @@ def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
     names = storage.names(path)
     if not names or MANIFEST in names or (overwrite and _are_remains(names)):
         return
-    advice = "pass overwrite=True" if _are_remains(names) else "save to a folder that is empty or not there"
+    advice = "pass overwrite=True" if _are_remains(names) else "save to an empty or a new folder"
     what = "has the remains of a checkpoint that was deleted in part" if _are_remains(names) else "has files in it"
     raise CheckpointError(f"{path}: {what} and is no checkpoint; {advice}")
 
@@ -286,7 +286,7 @@ def replace_folder(
             free_name(storage, path, overwrite)  # raises, unless another save has just taken the name
         else:
             return
-    raise CheckpointError(f"{path}: others take this name faster than this save; it is complete in {work}")
+    raise CheckpointError(f"{path}: other saves keep taking this name; it is complete in {work}")
 
 
 def _make_way(storage: Storage, path: str) -> str | None:

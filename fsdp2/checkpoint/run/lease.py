@@ -218,7 +218,7 @@ def check_lease(storage: Storage, path: str, save_id: str) -> None:
     who = f"by {found.holder}" if found is not None else "by one that has ended"
     raise CheckpointError(
         f"{path}: the lease of this save was taken over {who}, since it was not renewed for {LEASE_S:g} s: the process "
-        "that had it has died, or it stood still. Two jobs save there; stop one."
+        "that held it has died or was suspended. Two jobs save there; stop one."
     )
 
 

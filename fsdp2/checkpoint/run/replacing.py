@@ -42,7 +42,7 @@ def open_found(storage: Storage, path: str, files_are_there: bool = True) -> Nat
                 pinned.close()
             if not isinstance(error, (CheckpointError, OSError)) or id_at(storage, path) in (None, id_seen):
                 raise
-    raise ReplacedError(f"{path}: is replaced by one save after the other, faster than it can be opened")
+    raise ReplacedError(f"{path}: is replaced by one save after another, faster than it can be opened")
 
 
 def id_at(storage: Storage, path: str) -> str | None:

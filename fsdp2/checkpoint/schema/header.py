@@ -75,7 +75,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
     end = 0
     for name, dtype, shape in tensors:
         if name == "__metadata__":
-            raise ArgumentError("a tensor is called '__metadata__', a name that safetensors keeps for itself")
+            raise ArgumentError("a tensor is called '__metadata__', a name that safetensors reserves")
         begin, end = end, end + prod(shape) * ITEMSIZES[dtype]
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
@@ -120,7 +120,7 @@ def parse_header(text: bytes, file: str, size: int) -> Header:
 def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, first byte, end) of one entry of a header."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptError(f"{file}: the entry of '{name}' has not exactly dtype, shape and data_offsets")
+        raise CorruptError(f"{file}: the entry of '{name}' must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
@@ -152,14 +152,14 @@ def parse_json(text: bytes, file: str) -> Any:
     containers = text.count(b"[") + text.count(b"{")  # an upper bound: those in strings count too
     if containers > FREE_CONTAINERS + len(text) // BYTES_A_CONTAINER:
         raise CorruptError(
-            f"{file}: {containers} lists and objects in {len(text)} bytes of JSON, more than there can be"
+            f"{file}: {containers} lists and objects in {len(text)} bytes of JSON, more than is possible"
         )
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
-            raise CorruptError(f"{file}: the key '{twice[:80]}' is there twice")
+            raise CorruptError(f"{file}: the key '{twice[:80]}' appears twice")
         return result
 
     try:

@@ -128,7 +128,7 @@ class Manifest:
         try:
             return cls._from_body(body, file)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CorruptError(f"{file}: is not in order ({type(error).__name__}: {error})") from error
+            raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
 
     @classmethod
     def _from_body(cls, body: dict[str, Any], file: str) -> "Manifest":
@@ -149,7 +149,7 @@ class Manifest:
                     or not isinstance(share["ranks"], list)
                     or not all(0 <= rank < extra_world for rank in share["ranks"])
                 ):
-                    raise CorruptError(f"{file}: the extra state '{key}' is not in order")
+                    raise CorruptError(f"{file}: the extra state '{key}' is malformed")
         records: dict[str, dict[str, Record]] = {section: {} for section in SECTIONS}
         aliases: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         values: dict[str, list[Any]] = {section: [] for section in SECTIONS}
@@ -163,7 +163,7 @@ class Manifest:
                 aliases[section].update(names)
             for section, value in table["values"].items():
                 if not isinstance(value, dict):
-                    raise CorruptError(f"{file}: the values of {section} are not in order")
+                    raise CorruptError(f"{file}: the values of {section} are malformed")
                 values[section].append(value)
         for section, names in aliases.items():
             for name, target in names.items():
@@ -175,7 +175,7 @@ class Manifest:
         step = None if body["step"] is None else _size(body["step"])
         about = body.get("about", {})
         if not isinstance(about, dict) or any(isinstance(value, (dict, list)) for value in about.values()):
-            raise CorruptError(f"{file}: what is said about the checkpoint is not in order")
+            raise CorruptError(f"{file}: the annotations (about=) are malformed")
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
         return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, about)
 
@@ -226,7 +226,7 @@ def _tiling(name: str, row: Sequence[Any], grid: Grid, pairs: tuple[tuple[int, i
     axes = [axis for axis, _ in pairs]
     in_range = all(0 <= axis < len(grid.shape) and 0 <= dim < len(shape) for axis, dim in pairs)
     if dtype not in ITEMSIZES or size != len(grid.ranks) or not size or not in_range or len(set(axes)) != len(axes):
-        raise CorruptError(f"{file}: the record of '{name}' is not in order: {str(row)[:80]}")
+        raise CorruptError(f"{file}: the record of '{name}' is malformed: {str(row)[:80]}")
     return Tiling(_shape(shape), grid, pairs)
 
 

@@ -113,12 +113,12 @@ class RandomState:
         """
         message = f"random state of {len(states)} ranks, and now there are {world_size}"
         if self.strict:
-            raise ArgumentError(f"RandomState: {message}; pass RandomState() without strict to seed anew")
+            raise ArgumentError(f"RandomState: {message}; pass RandomState() without strict to reseed")
         given = (state for state in states if state is not None)  # ranks that saved none have none
         material = b"".join(bytes(state["torch"].tolist()) for state in given) + rank.to_bytes(8, "little")
         # 63 bits: with 32, two of 16,384 ranks would share a seed with a probability of 3 %.
         seed = int.from_bytes(hashlib.sha256(material).digest()[:8], "little") >> 1
-        warnings.warn(f"{message}: rank {rank} seeds its generators anew, with {seed}", stacklevel=2)
+        warnings.warn(f"{message}: rank {rank} reseeds its generators, with {seed}", stacklevel=2)
         torch.manual_seed(seed)
         random.seed(seed)
         if "numpy" in sys.modules:

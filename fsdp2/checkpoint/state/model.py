@@ -211,7 +211,7 @@ def check_name(name: str, *taken: Container[str]) -> None:
             raise ArgumentError(f"'{name}': two tensors would be stored under this name; rename one of them")
     check_text(name, f"'{name!a}'")
     if name == RESERVED:
-        raise ArgumentError(f"'{name}': safetensors keeps this name for itself; rename the tensor")
+        raise ArgumentError(f"'{name}': safetensors reserves this name; rename the tensor")
 
 
 def check_text(text: str, what: str) -> None:
@@ -285,8 +285,8 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
         if tiling.cuts and not by_rows:
             raise ArgumentError(
                 f"'{name}': of shape {tuple(part.shape)} within a {type(local).__qualname__} of {tuple(local.shape)} "
-                f"that is cut along dims {sorted({dim for _, dim in tiling.cuts})}: which rows it belongs to cannot "
-                "be known"
+                f"that is cut along dims {sorted({dim for _, dim in tiling.cuts})}: the rows that it belongs to cannot "
+                "be determined"
             )
         shape = (*tiling.shape[:1], *part.shape[1:]) if tiling.cuts else tuple(part.shape)
         inner = replace(tiling, shape=shape)

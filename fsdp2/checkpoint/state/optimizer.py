@@ -135,7 +135,7 @@ def check_table(table: Mapping[str, Any]) -> None:
         )
     )
     if not in_order:
-        raise CorruptError("the optimizer's part of the manifest is not in order: it lists no forms, states and groups")
+        raise CorruptError("the optimizer's part of the manifest is malformed: it lists no forms, states and groups")
 
 
 def _noting(
@@ -176,7 +176,7 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
     raise ArgumentError(
         f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
-        f"{tuple(param.shape)}: which part of which whole it is cannot be known. Keep it as a DTensor, or as a "
+        f"{tuple(param.shape)}: its place in the whole tensor cannot be determined. Keep it as a DTensor, or as a "
         f"Python number."
     )
 
@@ -292,7 +292,7 @@ class OptimizerTarget:
                 self._options[index] = options
         elif empty and any(not params for groups in saved for params, _ in groups):
             self.missing += [
-                f"options of param group {index}, which has no parameters: which of the saved ones it is cannot be told"
+                f"options of param group {index}, which has no parameters and so cannot be matched to a saved one"
                 for index in empty
             ]
 
@@ -313,7 +313,7 @@ class OptimizerTarget:
                 return _scalar(note)
             info = stored.get(name)
             if info is None:
-                raise CorruptError(f"the manifest names '{name}' and does not describe it")
+                raise CorruptError(f"the manifest names '{name}' but does not describe it")
             tensor = at_path(self.optimizer.state.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(path, fqn, param, note.get("as"), info)

@@ -263,7 +263,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     if args.keep is None and not args.sweep:
-        raise ArgumentError("prune: say how many checkpoints stay (--keep N), or --sweep")
+        raise ArgumentError("prune: say how many checkpoints to keep (--keep N), or --sweep")
     storage, path = storage_of(args.folder)
     valid = verify if args.verify else None
     every_s = None if args.every_hours is None else 3600 * args.every_hours

@@ -96,7 +96,7 @@ def find_damage(folder: Folder, *, progress: Progress | None = None) -> Report:
         report, save_id = _looked_at(storage, path, progress)
         if report.ok or id_at(storage, path) in (None, save_id):  # else it was replaced meanwhile, not damaged
             return report
-    raise ReplacedError(f"{path}: is replaced by one save after the other, faster than it can be read")
+    raise ReplacedError(f"{path}: is replaced by one save after another, faster than it can be read")
 
 
 def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[Report, str | None]:
@@ -165,7 +165,7 @@ class _Verification:
                 if file.endswith(".json"):
                     content = read_small(storage, path, size)
                     if len(content) != size or f"{zlib.crc32(content):08x}" != crc:
-                        raise CorruptError(f"{path}: has not the checksum {crc} that the manifest lists")
+                        raise CorruptError(f"{path}: does not have the checksum {crc} that the manifest lists")
                 else:
                     read_header(storage, path, (size, crc))
             except (CheckpointError, OSError) as error:
