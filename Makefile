@@ -4,6 +4,7 @@
 # make fuzz     ten minutes of hostile checkpoints                  make wheel    dist/fsdp2-*.whl, as a release has it
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-device    sharded training on a lagging accelerator; needs a C++ compiler (compiles it, once)
+# make mutants  random faults in the library: how many the protective tests find, of those that all tests find
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...
@@ -26,7 +27,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-device test-clients lint bench docs fuzz fuzz-runtime wheel clean
+.PHONY: train test test-all test-device test-clients mutants lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)
 	$(BIN)/python examples/launch.py --standalone --nproc_per_node=$(NPROC) examples/train_lm.py $(ARGS)
@@ -73,6 +74,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $(CLIENTS)/torchao-for-torchtune torchao==0.15.0
 	@touch $@
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.checkpoint.fuzz --seconds 600 $(ARGS)
