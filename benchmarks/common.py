@@ -345,11 +345,18 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
-    """The checked-out commit, with a plus when files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else None
+# What runs write themselves: the second program of a series does not run on a changed tree because of the first one.
+WRITTEN = (":(exclude)benchmarks/*/results/*", ":(exclude)docs/figures/*")
+
+
+def _commit(root: Path = ROOT) -> str | None:
+    """The checked-out commit, with a plus when tracked files differ from it, apart from results."""
+    git = ["git", "-C", str(root)]
+    head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
+    if head.returncode != 0:
+        return None
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", *WRITTEN]).returncode != 0
+    return f"{head.stdout.strip()}{'+' * changed}"
 
 
 def write_json(path: Path, result: dict[str, Any], indent: int | None = 2) -> None:

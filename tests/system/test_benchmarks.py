@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common import _commit
 from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
 from fsdp2._torch import all_gather_flat
@@ -188,3 +190,35 @@ def test_a_rank_that_fails_says_so(backend: str) -> None:
 
 def _fail() -> None:
     raise ZeroDivisionError("nothing to divide by")
+
+
+def test_results_do_not_count_as_changes_of_the_tree(tmp_path: Path) -> None:
+    """Most result files named a changed tree, also where only the program before had written its own."""
+
+    def git(*words: str) -> str:
+        options = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        return subprocess.check_output(["git", "-C", str(tmp_path), *options, *words], text=True)
+
+    result, source = tmp_path / "benchmarks/step_time/results/cpu.json", tmp_path / "benchmarks/common.py"
+    result.parent.mkdir(parents=True)
+    for path in (result, source):
+        path.write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    head = git("rev-parse", "--short=10", "HEAD").strip()
+    result.write_text("2\n")
+    assert _commit(tmp_path) == head
+    source.write_text("2\n")
+    assert _commit(tmp_path) == f"{head}+"
+
+
+def test_the_table_of_commits_is_that_of_the_results() -> None:
+    """Whoever reads a figure can see how old it is."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "benchmarks").glob("*/results/*.json")):
+        for commit in set(re.findall(r'"commit": "(\w+\+?)"', path.read_text())):
+            found.setdefault(commit, set()).add(f"{path.parts[-3]}/{path.stem}")
+    text = (ROOT / "benchmarks/README.md").read_text()
+    rows = re.findall(r"^\| `(\w+\+?)` \|[^|]*\| (.*) \|$", text, re.M)
+    assert {commit: set(re.findall(r"`([\w/]+)`", names)) for commit, names in rows} == found

@@ -367,7 +367,7 @@ print(json.dumps({{
 @pytest.fixture(scope="module")
 def imported() -> dict[str, Any]:
     """What `import fsdp2` loads, in a process of its own, and the public names."""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
