@@ -81,6 +81,8 @@ def parallel_config(values: Namespace, from_file: Mapping[str, Any], world_size:
         keys["reshard_after_forward"] = values.reshard_after_forward
     if values.bf16:
         keys["mixed_precision"] = "bf16"
+    if values.offload is not None:
+        keys["offload"] = values.offload
     if values.activation_checkpointing:
         keys["activation_checkpointing"] = "full"
     for text in values.parallel:

@@ -92,6 +92,8 @@ def parse_options(arguments: Sequence[str], world_size: int) -> Options:
     except ValueError as error:
         raise UsageError(str(error)) from error
     _check_reshard(parallel)
+    if parallel.offload != "none" and options.optimizer != "adamw":
+        raise UsageError(f"--offload {parallel.offload} is for --optimizer adamw, not {options.optimizer}")
     return _with_batch_size(options)
 
 
@@ -195,6 +197,8 @@ def _build_parser() -> argparse.ArgumentParser:
         help="free the gathered weights after forward; auto: all but the root's; INT: keep them sharded over INT ranks",
     )
     add("--bf16", action="store_true", help="compute in bfloat16: mixed_precision=bf16")
+    choices = ("none", "states", "gradients", "all")
+    add("--offload", choices=choices, help="what rests in host memory, with a step behind compute (docs/offload.md)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward: =full")
 
     add = parser.add_argument_group("reports and checkpoints").add_argument

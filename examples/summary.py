@@ -22,7 +22,14 @@ def describe(options: Options, corpus: Corpus, plan: BatchPlan, model: nn.Module
     here = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
     axes = " x ".join(f"{size} {name}" for size, name in zip(mesh.shape, mesh.mesh_dim_names or (), strict=True))
     plain = ParallelConfig()
-    settings = ("reshard_after_forward", "mixed_precision", "activation_checkpointing", "compile", "cpu_offload")
+    settings = (
+        "reshard_after_forward",
+        "mixed_precision",
+        "activation_checkpointing",
+        "compile",
+        "cpu_offload",
+        "offload",
+    )
     chosen = [f"{name}={getattr(options.parallel, name)}" for name in settings]
     changed = [text for text in chosen if text not in [f"{name}={getattr(plain, name)}" for name in settings]]
     applied = ", ".join(changed) or "float32"

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp2.api import fully_shard
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.parallel.blocks import Block, Blocks, blocks_of
-from fsdp2.parallel.config import ParallelConfig
+from fsdp2.parallel.config import OFFLOADS, ParallelConfig
 from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.recompute import check_plain, recompute_and_compile
@@ -137,6 +137,8 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
         options["mp_policy"] = MixedPrecisionPolicy(_COMPUTE[config.mixed_precision], torch.float32)
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.data.device_type != "cpu")
+    if (policy := OFFLOADS[config.offload]) is not None:
+        options["offload_policy"] = policy
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
     elif config.pipeline > 1 and "zero" not in given and not meshes.only_replicates:

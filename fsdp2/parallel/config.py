@@ -15,6 +15,7 @@ from typing import Any
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.parallel.files import read_section
 from fsdp2.parallel.keys import fields_from
+from fsdp2.policies import Offload
 
 __all__ = ["AXES", "ParallelConfig"]
 
@@ -24,6 +25,12 @@ _DATA = ("replicate", "shard")
 
 _CHECKPOINTING = {"none": 0, "full": 1, "selective": 2}
 _MIXED_PRECISION = ("no", "bf16", "fp16")
+OFFLOADS = {
+    "none": None,
+    "states": Offload(),
+    "gradients": Offload(grads=True),
+    "all": Offload(grads=True, params=True),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class ParallelConfig:
             microbatch would gather again.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the dtype of compute; gradients are reduced in float32.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
+        offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states) or ``"all"``, as `Offload`
+            says; the optimizer must be one of `offload_optimizer`. Not together with `cpu_offload`.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
     Raises:
@@ -64,6 +73,7 @@ class ParallelConfig:
     reshard_after_forward: bool | int | None = None
     mixed_precision: str = "no"
     cpu_offload: bool = False
+    offload: str = "none"
     blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -208,6 +218,11 @@ def _check(config: Any) -> None:
         raise ArgumentError(f"compile: expected true, false or the name of a backend; got {config.compile!r}")
     if not isinstance(config.cpu_offload, bool):
         raise ArgumentError(f"cpu_offload: expected true or false; got {config.cpu_offload!r}")
+    if config.offload not in OFFLOADS:
+        listed = ", ".join(f'"{choice}"' for choice in OFFLOADS)
+        raise ArgumentError(f"offload: expected one of {listed}; got {config.offload!r}")
+    if config.cpu_offload and config.offload != "none":
+        raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
     if not isinstance(config.blocks, tuple) or not all(isinstance(name, str) and name for name in config.blocks):
         raise ArgumentError(f"blocks: expected names of classes or modules; got {config.blocks!r}")
 

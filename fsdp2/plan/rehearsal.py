@@ -252,6 +252,11 @@ def _rehearse(
     options: dict[str, Any],
 ) -> Rehearsal:
     machine = observer.machine
+    if config.offload != "none":
+        raise UnsupportedError(
+            f'plans do not know offload="{config.offload}": plan with offload="none" or cpu_offload=True, and '
+            "take off what will be in host memory of the state, the gradients and the parameters."
+        )
     _make_fake(model)
     num_params = sum(param.numel() for param in model.parameters())
 

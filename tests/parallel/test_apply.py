@@ -230,6 +230,7 @@ def test_reshard_after_forward(rank: int, world_size: int, reshard: Any, gathers
 @pytest.mark.parametrize("degrees", [{"shard": 2}, {"tensor": 2}])
 def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int]) -> None:
     race(config_of(degrees, cpu_offload=True), steps=2)
+    race(config_of(degrees, offload="all"), steps=2)
     race(config_of(degrees), steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False), zero=ZeroPolicy(stage=2))
 
 

@@ -38,6 +38,8 @@ def written(folder: Path, name: str, text: str) -> Path:
         ({"mixed_precision": "fp8"}, 'mixed_precision: expected one of "no", "bf16", "fp16"; got \'fp8\''),
         ({"compile": ""}, "compile: expected true, false or the name of a backend; got ''"),
         ({"cpu_offload": 1}, "cpu_offload: expected true or false; got 1"),
+        ({"offload": "some"}, 'offload: expected one of "none", "states", "gradients", "all"; got \'some\''),
+        ({"offload": "all", "cpu_offload": True}, 'offload: got "all", and cpu_offload'),
         ({"blocks": ("",)}, "blocks: expected names of classes or modules; got ('',)"),
         ({"blocks": {"a": 1}}, "blocks: expected names of classes or modules; got {'a': 1}"),
     ],

@@ -217,6 +217,8 @@ def test_what_cannot_be_planned_says_why() -> None:
         predict(Workload(lambda: Mlps().to("cpu"), batch, square), ParallelConfig(), CPU, 2)
     with pytest.raises(ArgumentError, match=r"3 \(replicate\)"):
         predict(of_mlps(), ParallelConfig(replicate=3), CPU, 8)
+    with pytest.raises(UnsupportedError, match="plans do not know offload"):
+        predict(LINEARS, replace(BLOCKS, offload="all"), MACHINES["h100"], 8)
     with pytest.raises(UnsupportedError, match="pipeline = 1"):
         predict(of_mlps(), ParallelConfig(pipeline=2), CPU, 8)
     with pytest.raises(ArgumentError, match="batch_size"):

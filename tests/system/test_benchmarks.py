@@ -222,3 +222,10 @@ def test_the_table_of_commits_is_that_of_the_results() -> None:
     text = (ROOT / "benchmarks/README.md").read_text()
     rows = re.findall(r"^\| `(\w+\+?)` \|[^|]*\| (.*) \|$", text, re.M)
     assert {commit: set(re.findall(r"`([\w/]+)`", names)) for commit, names in rows} == found
+
+
+@pytest.mark.exhaustive
+def test_offload_runs(tmp_path: Path) -> None:
+    printed = run(ROOT / "benchmarks/offload/main.py", "--dry-run", "--out", tmp_path / "out.json", ranks=2)
+    assert "| fsdp2, all, fused |" in printed
+    assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 14

@@ -148,6 +148,21 @@ def test_all_sharding_options_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_offload_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
+    """The step of a unit as one tensor rounds other elements in its way than that of each parameter: the last bit."""
+    folder, _ = whole
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--sample-bytes", "0")
+    assert job.status == 0, job.errors
+    assert "offload=all" in job.output
+    losses, expected = metrics(tmp_path, "loss"), metrics(folder, "loss")
+    assert [losses[step] for step in range(10, 51, 10)] == pytest.approx(
+        [expected[step] for step in range(10, 51, 10)], rel=1e-3
+    )
+    refused = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--optimizer", "muon")
+    assert refused.status != 0 and "--offload all is for --optimizer adamw" in refused.errors
+
+
+@pytest.mark.exhaustive
 def test_muon(tmp_path: Path) -> None:
     """What two ranks saved is taken up by one process with the same batches, and goes on as it would have."""
     options = [*TINY, *TEXT, "--optimizer", "muon", "--sample-bytes", "0"]
