@@ -38,5 +38,5 @@ def public_replacements() -> dict[str, Any]:
     """Our object for each name."""
     ours: dict[str, Any] = {"fully_shard": fully_shard}
     for home in (modules, policies):
-        ours |= {name: vars(home)[name] for name in PUBLIC if name in home.__all__}
+        ours |= {name: vars(home)[name] for name in PUBLIC if name in vars(home) and name not in ours}
     return ours

@@ -289,9 +289,8 @@ def test_a_measured_machine(rank: int, world_size: int, tmp_path: Path) -> None:
         "set_.source_Storage": Call("set_.source_Storage", (Like((64,), (1,), torch.float32),), {}),
     }
     machine = calibrate(calls, name="here", rounds=1)
-    machine.save(tmp_path / "machine.json")
-    found = Machine.load(tmp_path / "machine.json")
-    assert found == machine
+    machine.save(tmp_path / f"machine-{rank}.json")
+    assert Machine.load(tmp_path / f"machine-{rank}.json") == machine
     everyone: list[Machine | None] = [None] * world_size
     dist.all_gather_object(everyone, machine)
     assert everyone == [machine] * world_size
