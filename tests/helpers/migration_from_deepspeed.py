@@ -161,7 +161,18 @@ def pinned(rank: int, world_size: int) -> None:
     assert CPUOffloadPolicy().pin_memory and CPUOffloadPolicy(pin_memory=True) == CPUOffloadPolicy()
 
 
-none("DeepSpeed", "`offload_optimizer: {ratio: ...}`", "ratio")
+@case("DeepSpeed", "`offload_optimizer: {ratio: ...}`")
+def part_of_the_states(rank: int, world_size: int) -> None:
+    trained = []
+    for fraction in (0.5, 1.0):
+        model: Any = fsdp2.fully_shard(stack(), offload_policy=fsdp2.Offload(states=True, fraction=fraction))
+        optimizer = fsdp2.optim.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+        run(model, rank)
+        optimizer.step()
+        trained.append([param.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
 none("DeepSpeed", "`offload_param: {device: nvme}`, `offload_optimizer: {device: nvme}`", "nvme", "disk", "swap")
 
 
