@@ -7,8 +7,9 @@ from typing import Any
 from fsdp2.errors import FSDPError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.prediction import Plan, predict
+from fsdp2.plan.prediction import Plan, predict, stage_of
 from fsdp2.plan.workload import Workload
+from fsdp2.policies import ZeroPolicy
 from fsdp2.trace.drawing import amount, duration
 
 __all__ = ["Comparison", "compare"]
@@ -99,7 +100,7 @@ def row_of(plan: Plan) -> tuple[str, ...]:
 def changes(
     workload: Workload, config: ParallelConfig, machine: Machine, options: dict[str, Any]
 ) -> Iterator[tuple[Workload, ParallelConfig]]:
-    """What differs from a resolved config in one setting."""
+    """What differs from a resolved config in one setting. (Stages of ZeRO are an option, not of the config.)"""
     for wanted in ("none", "selective", "full"):
         yield workload, replace(config, activation_checkpointing=wanted)
     if config.degrees["shard"] > 1:
@@ -127,8 +128,9 @@ def changes(
 def compare(
     workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, **options: Any
 ) -> Comparison:
-    """Plan `config`, and whatever differs from it in one setting: checkpointing, `reshard_after_forward`, precision,
-    offload, replicas, tensor parallelism (with a `tp_plan`) and the size of microbatches.
+    """Plan `config`, and whatever differs from it in one setting: checkpointing, the stage of ZeRO,
+    `reshard_after_forward`, precision, offload, replicas, tensor parallelism (with a `tp_plan`) and the size of
+    microbatches.
 
     Takes as long as ten calls of `predict`, and its arguments and errors are the same. What cannot be planned is listed
     with its reason.
@@ -141,7 +143,11 @@ def compare(
     """
     asked = predict(workload, config, machine, world_size, **options)
     plans, failed, seen = [asked], [], {asked.name}
-    for other_workload, other in changes(workload, asked.config, machine, options):
+    others = [(*each, options) for each in changes(workload, asked.config, machine, options)]
+    if asked.config.degrees["shard"] > 1 and asked.config.reshard_after_forward is None and "zero" not in options:
+        stages = (2, 1) if workload.microbatches > 1 else (2,)  # which differ in what waits between backwards
+        others += [(workload, asked.config, {**options, "zero": ZeroPolicy(stage=stage)}) for stage in stages]
+    for other_workload, other, chosen in others:
         try:
             named = Plan(
                 other.resolve(world_size),
@@ -149,11 +155,12 @@ def compare(
                 other_workload.batch_size,
                 other_workload.microbatches,
                 asked.rehearsal,
+                stage_of(chosen),
             )
             if named.name in seen:
                 continue
             seen.add(named.name)
-            plans.append(predict(other_workload, other, machine, world_size, **options))
+            plans.append(predict(other_workload, other, machine, world_size, **chosen))
         except FSDPError as error:
             failed.append((named.name, str(error)))
     plans.sort(key=lambda plan: (not plan.fits, -plan.tokens_per_second / plan.config.tensor))

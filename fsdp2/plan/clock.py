@@ -67,6 +67,8 @@ class Clock(Streams):
     def work(self, lane: str, name: str, seconds: float, host_seconds: float = 0.0) -> None:
         """Give the current stream work of `seconds`, which the host takes `host_seconds` to issue."""
         self.host += host_seconds
+        if host_seconds and not self.lazy:
+            self._note("host", name, self.host - host_seconds, self.host)
         begin = max(self._free_at.get(self._current, 0.0), self.host)
         end = self._free_at[self._current] = begin + seconds
         if self.lazy:

@@ -24,6 +24,7 @@ class Plan:
         machine: on which.
         batch_size, microbatches: of the workload.
         rehearsal: what the rank did, in order.
+        zero_stage: of `ZeroPolicy`; 3 without one.
     """
 
     config: ParallelConfig
@@ -31,6 +32,7 @@ class Plan:
     batch_size: int
     microbatches: int
     rehearsal: Rehearsal
+    zero_stage: int = 3
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Plan:
         degrees = [f"{name} {degree}" for name, degree in self.config.degrees.items() if degree > 1] or ["one rank"]
         every = {0: [], 1: ["full checkpointing"]}.get(self.config.checkpoint_every)
         degrees += [f"checkpointing 1 of {self.config.checkpoint_every}"] if every is None else every
+        degrees += [f"ZeRO {self.zero_stage}"] * (self.zero_stage < 3)
         if self.config.reshard_after_forward is not None:
             degrees.append(f"reshard {self.config.reshard_after_forward}")
         degrees += ["offload"] * self.config.cpu_offload
@@ -171,7 +174,7 @@ def predict(
         workload: model, batch, loss and optimizer.
         config: the degrees and what is applied; ``shard="auto"`` is resolved against `world_size`.
         machine: one of `MACHINES`, or your own.
-        options: of `parallelize`, such as `tp_plan` and `blocks`.
+        options: of `parallelize`, such as `tp_plan`, `blocks` and `zero`.
 
     Raises:
         ArgumentError: the degrees do not fit (see `ParallelConfig`), or the model has no blocks.
@@ -186,4 +189,10 @@ def predict(
     """
     config = config.resolve(world_size)
     done = rehearse(workload, config, machine, world_size, rank, **options)
-    return Plan(config, machine, workload.batch_size, workload.microbatches, done)
+    return Plan(config, machine, workload.batch_size, workload.microbatches, done, stage_of(options))
+
+
+def stage_of(options: Mapping[str, Any]) -> int:
+    """The stage of ZeRO that these options of `parallelize` ask for."""
+    zero = options.get("zero")
+    return zero.stage if zero is not None else 3

@@ -30,6 +30,7 @@ from fsdp2._torch import (
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.module import FSDPModule
 from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
@@ -269,7 +270,8 @@ def _rehearse(
     optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
     batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
     tokens = sum(tensors[0].numel() for batch in batches if (tensors := tensors_in(batch)))
-    _step(model, optimizer, batches, workload, observer)
+    in_stages = options.get("zero") is not None
+    _step(model, optimizer, batches, workload, observer, in_stages)
     observer.memory.mark_what_stays(model, optimizer)
 
     clock = observer.clock
@@ -279,7 +281,7 @@ def _rehearse(
     clock.arrive(start)
     observer._tick()
     since = observer.memory.tick
-    _step(model, optimizer, batches, workload, observer)
+    _step(model, optimizer, batches, workload, observer, in_stages)
     units = [unit for unit in units_below(model) if unit.groups]
     return Rehearsal(
         log[first_event:],
@@ -298,12 +300,22 @@ def _rehearse(
 
 
 def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], workload: Workload, observer: Observer
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    workload: Workload,
+    observer: Observer,
+    in_stages: bool,
 ) -> None:
-    """Forwards, backwards, the optimizer, and gradients dropped."""
+    """Forwards, backwards, the optimizer, and gradients dropped. With a stage of ZeRO that decides what waits for the
+    last backward; otherwise all reductions do."""
+    assert isinstance(model, FSDPModule)
     for index, batch in enumerate(batches):
-        if len(batches) > 1:
-            model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
+        is_last = index == len(batches) - 1
+        if in_stages:
+            model.set_is_last_backward(is_last)
+        elif len(batches) > 1:
+            model.set_requires_gradient_sync(is_last)
         observer.phase = "loss"
         workload.loss(model, batch).backward()
     for param in model.parameters():

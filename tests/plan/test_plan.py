@@ -21,6 +21,7 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compare, comparison_page, predict
 from fsdp2.plan.cli import main
 from fsdp2.plan.cost import Call, Like
+from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
@@ -164,6 +165,25 @@ def test_thousands_of_ranks(config: ParallelConfig) -> None:
     assert slow.seconds >= fast.seconds
 
 
+def test_stages_of_zero() -> None:
+    """Stage 2 reduces in each backward, and gathers once a step; stage 1 keeps whole gradients for the last one."""
+    workload = replace(LINEARS, microbatches=3)
+    stages = {stage: predict(workload, BLOCKS, MACHINES["h100"], 8, zero=ZeroPolicy(stage=stage)) for stage in (1, 2)}
+    counts = {stage: plan.collectives for stage, plan in stages.items()}
+    assert counts[1] == {"all_gather": DEPTH, "reduce_scatter": DEPTH}
+    assert counts[2] == {"all_gather": DEPTH, "reduce_scatter": 3 * DEPTH}
+    held = {stage: max(each.nbytes["gradients"] for each in plan.rehearsal.samples) for stage, plan in stages.items()}
+    assert held[1] > held[2] and "ZeRO 1" in stages[1].name
+
+
+def test_the_host_has_a_lane() -> None:
+    """It issues operators one after the other, ahead of the device."""
+    plan = predict(LINEARS, BLOCKS, replace(IDLE, op_seconds=1e-5, flops={"float32": 1e9}), 8)
+    issuing = [span for span in plan.timeline.spans if span.lane == "host"]
+    computing = [span for span in plan.timeline.spans if span.lane == "compute"]
+    assert issuing and max(span.end_s for span in issuing) < max(span.end_s for span in computing)
+
+
 def test_offload_moves_what_rests_to_the_host() -> None:
     plan = predict(LINEARS, replace(BLOCKS, cpu_offload=True), MACHINES["h100"], 8)
     shards = DEPTH * DIM * DIM * 4 // 8
@@ -189,7 +209,10 @@ def test_alternatives(tmp_path: Path) -> None:
     assert fitting and list(comparison.plans[: len(fitting)]) == fitting
     assert comparison.best is fitting[0] and fitting[0].name in comparison.advice
     names = [plan.name for plan in comparison.plans]
-    assert len(set(names)) == len(names) and any("tensor 2" in name for name in names)
+    assert len(set(names)) == len(names)
+    assert any("tensor 2" in name for name in names) and any("ZeRO 2" in name for name in names)
+    assert comparison.line.startswith("0.0 M parameters in 2 units over 2 ranks; peak ")
+    assert "DOES NOT FIT" in comparison.line and fitting[0].name in comparison.line
     page = comparison_page(comparison)
     assert page.count("<s>") == 7 * (len(names) - len(fitting)) and "http" not in page.split("Machine:")[0]
 

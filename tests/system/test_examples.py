@@ -141,8 +141,23 @@ def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, F
 
 def test_all_sharding_options_together(tmp_path: Path) -> None:
     options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, *options.split(), "--save-every", "5", "--keep", "2")
+    job = run(
+        "train_lm.py",
+        *TINY,
+        *TEXT,
+        "--out",
+        tmp_path,
+        *options.split(),
+        "--save-every",
+        "5",
+        "--keep",
+        "2",
+        "--monitor",
+        "jsonl",
+    )
     assert job.status == 0, job.errors
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20] and 0 < lines[0]["grad_norm/blocks.1"] < lines[0]["grad_norm"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000015", "step-00000020"]
     assert metrics(tmp_path, "valid_loss")[20] < 4.0
 
@@ -160,6 +175,13 @@ def test_offload_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: P
     )
     refused = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--offload", "all", "--optimizer", "muon")
     assert refused.status != 0 and "--offload all is for --optimizer adamw" in refused.errors
+
+
+@pytest.mark.exhaustive
+def test_a_plan_in_a_line(tmp_path: Path) -> None:
+    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--steps", "2", "--plan")
+    assert job.status == 0, job.errors
+    assert re.search(r"0.0 M parameters in 3 units over 2 ranks; peak \d.* MiB of 16.0 GiB predicted; ", job.output)
 
 
 @pytest.mark.exhaustive
