@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -147,6 +148,7 @@ def main() -> None:
     common.add_size_options(parser)
     parser.add_argument("--of", choices=("counts", "times"), default="counts", help="what is compared")
     parser.add_argument("--cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--add", action="store_true", help="keep what the file has of other cases")
     parser.add_argument("--rounds", type=int, default=7, help="of times")
     few = {"cases": ["gpt"], "rounds": 3}
     dry = {"cases": ["experts"], "rounds": 1}
@@ -158,13 +160,18 @@ def main() -> None:
     else:
         found = compare_times(options.cases or list(TIMED), options.rounds)
         shown = times_table(found)
+    path = common.out_path(options, RESULTS, f"cpu_{options.of}.json")
+    provenance = on_ranks(2, common.provenance, "cpu")[0]
+    for each in found.values():
+        each["commit"] = provenance["versions"]["commit"]
+    if options.add and path.exists():
+        found = {**json.loads(path.read_text())[options.of], **found}
     result = {
         "question": "what a plan says, and what happens",
         "command": " ".join(["python", "-m", "benchmarks.plan.main", *sys.argv[1:]]),
-        **on_ranks(2, common.provenance, "cpu")[0],
+        **provenance,
         options.of: found,
     }
-    path = common.out_path(options, RESULTS, f"cpu_{options.of}.json")
     common.write_json(path, result)
     print(f"\n{shown}\n\nraw data: {path}")
 

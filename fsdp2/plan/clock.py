@@ -69,10 +69,12 @@ class Clock(Streams):
         self.host += host_seconds
         if host_seconds and not self.lazy:
             self._note("host", name, self.host - host_seconds, self.host)
-        begin = max(self._free_at.get(self._current, 0.0), self.host)
+        free = self._free_at.get(self._current, 0.0)
+        begin = max(free, self.host)
         end = self._free_at[self._current] = begin + seconds
         if self.lazy:
             self.host = end
+            begin = free  # what the host does in between is the same work
         if seconds:
             self._note(lane if self._current == COMPUTE else self._current, name, begin, end)
 

@@ -105,6 +105,7 @@ def _figure(timelines: tuple[Timeline, ...]) -> Any:
             layers = [[sample.nbytes[kind] / 2**20 for sample in timeline.samples] for kind in kinds]
             axis.stackplot(times, layers, labels=kinds, colors=PALETTE, step="post")
             axis.set_ylabel("MiB")
+            axis.set_ylim(0, 1.4 * max(map(sum, zip(*layers, strict=True))) or 1)  # with room for the legend
             axis.legend(loc="upper left", fontsize=7, ncols=3)
         axis.set_xlabel("ms")
     return figure

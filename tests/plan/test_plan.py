@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
 from tests.helpers.ranks import on_ranks, run_on_ranks
+from tests.helpers.source_tree import ROOT
 
 # transformers makes a mask where it sees fake tensors, and no mask for real ones.
 TOLERANCE = {"llama": 0.02, "qwen2, bf16, checkpointed": 0.02, "mixtral": 0.002}
@@ -165,6 +169,42 @@ def test_thousands_of_ranks(config: ParallelConfig) -> None:
     assert slow.seconds >= fast.seconds
 
 
+LARGE = """
+import json, resource, time, torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from fsdp2.parallel import ParallelConfig
+from fsdp2.plan import MACHINES, Workload, predict
+
+def batch(size):
+    ids = torch.zeros(size, 4096, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+begin = time.process_time()
+workload = Workload(lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)), batch)
+config = ParallelConfig(mixed_precision="bf16", activation_checkpointing="full")
+plan = predict(workload, config, MACHINES["h100"], 4096)
+print(json.dumps({
+    "parameters": plan.rehearsal.num_params, "seconds": time.process_time() - begin, "group": dist.is_initialized(),
+    "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "collectives": dict(plan.collectives),
+}))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)  # processor time is what counts; others may use the machine
+def test_a_model_of_others_on_4096_ranks() -> None:
+    """A Llama of 7 B of transformers: within a minute of one core, and 4 GiB."""
+    pytest.importorskip("transformers")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    told = [sys.executable, "-W", "ignore", "-c", LARGE]
+    done = subprocess.run(told, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["parameters"] == 6_738_415_616 and found["collectives"]["reduce_scatter"] == 33
+    assert found["seconds"] < 60 and found["gib"] < 4 and not found["group"]
+
+
 def test_stages_of_zero() -> None:
     """Stage 2 reduces in each backward, and gathers once a step; stage 1 keeps whole gradients for the last one."""
     workload = replace(LINEARS, microbatches=3)
@@ -182,6 +222,13 @@ def test_the_host_has_a_lane() -> None:
     issuing = [span for span in plan.timeline.spans if span.lane == "host"]
     computing = [span for span in plan.timeline.spans if span.lane == "compute"]
     assert issuing and max(span.end_s for span in issuing) < max(span.end_s for span in computing)
+
+
+def test_on_the_cpu_the_host_computes() -> None:
+    """A unit's forward is one span, with what the host does between its operators."""
+    plan = predict(LINEARS, BLOCKS, replace(IDLE, op_seconds=1e-3, is_accelerator=False), 2)
+    forwards = [span.name for span in plan.timeline.spans if span.lane == "compute" and "forward blocks" in span.name]
+    assert len(forwards) == len(set(forwards)) == DEPTH
 
 
 def test_offload_moves_what_rests_to_the_host() -> None:

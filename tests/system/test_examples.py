@@ -178,13 +178,6 @@ def test_offload_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_a_plan_in_a_line(tmp_path: Path) -> None:
-    job = run("train_lm.py", *TINY, *TEXT, "--out", tmp_path, "--steps", "2", "--plan")
-    assert job.status == 0, job.errors
-    assert re.search(r"0.0 M parameters in 3 units over 2 ranks; peak \d.* MiB of 16.0 GiB predicted; ", job.output)
-
-
-@pytest.mark.exhaustive
 def test_muon(tmp_path: Path) -> None:
     """What two ranks saved is taken up by one process with the same batches, and goes on as it would have."""
     options = [*TINY, *TEXT, "--optimizer", "muon", "--sample-bytes", "0"]
