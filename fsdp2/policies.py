@@ -3,7 +3,8 @@
 The public ones have the fields of torch's FSDP2, so that either's objects can be passed to `fully_shard`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +14,22 @@ from torch import nn
 from fsdp2.errors import ArgumentError
 
 HOST = torch.device("cpu")
+_standing: list[torch.device] = []
+
+
+def host() -> torch.device:
+    """The device of host memory; within `standing_for_host`, what stands for it."""
+    return _standing[-1] if _standing else HOST
+
+
+@contextmanager
+def standing_for_host(device: torch.device) -> Iterator[None]:
+    """In the block, what is offloaded goes to `device`: in a plan the CPU's memory is that of the accelerator."""
+    _standing.append(device)
+    try:
+        yield
+    finally:
+        _standing.pop()
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     @property
     def home(self) -> torch.device | None:
         """Where the sharded parameters live."""
-        return HOST
+        return host()
 
     @property
     def pins(self) -> bool:
@@ -171,12 +188,12 @@ class Offload(OffloadPolicy):
     @property
     def home(self) -> torch.device | None:
         """Where the sharded parameters live."""
-        return HOST if self.params else None
+        return host() if self.params else None
 
     @property
     def grad_home(self) -> torch.device | None:
         """Where their gradients live."""
-        return HOST if self.grads else None
+        return host() if self.grads else None
 
     @property
     def pins(self) -> bool:

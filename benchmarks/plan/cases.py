@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from benchmarks.common import GPT
+from fsdp2 import Offload, offload_optimizer
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import Workload
 
@@ -188,6 +189,16 @@ TENSOR_PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParalle
 FOUR_HEADS = {"num_key_value_heads": 2}
 WIDER = {"hidden_size": 128, "intermediate_size": 352}
 
+
+def in_background(params: Any) -> torch.optim.Optimizer:
+    return offload_optimizer(torch.optim.AdamW, params)
+
+
+def offloaded(**what: bool) -> Case:
+    """Steps of units in the background, for which the caller waits: otherwise what is in memory at once is chance."""
+    return Case(of_gpt(optimizer=in_background), options={"offload_policy": Offload(overlap=False, **what)})
+
+
 CASES: dict[str, Case] = {
     "gpt": Case(of_gpt()),
     "gpt, large lanes": Case(of_gpt(lambda: gpt(dim=512))),
@@ -201,6 +212,9 @@ CASES: dict[str, Case] = {
     "gpt, SGD": Case(of_gpt(optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))),
     "gpt, replicated": Case(of_gpt(), ParallelConfig(replicate=2, shard=1)),
     "gpt, offloaded": Case(of_gpt(), ParallelConfig(cpu_offload=True)),
+    "gpt, states offloaded": offloaded(),
+    "gpt, gradients offloaded": offloaded(grads=True),
+    "gpt, all offloaded": offloaded(grads=True, params=True),
     "convolutions": Case(
         Workload(
             Convolutions,

@@ -13,18 +13,29 @@ from torch.distributed.tensor import DTensor
 from benchmarks.memory.tracking import Kind, Moment, Tracker, timeline
 from benchmarks.plan.cases import Case
 from fsdp2 import events
+from fsdp2.optim.background import submit
+from fsdp2.optim.pending import PendingTensor
 from fsdp2.parallel import parallelize
 
 
 class Counter(Tracker):
-    """The tracker of `benchmarks/memory`; counts messages, too."""
+    """The tracker of `benchmarks/memory`; counts messages, too, and sees the thread of `offload_optimizer`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sent = 0
 
+    def __enter__(self) -> Counter:
+        super().__enter__()
+        submit(super().__enter__, None).result()  # modes are a thread's own
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        submit(lambda: super(Counter, self).__exit__(*error), None).result()
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
+        if DTensor in types or PendingTensor in types:
             return NotImplemented  # it becomes operators of local tensors, which come here too
         name = function.__name__.partition(".")[0]
         if function.namespace == "c10d" and name == "send":

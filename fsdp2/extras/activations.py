@@ -28,8 +28,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp2._torch import base_of, storage_key, version
+from fsdp2._torch import base_of, is_fake, storage_key, version
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.policies import host
 from fsdp2.runtime.streams import streams_for
 
 
@@ -158,7 +159,8 @@ class ActivationOffload:
     def save(self, call: "_Call", tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves: what it keeps instead."""
         is_param = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
-        if type(tensor) is not torch.Tensor or is_param or tensor.is_cpu or tensor.nbytes < self._min_bytes:
+        is_plain = type(tensor) is torch.Tensor or is_fake(tensor)
+        if not is_plain or is_param or tensor.device == host() or tensor.nbytes < self._min_bytes:
             return tensor
         key = storage_key(tensor)
         saved = call.saved.get(key)
@@ -256,7 +258,7 @@ class _Saved:
         ready = streams.record()
         with torch.no_grad(), streams.copying():
             streams.wait(ready)
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host = torch.empty_like(tensor, device=host(), pin_memory=torch.accelerator.is_available())
             self._host.copy_(tensor, non_blocking=True)
             self._done = streams.record()
 

@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from fsdp2.runtime.streams import simulation
+
 
 def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
     """Run `task` in the background, after all that was given before with the same number of threads.
@@ -18,6 +20,8 @@ def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
     Args:
         threads: that an operator of torch may use there; None: as many as in the caller, and not bound to cores.
     """
+    if (streams := simulation()) is not None:
+        return streams.behind(task)
     return _worker(threads or torch.get_num_threads(), threads is not None).submit(task)
 
 

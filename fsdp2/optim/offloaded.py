@@ -30,7 +30,7 @@ from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_element
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
 from fsdp2.optim.run import identical
 from fsdp2.optim.staged import State
-from fsdp2.policies import HOST, Offload
+from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.step_hook import before_each_step
@@ -285,7 +285,7 @@ def _check_follows_policy(optimizer: torch.optim.Optimizer) -> None:
         return
     held = [param for group in optimizer.param_groups for param in group["params"]]
     plans = [plan for _, plan in _offloaded(held).values()]
-    if any(plan.home != HOST for plan in plans):
+    if any(plan.home != host() for plan in plans):
         kind = type(optimizer).__name__
         raise ArgumentError(
             f"this {kind} would keep its state on {plans[0].roles.device}, and its parameters are in units with "

@@ -27,7 +27,7 @@ from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.run import local_grad
 from fsdp2.optim.staged import StagedState, State
-from fsdp2.policies import HOST, Offload
+from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.streams import streams_for
@@ -74,7 +74,7 @@ class OffloadedPart:
         pairs = zip(groups, lists, strict=True)
         self._inner = make([{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs])
         self._staged = None
-        if plan.grad_home != HOST:
+        if plan.grad_home != host():
             self._staged = StagedState(self._inner.state, plan.grad_home, plan.offload.pins)
         self._future: Future[None] | None = None
         self._done: torch.Event | None = None
@@ -184,8 +184,8 @@ class OffloadedPart:
         else:
             inner[twin] = outer
             for key, value in outer.items():
-                if isinstance(value, DTensor) and local_tensor(value).device != HOST:
-                    outer[key] = make_dtensor(local_tensor(value).to(HOST), spec_of(value))
+                if isinstance(value, DTensor) and local_tensor(value).device != host():
+                    outer[key] = make_dtensor(local_tensor(value).to(host()), spec_of(value))
 
     # --- in the background -------------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, make_dtensor, spec_of
+from fsdp2._torch import local_tensor, make_dtensor, spec_of, storage_key
 from fsdp2.optim.run import identical
+from fsdp2.policies import host
 
 State = dict[Any, Any]
 
@@ -63,19 +64,18 @@ class StagedState:
 
     def _place(self, values: list[DTensor]) -> None:
         """Find a place on the host for these."""
-        places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        places: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._values, self._shown = values, []
         for value in values:
             local = local_tensor(value)
             storage = local.untyped_storage()
-            if storage.data_ptr() not in places:
+            key, *_ = storage_key(local)
+            if key not in places:
                 there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-                places[storage.data_ptr()] = (
-                    there,
-                    torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._pins),
-                )
-            _, here = places[storage.data_ptr()]
-            rest = torch.empty(0, dtype=local.dtype)
+                nbytes = storage.nbytes()
+                places[key] = there, torch.empty(nbytes, dtype=torch.uint8, device=host(), pin_memory=self._pins)
+            _, here = places[key]
+            rest = torch.empty(0, dtype=local.dtype, device=here.device)
             rest.set_(here.untyped_storage(), local.storage_offset(), local.shape, local.stride())
             shown = make_dtensor(rest, spec_of(value))
             self._shown.append(shown)

@@ -7,7 +7,7 @@ from typing import Any
 from fsdp2.errors import FSDPError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.prediction import Plan, predict, stage_of
+from fsdp2.plan.prediction import Plan, predict
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import ZeroPolicy
 from fsdp2.trace.drawing import amount, duration
@@ -100,7 +100,7 @@ def row_of(plan: Plan) -> tuple[str, ...]:
 def changes(
     workload: Workload, config: ParallelConfig, machine: Machine, options: dict[str, Any]
 ) -> Iterator[tuple[Workload, ParallelConfig]]:
-    """What differs from a resolved config in one setting. (Stages of ZeRO are an option, not of the config.)"""
+    """What differs from a resolved config in one setting. (Some are options, not of the config.)"""
     for wanted in ("none", "selective", "full"):
         yield workload, replace(config, activation_checkpointing=wanted)
     if config.degrees["shard"] > 1:
@@ -108,7 +108,9 @@ def changes(
     if config.mixed_precision == "no":
         yield workload, replace(config, mixed_precision="bf16")
     if machine.is_accelerator:
-        yield workload, replace(config, cpu_offload=not config.cpu_offload)
+        yield workload, replace(config, cpu_offload=not config.cpu_offload, offload="none")
+        for offload in ("none", "states", "gradients", "all"):
+            yield workload, replace(config, cpu_offload=False, offload=offload)
     whole, node = config.degrees["replicate"] * config.degrees["shard"], machine.ranks_per_node
     if whole > node and whole % node == 0:
         yield workload, replace(config, replicate=whole // node, shard=node)
@@ -129,11 +131,11 @@ def compare(
     workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, **options: Any
 ) -> Comparison:
     """Plan `config`, and whatever differs from it in one setting: checkpointing, the stage of ZeRO,
-    `reshard_after_forward`, precision, offload, replicas, tensor parallelism (with a `tp_plan`) and the size of
-    microbatches.
+    `reshard_after_forward`, precision, offload (of states, gradients, parameters, activations), replicas, tensor
+    parallelism (with a `tp_plan`) and the size of microbatches.
 
-    Takes as long as ten calls of `predict`, and its arguments and errors are the same. What cannot be planned is listed
-    with its reason.
+    Takes as long as fifteen calls of `predict`, and its arguments and errors are the same. What cannot be planned is
+    listed with its reason.
 
     Example::
 
@@ -147,6 +149,8 @@ def compare(
     if asked.config.degrees["shard"] > 1 and asked.config.reshard_after_forward is None and "zero" not in options:
         stages = (2, 1) if workload.microbatches > 1 else (2,)  # which differ in what waits between backwards
         others += [(workload, asked.config, {**options, "zero": ZeroPolicy(stage=stage)}) for stage in stages]
+    if machine.is_accelerator and "activation_budget" not in options:
+        others.append((workload, asked.config, {**options, "activation_budget": 0}))
     for other_workload, other, chosen in others:
         try:
             named = Plan(
@@ -155,7 +159,7 @@ def compare(
                 other_workload.batch_size,
                 other_workload.microbatches,
                 asked.rehearsal,
-                stage_of(chosen),
+                chosen,
             )
             if named.name in seen:
                 continue

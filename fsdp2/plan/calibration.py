@@ -23,6 +23,7 @@ from fsdp2.comm import comm_for
 from fsdp2.comm.base import Operand, Pending
 from fsdp2.plan.cost import Call, Like
 from fsdp2.plan.machine import Machine
+from fsdp2.policies import HOST
 
 __all__ = ["calibrate"]
 
@@ -94,6 +95,7 @@ def machine_of(seconds: Mapping[str, float], node: Node, device: torch.device) -
         {str(dtype).removeprefix("torch."): 2 * _PRODUCT**3 / seconds[f"product {dtype}"] for dtype in _DTYPES},
         3 * 4 * _ELEMENTS / seconds["memory"],
         *(1e30, 1e30),
+        host_memory_bandwidth=3 * 4 * _ELEMENTS / seconds["host memory"],
         ranks_per_node=node.ranks_per_node,
         link_latency=0.0,
         network_latency=0.0,
@@ -138,8 +140,9 @@ def _rates(device: torch.device) -> dict[str, Callable[[], Any]]:
     for dtype in _DTYPES:
         left, right = (torch.rand(_PRODUCT, _PRODUCT, device=device).to(dtype) for _ in range(2))
         found[f"product {dtype}"] = partial(torch.matmul, left, right)
-    one, other, out = (torch.rand(_ELEMENTS, device=device) for _ in range(3))
-    found["memory"] = lambda: torch.add(one, other, out=out)
+    for name, where in (("memory", device), ("host memory", HOST)):
+        one, other, out = (torch.rand(_ELEMENTS, device=where) for _ in range(3))
+        found[name] = partial(torch.add, one, other, out=out)
     tiny, factor = torch.rand(8, device=device), torch.rand(8, device=device)
     found["operator"] = lambda: tiny * factor
     leaf, gains = torch.rand(8, device=device, requires_grad=True), torch.rand(8, device=device, requires_grad=True)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--batch-size", type=int, metavar="N", help="sequences in a microbatch")
     result.add_argument("--microbatches", type=int, metavar="N", help="forwards before each optimizer step")
     result.add_argument("--rank", type=int, default=0, help="which rank is planned (default 0)")
-    result.add_argument("--only", action="store_true", help="no alternatives: one plan, ten times as fast")
+    result.add_argument("--only", action="store_true", help="no alternatives: one plan, fifteen times as fast")
     result.add_argument("--json", metavar="FILE", help='write the figures ("-": to stdout, instead of the table)')
     result.add_argument("--html", metavar="FILE", help="write a page with pictures")
     return result

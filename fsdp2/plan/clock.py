@@ -5,9 +5,11 @@ begins when the stream is free, and not before the host has issued it. An event 
 have finished; to wait for it moves a stream to that time. Messages have a queue for each process group.
 
 An accelerator's host runs ahead. On the CPU the host is what computes: it has one stream, and waits for messages.
+Optimizers that step in the background have a thread, whose time is its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -31,6 +33,18 @@ class Moment:
         self.clock.host = max(self.clock.host, self.seconds)
 
 
+class Issued(Future[None]):
+    """A task of the background: its thread has issued everything at some time, until which `result` waits."""
+
+    def __init__(self, clock: "Clock", seconds: float):
+        super().__init__()
+        self._moment = Moment(clock, seconds)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Let the host wait."""
+        self._moment.synchronize()
+
+
 class Clock(Streams):
     """The time of each stream, of the host and of each process group's messages; in seconds since the start.
 
@@ -51,8 +65,14 @@ class Clock(Streams):
         self.exposed = 0.0
         self._overlap = overlap
         self._current = COMPUTE
+        self._thread = 0.0
         self._free_at: dict[str, float] = {}
         self._wires: dict[int, float] = {}
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer steps in the background."""
+        return self._current == "optimizer"
 
     @property
     def now(self) -> float:
@@ -77,6 +97,11 @@ class Clock(Streams):
             begin = free  # what the host does in between is the same work
         if seconds:
             self._note(lane if self._current == COMPUTE else self._current, name, begin, end)
+
+    def think(self, lane: str, name: str, seconds: float) -> None:
+        """The host itself computes."""
+        begin, self.host = self.host, self.host + seconds
+        self._note(lane, name, begin, self.host)
 
     def message(self, wire: int, lane: str, name: str, seconds: float, follows: bool = True) -> float:
         """Send a message behind those of the same `wire`, once the current stream has come so far. Returns when it will
@@ -126,6 +151,27 @@ class Clock(Streams):
 
     def all_reducing(self) -> AbstractContextManager[object]:
         return self._on("all-reduce")
+
+    def copying(self) -> AbstractContextManager[object]:
+        return self._on("copies")
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block is one of the thread in the background, on the stream that it has."""
+        if self.lazy:
+            yield
+            return
+        caller, self.host = self.host, max(self.host, self._thread)
+        try:
+            with self._on("optimizer"):
+                yield
+        finally:
+            self._thread, self.host = self.host, caller
+
+    def behind(self, task: Callable[[], None]) -> Future[None]:
+        """See `Streams`."""
+        task()
+        return Issued(self, self._thread)
 
     @contextmanager
     def _on(self, stream: str) -> Iterator[None]:

@@ -76,6 +76,11 @@ class Cost:
             self._seconds[name] = seconds
         return seconds
 
+    def on_host(self, tensors: Sequence[torch.Tensor]) -> float:
+        """How long the host takes for a call on these tensors in its memory, all that is read and written."""
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return nbytes / self._machine.host_memory_bandwidth
+
     def _estimate(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: Sequence[torch.Tensor]
     ) -> float:

@@ -37,6 +37,8 @@ class Machine:
         link: bytes a second that one rank sends within a node, in one direction.
         network: the same between nodes, for each rank.
         host_link: the same between device and host memory.
+        host_memory_bandwidth: bytes a second that operators on host memory read and write, for each rank. The default
+            is a share of what eight ranks get of sixteen channels of DDR5-4800.
         ranks_per_node: ranks that share a node.
         link_latency, network_latency: seconds for each hop of a ring.
         op_seconds: what the host takes to issue an operator. (Of a measured one: beyond what was measured.)
@@ -59,6 +61,7 @@ class Machine:
     link: float
     network: float
     host_link: float = 20 * GB
+    host_memory_bandwidth: float = 60 * GB
     ranks_per_node: int = 8
     link_latency: float = 3e-6
     network_latency: float = 10e-6

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp2.parallel import ParallelConfig
@@ -24,7 +24,7 @@ class Plan:
         machine: on which.
         batch_size, microbatches: of the workload.
         rehearsal: what the rank did, in order.
-        zero_stage: of `ZeroPolicy`; 3 without one.
+        options: of `predict`.
     """
 
     config: ParallelConfig
@@ -32,7 +32,7 @@ class Plan:
     batch_size: int
     microbatches: int
     rehearsal: Rehearsal
-    zero_stage: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -104,10 +104,14 @@ class Plan:
         degrees = [f"{name} {degree}" for name, degree in self.config.degrees.items() if degree > 1] or ["one rank"]
         every = {0: [], 1: ["full checkpointing"]}.get(self.config.checkpoint_every)
         degrees += [f"checkpointing 1 of {self.config.checkpoint_every}"] if every is None else every
-        degrees += [f"ZeRO {self.zero_stage}"] * (self.zero_stage < 3)
+        if (zero := self.options.get("zero")) is not None and zero.stage < 3:
+            degrees.append(f"ZeRO {zero.stage}")
         if self.config.reshard_after_forward is not None:
             degrees.append(f"reshard {self.config.reshard_after_forward}")
         degrees += ["offload"] * self.config.cpu_offload
+        degrees += [f"offload {self.config.offload}"] * (self.config.offload != "none")
+        if (budget := self.options.get("activation_budget")) is not None:
+            degrees.append("activations offloaded" + f" beyond {amount(budget)}" * (budget > 0))
         degrees += [self.config.mixed_precision] * (self.config.mixed_precision != "no")
         return ", ".join([*degrees, f"{self.microbatches} x {self.batch_size}"])
 
@@ -174,7 +178,11 @@ def predict(
         workload: model, batch, loss and optimizer.
         config: the degrees and what is applied; ``shard="auto"`` is resolved against `world_size`.
         machine: one of `MACHINES`, or your own.
-        options: of `parallelize`, such as `tp_plan`, `blocks` and `zero`.
+        options: of `parallelize`, such as `tp_plan`, `blocks` and `zero`; and `activation_budget`, the bytes of saved
+            activations that `fsdp2.offload_activations` leaves on the device.
+
+    With the config's `offload` the optimizer is that of `fsdp2.offload_optimizer`, of the workload's kind. Its step
+    goes on beside the next forward, so the time is that from one step to the next.
 
     Raises:
         ArgumentError: the degrees do not fit (see `ParallelConfig`), or the model has no blocks.
@@ -189,10 +197,4 @@ def predict(
     """
     config = config.resolve(world_size)
     done = rehearse(workload, config, machine, world_size, rank, **options)
-    return Plan(config, machine, workload.batch_size, workload.microbatches, done, stage_of(options))
-
-
-def stage_of(options: Mapping[str, Any]) -> int:
-    """The stage of ZeRO that these options of `parallelize` ask for."""
-    zero = options.get("zero")
-    return zero.stage if zero is not None else 3
+    return Plan(config, machine, workload.batch_size, workload.microbatches, done, options)

@@ -9,7 +9,7 @@ Layer: plan.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,18 @@ from fsdp2._torch import (
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.extras.activations import offload_activations
 from fsdp2.module import FSDPModule
+from fsdp2.optim.offloaded import OffloadedOptimizer, offload_optimizer
+from fsdp2.optim.pending import PendingTensor
 from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
+from fsdp2.parallel.blocks import blocks_of
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
 from fsdp2.plan.cost import Call, Cost
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.workload import Workload
-from fsdp2.policies import CPUOffloadPolicy
+from fsdp2.policies import standing_for_host
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.streams import simulated
 from fsdp2.trace.memory import Kind, Memory, tensors_in
@@ -46,14 +50,6 @@ from fsdp2.trace.timeline import Sample, Span
 __all__ = ["Message", "Rehearsal", "rehearse"]
 
 HOST = torch.device("cpu", 1)
-
-
-class HostMemory(CPUOffloadPolicy):
-    """Offload to what stands for host memory."""
-
-    @property
-    def home(self) -> torch.device | None:
-        return HOST
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class Observer(MemoryMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if DTensor in types:
+        if DTensor in types or PendingTensor in types:
             self.clock.host += self.machine.dtensor_seconds
             return NotImplemented  # it becomes operators of local tensors, which come here too
         if function.namespace == "prim" or getattr(function, "is_view", False):  # half of all: neither memory nor time
@@ -137,6 +133,8 @@ class Observer(MemoryMode):
             self.memory.mark(leaf)
         if name.startswith("set_"):
             self.memory.mark_elastic(result)
+            if self.clock.is_stepping:  # states that are on the device for the time of their step
+                self.memory.mark(result, Kind.STATES)
         self.memory.tick += 1  # what dies now was alive together with the result
         if function.namespace == "_c10d_functional":
             self._functional(name, args)
@@ -151,13 +149,16 @@ class Observer(MemoryMode):
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = tensors_in((args, kwargs, result))
+        lane = "optimizer" if self.phase == "optimizer" else "compute"
         on_host = [tensor.device == HOST for tensor in tensors]
-        if any(on_host) and not all(on_host) and tensors:
+        if tensors and all(on_host):
+            self.clock.think(lane, self._label(), self.machine.op_seconds + self.cost.on_host(tensors))
+            return
+        if any(on_host):
             nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
             seconds = nbytes / self.machine.host_link
         else:
             seconds = self.cost.seconds_of(function, args, kwargs, result, tensors)
-        lane = "optimizer" if self.phase == "optimizer" else "compute"
         self.clock.work(lane, self._label(), seconds, self.machine.op_seconds)
 
     def _label(self) -> str:
@@ -237,6 +238,7 @@ def rehearse(
         with (
             absent_ranks(world_size, rank, comm, observer),
             simulated(observer.clock),
+            standing_for_host(HOST) if machine.is_accelerator else nullcontext(),
             FakeTensorMode(allow_non_fake_inputs=True),
             _named_operators(),
             observer,
@@ -252,44 +254,46 @@ def _rehearse(
     log: list[events.Event],
     options: dict[str, Any],
 ) -> Rehearsal:
-    machine = observer.machine
-    if config.offload != "none":
-        raise UnsupportedError(
-            f'plans do not know offload="{config.offload}": plan with offload="none" or cpu_offload=True, and '
-            "take off what will be in host memory of the state, the gradients and the parameters."
-        )
     _make_fake(model)
     num_params = sum(param.numel() for param in model.parameters())
 
-    if config.cpu_offload and machine.is_accelerator:
-        options["offload_policy"] = HostMemory(pin_memory=False)
     meshes = build_meshes(config, "cpu")
+    budget = options.pop("activation_budget", None)
+    blocks = blocks_of(model, options.get("blocks") or config.blocks or None) if budget is not None else []
     parallelize(model, config, meshes=meshes, **options)
+    if budget is not None:
+        inside = {module for block in blocks for module in block.module.modules() if module is not block.module}
+        offload_activations([block.module for block in blocks if block.module not in inside], budget=budget)
     for tensor in (*model.parameters(), *model.buffers()):
         observer.memory.mark(tensor, Kind.PARAMETERS)
-    optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
+    optimizer = _optimizer(model, workload, config)
     batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
     tokens = sum(tensors[0].numel() for batch in batches if (tensors := tensors_in(batch)))
     in_stages = options.get("zero") is not None
     _step(model, optimizer, batches, workload, observer, in_stages)
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.wait()  # so that parameters can be looked at
     observer.memory.mark_what_stays(model, optimizer)
 
     clock = observer.clock
-    start, clock.host = clock.end, clock.end
-    clock.spans.clear()
+    clock.host = clock.end
+    clock.arrive(clock.end)
+    if isinstance(optimizer, OffloadedOptimizer):  # what is measured begins while the last step is under way
+        _step(model, optimizer, batches, workload, observer, in_stages)
+    start = max(clock.host, clock.now)
     clock.exposed, observer.messages, first_event = 0.0, [], len(log)
-    clock.arrive(start)
     observer._tick()
     since = observer.memory.tick
     _step(model, optimizer, batches, workload, observer, in_stages)
+    end = max(clock.host, clock.now) if isinstance(optimizer, OffloadedOptimizer) else clock.end
     units = [unit for unit in units_below(model) if unit.groups]
     return Rehearsal(
         log[first_event:],
         observer.messages,
         [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since)],
         [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since, is_host=True)],
-        [Span(each.lane, each.name, each.begin_s - start, each.end_s - start) for each in clock.spans],
-        clock.end - start,
+        _between(start, end, clock.spans),
+        end - start,
         clock.exposed,
         num_params,
         len(units),
@@ -297,6 +301,23 @@ def _rehearse(
         tokens,
         observer.cost.seen,
     )
+
+
+def _optimizer(model: nn.Module, workload: Workload, config: ParallelConfig) -> torch.optim.Optimizer:
+    """The workload's; with the config's offload, one of the same kind that steps in the background."""
+    optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
+    if config.offload == "none" or isinstance(optimizer, OffloadedOptimizer):
+        return optimizer
+    return offload_optimizer(type(optimizer), [{**group} for group in optimizer.param_groups])
+
+
+def _between(start: float, end: float, spans: Sequence[Span]) -> list[Span]:
+    """What of these is there, in seconds since `start`."""
+    return [
+        Span(each.lane, each.name, max(each.begin_s, start) - start, min(each.end_s, end) - start)
+        for each in spans
+        if each.end_s > start and each.begin_s < end
+    ]
 
 
 def _step(

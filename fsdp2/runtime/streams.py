@@ -8,7 +8,8 @@ The side streams are created once per device and shared by all roots, because st
 run one after another lose nothing by sharing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
@@ -54,6 +55,14 @@ class Streams:
 
     def wait(self, event: torch.Event | None) -> None:
         """Make the current stream wait for `event`."""
+
+    def behind(self, task: Callable[[], None]) -> "Future[None]":
+        """Run `task`, which is one for the background, at once: where streams are `simulated` threads are, too, because
+        the modes of torch that see operators are each thread's own."""
+        task()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class _Current:
@@ -121,6 +130,11 @@ def simulated(streams: Streams) -> Iterator[None]:
         yield
     finally:
         _simulated.remove(streams)
+
+
+def simulation() -> Streams | None:
+    """What `simulated` was given, within its block."""
+    return _simulated[-1] if _simulated else None
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -22,6 +22,7 @@ COLOURS = {
     "reduce-scatter": "#E69F00",
     "all-reduce": "#CC79A7",
     "tensor parallel": "#F0E442",
+    "copies": "#882255",
     "host": "#999999",
 }
 

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 __all__ = ["LANES", "Sample", "Span", "Timeline"]
 
 # From top to bottom, as they are drawn.
-LANES = ("compute", "optimizer", "waiting", "all-gather", "reduce-scatter", "all-reduce", "tensor parallel", "host")
+LANES = (
+    *("compute", "optimizer", "waiting", "all-gather", "reduce-scatter", "all-reduce", "tensor parallel", "copies"),
+    "host",
+)
 
 
 @dataclass

@@ -123,8 +123,9 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow prefers databases now
     mlflow.set_tracking_uri(tmp_path.as_uri())
     writer = MLflow(run_name="r")
     writer.write(3, VALUES)
@@ -135,8 +136,9 @@ def test_mlflow(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_wandb(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     writer = WandB(project="p", mode="offline", dir=tmp_path)
     writer.write(3, VALUES)
+    assert {name: wandb.run.summary[name] for name in VALUES} == VALUES and wandb.run.step >= 3
     writer.close()
     assert list(tmp_path.rglob("*.wandb"))

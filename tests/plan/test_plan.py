@@ -242,6 +242,50 @@ def test_offload_moves_what_rests_to_the_host() -> None:
     assert plan.seconds > on_device.seconds
 
 
+SHARDS = DEPTH * DIM * DIM * 4 // 8
+UNIT = SHARDS // DEPTH
+
+
+@pytest.mark.parametrize(("offload", "on_host"), [("states", 2), ("gradients", 3), ("all", 3)])
+def test_offload_by_kind(offload: str, on_host: int) -> None:
+    """The state of AdamW rests on the host; or the gradients too, and with them a copy of the parameters; or these
+    themselves. Gradients are there until their unit is stepped, states are on the device a unit at a time."""
+    plan = predict(LINEARS, replace(BLOCKS, offload=offload), MACHINES["h100"], 8)
+    assert min(each.total for each in plan.rehearsal.host_samples) == pytest.approx(on_host * SHARDS, rel=0.01)
+    grads = SHARDS if offload != "states" else 0
+    assert grads <= plan.host_bytes - on_host * SHARDS <= grads + 2 * UNIT  # and what a step needs for its arithmetic
+    most = {kind: max(each.nbytes[kind] for each in plan.rehearsal.samples) for kind in plan.peak.nbytes}
+    assert most["parameters and buffers"] == (0 if offload == "all" else SHARDS)
+    assert most["gradients"] >= SHARDS if offload == "states" else most["gradients"] < 2 * DIM * DIM * 4 + SHARDS
+    assert most["optimizer states"] <= 2 * UNIT + 1024
+    assert f"offload {offload}" in plan.name
+
+
+def test_steps_in_the_background_overlap() -> None:
+    """The host steps units while the device computes: longer than either, and shorter than both in turn."""
+    machine = replace(IDLE, flops={"float32": 1e9}, host_memory_bandwidth=1e8, host_link=1e30)
+    config = replace(BLOCKS, offload="gradients")
+    compute = predict(LINEARS, config, replace(machine, host_memory_bandwidth=1e30), 8).seconds
+    host = predict(LINEARS, config, replace(machine, flops={"float32": 1e30}), 8).seconds
+    both = predict(LINEARS, config, machine, 8)
+    assert host > 0.2 * compute
+    assert max(compute, host) <= both.seconds < 0.95 * (compute + host)
+    in_turn = predict(LINEARS, replace(BLOCKS, cpu_offload=True), machine, 8)
+    assert both.seconds < in_turn.seconds
+
+
+def test_activations_on_the_host() -> None:
+    """What the blocks save goes to the host and comes back, beside compute; with a large budget nothing moves."""
+    workload = replace(LINEARS, batch_size=1024)  # a block saves 1 MiB
+    stays = predict(workload, BLOCKS, MACHINES["h100"], 8)
+    moves = predict(workload, BLOCKS, MACHINES["h100"], 8, activation_budget=0)
+    assert stays.host_bytes == 0 and moves.host_bytes >= (DEPTH - 1) * 1024 * DIM * 4
+    held = "activations and the rest"
+    assert max(each.nbytes[held] for each in moves.rehearsal.samples) < stays.peak.nbytes[held]
+    assert "copies" in {span.lane for span in moves.timeline.spans} and "activations offloaded" in moves.name
+    assert predict(workload, BLOCKS, MACHINES["h100"], 8, activation_budget=2**30).host_bytes == 0
+
+
 # --- alternatives -----------------------------------------------------------------------------------------------------
 
 
@@ -257,7 +301,8 @@ def test_alternatives(tmp_path: Path) -> None:
     assert comparison.best is fitting[0] and fitting[0].name in comparison.advice
     names = [plan.name for plan in comparison.plans]
     assert len(set(names)) == len(names)
-    assert any("tensor 2" in name for name in names) and any("ZeRO 2" in name for name in names)
+    for wanted in ("tensor 2", "ZeRO 2", "offload states", "offload gradients", "offload all", "activations offloaded"):
+        assert any(wanted in name for name in names), (wanted, comparison.failed)
     assert comparison.line.startswith("0.0 M parameters in 2 units over 2 ranks; peak ")
     assert "DOES NOT FIT" in comparison.line and fitting[0].name in comparison.line
     page = comparison_page(comparison)
@@ -287,8 +332,6 @@ def test_what_cannot_be_planned_says_why() -> None:
         predict(Workload(lambda: Mlps().to("cpu"), batch, square), ParallelConfig(), CPU, 2)
     with pytest.raises(ArgumentError, match=r"3 \(replicate\)"):
         predict(of_mlps(), ParallelConfig(replicate=3), CPU, 8)
-    with pytest.raises(UnsupportedError, match="plans do not know offload"):
-        predict(LINEARS, replace(BLOCKS, offload="all"), MACHINES["h100"], 8)
     with pytest.raises(UnsupportedError, match="pipeline = 1"):
         predict(of_mlps(), ParallelConfig(pipeline=2), CPU, 8)
     with pytest.raises(ArgumentError, match="batch_size"):
