@@ -227,6 +227,7 @@ CASES: dict[str, Case] = {
     "experts": Case(Workload(Mixture, lambda size: torch.ones(size, 64), square, batch_size=64)),
     "mlps, large lanes": Case(of_mlps(256, 2)),
     "mlps, uneven": Case(of_mlps(99)),
+    "mlps, bf16": Case(of_mlps(99), ParallelConfig(mixed_precision="bf16")),
     "mlps, tensor": Case(of_mlps(), ParallelConfig(tensor=2), options={"tp_plan": TENSOR_PLAN}),
     "llama": Case(Workload(transformers_model("llama", **WIDER, **FOUR_HEADS), tokens, batch_size=2)),
     "gpt2": Case(Workload(transformers_model("gpt2", n_embd=64, n_layer=3, n_head=4), tokens, batch_size=4)),
