@@ -69,11 +69,15 @@ class Segment:
             numel = 0 if piece is None else piece.numel
             sizes += [numel * share.grad_dtype.itemsize] * with_grads + [numel * share.dtype.itemsize]
         self._with_grads = with_grads
-        self._offsets, self.num_bytes = pack([*sizes, len(pieces)], ALIGN)
+        self._offsets, self.num_bytes = pack([*sizes, len(pieces) + 1], ALIGN)
 
     def flags(self, buffer: torch.Tensor) -> torch.Tensor:
         """The flags, one byte each, in a buffer that begins with this segment."""
         return buffer.narrow(0, self._offsets[-1], len(self.pieces))
+
+    def error_flag(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The last flag, likewise."""
+        return buffer.narrow(0, self._offsets[-1] + len(self.pieces), 1)
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[Share, Box, list[torch.Tensor]]]:
         """For each piece that is not empty its tensors, in its shape: the gradient if there is one, the parameter."""
@@ -145,6 +149,8 @@ class Bucket:
 
     Attributes:
         owned: those that this rank owns.
+        error_flags: for each rank of the crew, whether it had an error before it sent new values; None before the first
+            step.
     """
 
     def __init__(
@@ -158,6 +164,8 @@ class Bucket:
         self._rank = rank = dist.get_rank()
         self._local_of, self._home_of = local_of, home_of
         self._device = torch.device(crew.device_type)
+        self._ranks = crew.ranks
+        self.error_flags: torch.Tensor | None = None
         self.owned = [share for share in shares if share.owner == rank]
         by_owner: dict[int, list[Share]] = {each: [] for each in crew.ranks}
         for share in shares:
@@ -194,6 +202,7 @@ class Bucket:
                     to.append(grad_view)
                     what.append(grad[index])
             _set_flags(segment.flags(buffer), [self._local_of(share)[1] is not None for share, _ in segment.pieces])
+            segment.error_flag(buffer).zero_()
         foreach_copy(to, what)
         self.inward.start()
 
@@ -217,8 +226,9 @@ class Bucket:
             wholes[share].has_grad |= bool(flag)
         return list(wholes.values())
 
-    def send_values(self, wholes: Sequence[Whole]) -> None:
-        """Start the second collective, with what is in the matrices now."""
+    def send_values(self, wholes: Sequence[Whole], has_error: bool) -> None:
+        """Start the second collective, with what is in the matrices now. `has_error`: tell the others that a step on
+        this rank has failed."""
         found = {whole.share: whole for whole in wholes}
         to: list[torch.Tensor] = []
         what: list[torch.Tensor] = []
@@ -227,6 +237,7 @@ class Bucket:
                 to.append(view)
                 what.append(found[share].values[share.within_whole(piece)])
             _set_flags(segment.flags(buffer), [found[share].stepped for share, _ in segment.pieces])
+            segment.error_flag(buffer).fill_(has_error)
         foreach_copy(to, what)
         self.outward.start()
 
@@ -235,7 +246,9 @@ class Bucket:
         to: list[torch.Tensor] = []
         what: list[torch.Tensor] = []
         stepped: dict[Share, bool] = {}
-        for segment, buffer in self.outward.wait():
+        received = self.outward.wait()
+        self.error_flags = torch.cat([segment.error_flag(buffer) for segment, buffer in received])
+        for segment, buffer in received:
             for share, piece, (view,) in segment.views(buffer):
                 values, _ = self._local_of(share)
                 to.append(values[share.within_local(piece, self._rank)])
@@ -245,6 +258,11 @@ class Bucket:
                 stepped.update((share, bool(flag)) for (share, _), flag in zip(segment.pieces, flags, strict=True))
         foreach_copy(to, what)
         return stepped
+
+    def ranks_with_errors(self) -> list[int]:
+        """The ranks that had an error in the step before they sent. Reads from the device."""
+        flags = [] if self.error_flags is None else self.error_flags.tolist()
+        return [rank for rank, flag in zip(self._ranks, flags, strict=bool(flags)) if flag]
 
 
 def _set_flags(view: torch.Tensor, flags: Sequence[bool]) -> None:

@@ -16,14 +16,15 @@ checkpoints see one optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
-from fsdp2.errors import MismatchError
+from fsdp2.errors import CollectiveError, MismatchError
 from fsdp2.optim.exchange import Bucket, Local, Whole
 from fsdp2.optim.matrices import Share
 from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan, Probe
@@ -98,6 +99,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._agreed = False
         self._buckets: tuple[list[bool], list[Bucket]] | None = None
         self._locals: dict[tuple[int, int], Local] = {}
+        self._error: Exception | None = None  # the first of this step on this rank
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,6 +136,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             MisuseError: in the first step: the ranks have different parameters or groups.
             MismatchError: a state that was loaded is not this optimizer's.
             ArgumentError: a DTensor parameter has a gradient that is not a DTensor.
+            CollectiveError: the optimizer has raised an error on another rank, where that error is raised. Parameters
+                and state are then undefined: some were stepped.
         """
         loss = None
         if closure is not None:
@@ -146,8 +150,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._locals = self._local_tensors()
         try:
             self._step_all(plan, self._ready_buckets(plan))
+            self._raise_errors()
         finally:
-            self._locals = {}
+            self._locals, self._error = {}, None
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
         params = [param for param in plan.params if param.requires_grad and isinstance(param, DTensor)]
         torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
@@ -255,6 +260,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         found[index, position] = local_tensor(param), grad
         return found
 
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """Keep an error until the collectives of this step are done, because the other ranks wait in them."""
+        try:
+            yield
+        except Exception as error:
+            self._error = self._error or error
+
+    def _raise_errors(self) -> None:
+        if self._error is not None:
+            raise self._error
+        ranks = sorted({rank for bucket in self.buckets for rank in bucket.ranks_with_errors()})
+        if ranks:
+            raise CollectiveError(
+                f"MatrixOptimizer: the step of a param group has raised an error on ranks {ranks}, where it is shown. "
+                "Some parameters were stepped, others not: start again from a checkpoint."
+            )
+
     def _step_all(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
         changes = [
             {} if stepper.steps_shards else stepper.changed_options(options_of(group))
@@ -264,14 +287,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
             bucket.send_gradients()
         for group, stepper in zip(self.param_groups, self._steppers, strict=True):
             if stepper.steps_shards:
-                stepper.step(group, self.state)
+                with self._deferring():
+                    stepper.step(group, self.state)
         fresh = self._step_plain(plan)
         for index, bucket in enumerate(buckets):
             for following in buckets[index + 1 : index + 2]:
                 following.send_gradients()
             wholes = bucket.receive_gradients()
             self._step_wholes(plan, [whole for whole in wholes if whole.has_grad])
-            bucket.send_values(wholes)
+            bucket.send_values(wholes, self._error is not None)
             for before in buckets[index - 1 : index] if index else ():
                 fresh += self._receive(plan, before)
         for bucket in buckets[-1:]:
@@ -307,11 +331,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 inside = plan.states[each.share].inside
                 if inside is not None:
                     state[param] = inside
-            self._steppers[index].step({**options_of(self.param_groups[index]), "params": params}, state)
-            for param, each in zip(params, members, strict=True):
-                each.stepped = True
-                if state[param]:
-                    plan.states[each.share].put_out(self.state.get(plan.param_of(each.share)), state[param])
+            with self._deferring():
+                self._steppers[index].step({**options_of(self.param_groups[index]), "params": params}, state)
+                for param, each in zip(params, members, strict=True):
+                    each.stepped = True
+                    if state[param]:
+                        plan.states[each.share].put_out(self.state.get(plan.param_of(each.share)), state[param])
 
     def _receive(self, plan: Plan, bucket: Bucket) -> list[Share]:
         """Take in the new values; the matrices that were stepped for the first time."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.errors import ArgumentError, MismatchError, MisuseError, UnsupportedError
+from fsdp2.errors import ArgumentError, CollectiveError, MismatchError, MisuseError, UnsupportedError
 from fsdp2.optim import matrix_optimizer
 from tests.helpers.matrix_optimizers import (
     SHAPES,
@@ -185,6 +185,45 @@ class Failing(Shampoo):
 
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no convergence")
+
+
+class Stumbling(Shampoo):
+    """Fails in its second step of one matrix."""
+
+    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if state and param.shape == SHAPES[0]:
+            raise RuntimeError("no convergence")
+        super()._step(param, grad, state, group)
+
+
+class StumblingOnOne(torch.optim.SGD):
+    """Fails on the last rank, in a step on shards."""
+
+    def step(self, closure: Any = None) -> None:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            raise RuntimeError("no convergence")
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("who", ["an owner", "a rank without matrices"])
+def test_an_error_on_one_rank(rank: int, world_size: int, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others waited for new values from it until the timeout. The first step has not failed: states exist."""
+    values = values_of()[:1]
+    groups: list[dict[str, Any]] = [{"params": sharded(values)}]
+    if who == "a rank without matrices":
+        groups.append({"params": sharded([value(3, (5,), 0)]), "kind": torch.optim.SGD, "lr": 0.1})
+    optimizer = matrix_optimizer(Stumbling if who == "an owner" else Shampoo, groups, lr=0.1)
+    train(optimizer, range(1))
+    failing = world_size - 1
+    if who == "an owner":
+        (share,) = optimizer.buckets[0].shares
+        failing = share.owner
+    else:
+        monkeypatch.setattr(torch.optim.SGD, "step", StumblingOnOne.step)
+        assert optimizer.buckets[0].shares[0].owner != failing
+    expected = (RuntimeError, "no convergence") if rank == failing else (CollectiveError, rf"on ranks \[{failing}\]")
+    with pytest.raises(expected[0], match=expected[1]):
+        train(optimizer, range(1, 2))
 
 
 @on_ranks(2)
