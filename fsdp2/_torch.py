@@ -211,8 +211,9 @@ def makes_empty(fn: Any) -> bool:
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
-def wrapper_like(kind: Any, tensor: torch.Tensor) -> Any:
-    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` that says it is like `tensor`, and has no memory."""
+def wrapper_like(kind: Any, tensor: torch.Tensor, device: torch.device | None = None) -> Any:
+    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` that says it is like `tensor` (on `device`, if one is
+    given), and has no memory."""
     return torch.Tensor._make_wrapper_subclass(
         kind,
         tensor.size(),
@@ -220,7 +221,7 @@ def wrapper_like(kind: Any, tensor: torch.Tensor) -> Any:
         storage_offset=tensor.storage_offset(),
         dtype=tensor.dtype,
         layout=tensor.layout,
-        device=tensor.device,
+        device=device or tensor.device,
     )
 
 
@@ -239,6 +240,12 @@ def written_arguments(op: Any) -> tuple[frozenset[int], frozenset[str]]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return frozenset(position for position, _ in written), frozenset(name for _, name in written)
+
+
+def is_view(op: Any) -> bool:
+    """Whether an `OpOverload` returns other views of the memory of its arguments, and writes nothing."""
+    aliases = [result.alias_info for result in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def takes_device(op: Any) -> bool:

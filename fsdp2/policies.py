@@ -6,6 +6,7 @@ The public ones have the fields of torch's FSDP2, so that either's objects can b
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -149,6 +150,9 @@ class Offload(OffloadPolicy):
         fraction: of each unit's bytes, 0 to 1, the part to which this applies: whole parameters, the largest first. The
             others stay on the device.
         overlap: `offload_optimizer` steps in the background. False: within ``step()``.
+        tier: where the state rests: ``"cpu"`` for host memory, or a folder, or several, used in turn, for files there;
+            then three units' state is in memory at a time. Gradients and parameters rest in host memory in any case.
+            The files have no names, and are gone when the process is.
         threads: threads of this rank that step in host memory, bound to cores of their own if ``LOCAL_RANK`` and
             ``LOCAL_WORLD_SIZE`` are set and there are enough. None: as many as compute has, and not bound.
 
@@ -171,8 +175,15 @@ class Offload(OffloadPolicy):
     fraction: float = 1.0
     overlap: bool = True
     threads: int | None = None
+    tier: str | Path | Sequence[str | Path] = "cpu"
 
     def __post_init__(self) -> None:
+        tiers = [self.tier] if isinstance(self.tier, (str, Path)) else self.tier
+        are_paths = isinstance(tiers, (list, tuple)) and all(isinstance(each, (str, Path)) for each in tiers)
+        if not are_paths or not tiers:
+            raise ArgumentError(f"Offload: tier: expected 'cpu', a folder or a list of folders, got {self.tier!r}")
+        if not isinstance(self.tier, (str, Path)):
+            object.__setattr__(self, "tier", tuple(self.tier))  # hashable, as policies are
         for name in ("states", "grads", "params", "overlap"):
             _check_bool(f"Offload: {name}", getattr(self, name))
         if not self.states or (self.params and not self.grads):
@@ -184,6 +195,14 @@ class Offload(OffloadPolicy):
             raise ArgumentError(f"Offload: fraction: expected a number from 0 to 1, got {self.fraction!r}")
         if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
             raise ArgumentError(f"Offload: threads: expected a number of at least 1 or None, got {self.threads!r}")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the files with the state are; empty if it is in memory."""
+        if self.tier == "cpu":
+            return ()
+        tiers = (self.tier,) if isinstance(self.tier, (str, Path)) else self.tier
+        return tuple(str(each) for each in tiers)
 
     @property
     def home(self) -> torch.device | None:

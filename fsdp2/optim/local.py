@@ -228,9 +228,10 @@ def _is_capturing() -> bool:
 
 
 @cache
-def local_class(kind: Any) -> Any:
-    """The class of local optimizers of this kind."""
-    own = {"__doc__": kind.__doc__, "_joins": kind in ELEMENTWISE}
+def local_class(kind: Any, joins: bool = True) -> Any:
+    """The class of local optimizers of this kind. `joins`: whether contiguous parameters may be merged, if the kind is
+    known to be elementwise."""
+    own = {"__doc__": kind.__doc__, "_joins": joins and kind in ELEMENTWISE}
     return type(f"Local{kind.__name__}", (LocalOptimizer, kind), own)
 
 

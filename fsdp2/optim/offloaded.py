@@ -124,13 +124,17 @@ class OffloadedOptimizer(LocalOptimizer):
         waits. It is for measuring.
 
         Raises:
-            Exception: what a step raised.
+            Exception: what a step raised; the first, if several units' steps did.
         """
-        for part in self._known.parts.values():
-            part.settle()
-        for part in self._known.parts.values():
-            part.synchronize()
+        errors = []
+        for wait in [each for part in self._known.parts.values() for each in (part.settle, part.synchronize)]:
+            try:
+                wait()
+            except Exception as error:  # the others have to be waited for, too
+                errors.append(error)
         self._known.recent.clear()
+        if errors:
+            raise errors[0]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Begin a step, with the gradients, options and state of now.
@@ -187,8 +191,8 @@ class OffloadedOptimizer(LocalOptimizer):
             part = self._known.parts[key] = OffloadedPart(group, plan, lists, self._made, self.param_groups)
         return part
 
-    def _made(self, groups: Groups) -> LocalOptimizer:
-        optimizer: LocalOptimizer = local_class(self._kind)(groups, **self._made_with)
+    def _made(self, groups: Groups, joins: bool) -> LocalOptimizer:
+        optimizer: LocalOptimizer = local_class(self._kind, joins)(groups, **self._made_with)
         return optimizer
 
 

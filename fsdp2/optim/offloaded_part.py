@@ -24,18 +24,20 @@ from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, s
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.background import submit
 from fsdp2.optim.local import LocalOptimizer, without_hooks
+from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.run import local_grad
-from fsdp2.optim.staged import StagedState, State
+from fsdp2.optim.staged import RestingState, StagedState, State
 from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import Plan
-from fsdp2.runtime.streams import streams_for
+from fsdp2.runtime.streams import simulation, streams_for
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
 Groups = Sequence[dict[str, Any]]
 
 _gathers = count()
+_on_disk = count()
 
 
 class OffloadedPart:
@@ -45,7 +47,7 @@ class OffloadedPart:
         unit_group: the unit's group that has the parameters.
         plan: of one of them.
         lists: the parameters, one list for each param group of the optimizer.
-        make: makes the inner optimizer from param groups.
+        make: makes the inner optimizer from param groups, which may merge contiguous parameters or not.
         groups: the optimizer's param groups.
 
     Attributes:
@@ -58,7 +60,7 @@ class OffloadedPart:
         unit_group: ParamGroup,
         plan: Plan,
         lists: Sequence[Sequence[DTensor]],
-        make: Callable[[Groups], LocalOptimizer],
+        make: Callable[[Groups, bool], LocalOptimizer],
         groups: Groups,
     ):
         assert isinstance(plan.offload, Offload)
@@ -72,13 +74,20 @@ class OffloadedPart:
         self._twins = [_twin(param, plan) for param in self.params]
         twins = iter(self._twins)
         pairs = zip(groups, lists, strict=True)
-        self._inner = make([{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs])
-        self._staged = None
-        if plan.grad_home != host():
-            self._staged = StagedState(self._inner.state, plan.grad_home, plan.offload.pins)
+        inner = [{**_options(group), "params": [next(twins) for _ in each]} for group, each in pairs]
+        joins = not self._policy.folders  # parts of merged memory cannot be freed
+        self._inner = make(inner, joins)
+        self._staged = self._resting(plan.grad_home)
         self._future: Future[None] | None = None
         self._done: torch.Event | None = None
         self._kept: list[Any] = []  # gradients that the device may still read
+
+    def _resting(self, device: torch.device) -> RestingState | None:
+        """Where the state rests, if not where the optimizer steps."""
+        folders = self._policy.folders
+        if folders and simulation() is None:  # a plan counts what is in files as memory of the host
+            return DiskState(self._inner.state, device, folders[next(_on_disk) % len(folders)], self.settle)
+        return None if device == host() else StagedState(self._inner.state, device, self._policy.pins)
 
     def is_current(self, lists: Sequence[Sequence[DTensor]]) -> bool:
         """Whether these are still its parameters, on the same memory. Only while settled."""
@@ -108,15 +117,17 @@ class OffloadedPart:
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update({key: _as_now(value) for key, value in _options(group).items()})
         with self._stepping():
-            for param, twin in zip(self.params, self._twins, strict=True):
-                self._take_state(twin, states.get(param))
+            copies = [self._take_state(twin, states.get(p)) for p, twin in zip(self.params, self._twins, strict=True)]
         ready = self._streams.record()
         # As after operations on the DTensors: tells autograd that tensors it may have saved will have changed.
         torch.autograd.graph.increment_version([param for param, _ in stepped])
         self._become_pending()
+        if self._staged is not None:
+            self._staged.prefetch()
         self._future = submit(lambda: self._run(ready, states), self._policy.threads)
         unit_group = self._unit_group()
-        if not self._policy.overlap or unit_group is None or unit_group.phase is not Phase.SHARDED:
+        is_used = unit_group is None or unit_group.phase is not Phase.SHARDED
+        if not self._policy.overlap or is_used or any(copies):  # copies of all units at once would need much memory
             self.settle()
 
     def _become_pending(self) -> None:
@@ -142,8 +153,9 @@ class OffloadedPart:
 
     def release(self) -> None:
         """Wait until the step has been enqueued, and free the gradients."""
-        if self._future is not None:
-            self._future.result()
+        future = self._future
+        if future is not None:
+            future.result()
         # The next reductions may get the memory of the gradients, which the step still reads.
         for stream in (self._streams.reducing, self._streams.all_reducing):
             with stream():
@@ -162,30 +174,33 @@ class OffloadedPart:
         unit_group = self._unit_group()
         if unit_group is not None and unit_group.changing == self._unit_needs:
             unit_group.changing = None
-        if self._future is not None:
-            try:
-                self.release()
-            finally:
-                self._future = None
-        self._streams.wait(self._done)
+        try:
+            self.release()
+        finally:
+            self._future = None
+            self._streams.wait(self._done)
 
     def synchronize(self) -> None:
-        """Let the host wait for what the device writes to its memory. After `settle`."""
+        """Let the host wait for what the device writes to its memory, and for files. After `settle`."""
         if self._done is not None:
             self._done.synchronize()
+        if self._staged is not None:
+            self._staged.finish()
 
-    def _take_state(self, twin: Any, outer: State | None) -> None:
-        """What is outside counts; it may have been loaded, or changed, since the last step."""
+    def _take_state(self, twin: Any, outer: State | None) -> bool:
+        """What is outside counts; it may have been loaded, or changed, since the last step. Returns whether it was
+        copied."""
         inner = self._inner.state
         if not outer:
             inner.pop(twin, None)
         elif self._staged is not None:
-            self._staged.take(twin, outer)
+            return self._staged.take(twin, outer)
         else:
             inner[twin] = outer
             for key, value in outer.items():
                 if isinstance(value, DTensor) and local_tensor(value).device != host():
                     outer[key] = make_dtensor(local_tensor(value).to(host()), spec_of(value))
+        return False
 
     # --- in the background -------------------------------------------------------------------------------------------
 
@@ -195,12 +210,19 @@ class OffloadedPart:
     def _run(self, ready: torch.Event | None, states: State) -> None:
         with torch.no_grad(), self._stepping():
             self._streams.wait(ready)
-            self._fetch()
-            options = [dict(group) for group in self._inner.param_groups]
-            without_hooks(self._inner.step)(self._inner)
-            self._store()
-            self._publish(states)
-            self._done = self._streams.record()
+            try:
+                self._fetch()
+                options = [dict(group) for group in self._inner.param_groups]
+                without_hooks(self._inner.step)(self._inner)
+            except BaseException:
+                if self._staged is not None:
+                    self._staged.drop()
+                raise
+            try:
+                self._store()
+            finally:  # what could not be stored is in memory still
+                self._publish(states)
+                self._done = self._streams.record()
         grads = [twin.grad for twin in self._twins]
         if not self._streams.lazy:
             self._kept = grads

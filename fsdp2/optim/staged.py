@@ -1,11 +1,11 @@
-"""`StagedState`: an optimizer's state that rests in host memory and is on the device only while it is used. Layer:
-optim.
+"""An optimizer's state that rests elsewhere than where it steps: `StagedState`, in host memory. Layer: optim.
 
-The tensors on the device stay the same objects, so what a local optimizer knows of them stays valid; between steps
-their memory is freed. What is shown outside are DTensors on the memory of the host.
+The tensors that the optimizer steps with stay the same objects, so what a local optimizer knows of them stays valid;
+between steps their memory is freed. What is shown outside are DTensors on what rests.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,34 +18,92 @@ from fsdp2.policies import host
 State = dict[Any, Any]
 
 
-class StagedState:
-    """The state of some parameters. All calls but `take` are made on one stream, which owns the memory on the device.
+class RestingState(ABC):
+    """The state of some parameters. All calls but `take` and `prefetch` are made on one stream, which owns the memory
+    where the optimizer steps.
 
     Args:
-        state: of the optimizer that steps on the device, by parameter.
+        state: of the optimizer, by parameter.
         device: where it steps.
-        pins: whether the host memory is page-locked.
+
+    Attributes:
+        values: DTensors that the optimizer steps with, and that rest between steps.
+        shown: for each of them, what is shown outside.
     """
 
-    def __init__(self, state: Mapping[Any, State], device: torch.device, pins: bool):
-        self._state = state
-        self._device = device
-        self._pins = pins
-        self._values: list[DTensor] = []  # on the device
-        self._shown: list[Any] = []  # for each of them, what is shown outside
-        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes on the device and on the host
+    def __init__(self, state: Mapping[Any, State], device: torch.device):
+        self.state = state
+        self.device = device
+        self.values: list[DTensor] = []
+        self.shown: list[DTensor] = []
 
-    def take(self, param: Any, outer: State) -> None:
-        """What is outside counts: use it for `param`, if it is not what `show` left there."""
-        inner = self._state.get(param, {})
-        known = {id(shown): value for shown, value in zip(self._shown, self._values, strict=True)}
+    def take(self, param: Any, outer: State) -> bool:
+        """What is outside counts: use it for `param`, if it is not what `show` left there.
+
+        Returns:
+            Whether some was not. It has been copied.
+        """
+        inner = self.state.get(param, {})
+        known = {id(shown): value for shown, value in zip(self.shown, self.values, strict=True)}
+        copied = False
         for key in [key for key in inner if key not in outer]:
             del inner[key]
         for key, value in outer.items():
             if not isinstance(value, DTensor):
                 inner[key] = value
             elif id(value) not in known or known[id(value)] is not inner.get(key):
-                inner[key] = make_dtensor(local_tensor(value).to(self._device, copy=True), spec_of(value))
+                inner[key] = make_dtensor(local_tensor(value).to(self.device, copy=True), spec_of(value))
+                copied = True
+        return copied
+
+    def show(self, param: Any, outer: State) -> None:
+        """Put what rests into the state outside."""
+        shown = {id(value): shown for value, shown in zip(self.values, self.shown, strict=True)}
+        inner = self.state[param]
+        for key in [key for key in outer if key not in inner]:
+            del outer[key]
+        for key, value in inner.items():
+            outer[key] = shown.get(id(value), value)
+
+    def all_values(self) -> list[DTensor]:
+        """All DTensors in the optimizer's state."""
+        return [value for inner in self.state.values() for value in inner.values() if isinstance(value, DTensor)]
+
+    def prefetch(self) -> None:  # noqa: B027
+        """In the caller's thread, just before the step is given to the background: `fetch` and `store`, or `drop`, will
+        be called."""
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Bring what rests to where the optimizer steps."""
+
+    @abstractmethod
+    def store(self) -> None:
+        """Let it rest again, and free the memory where the optimizer steps."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Instead of `store`, after `fetch` or the step have raised."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until all of it rests; called by the caller's thread after the step.
+
+        Raises:
+            OSError: some could not be stored, and stays in memory.
+        """
+
+
+class StagedState(RestingState):
+    """State that rests in host memory.
+
+    Args:
+        state, device: as for `RestingState`.
+        pins: whether the host memory is page-locked.
+    """
+
+    def __init__(self, state: Mapping[Any, State], device: torch.device, pins: bool):
+        super().__init__(state, device)
+        self._pins = pins
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes on the device and on the host
 
     def fetch(self) -> None:
         """Copy what rests on the host to the device."""
@@ -55,8 +113,8 @@ class StagedState:
 
     def store(self) -> None:
         """Copy it back, and free the memory on the device."""
-        values = [value for inner in self._state.values() for value in inner.values() if isinstance(value, DTensor)]
-        if not identical(values, self._values):
+        values = self.all_values()
+        if not identical(values, self.values):
             self._place(values)
         for there, here in self._places:
             here.copy_(there, non_blocking=True)
@@ -64,28 +122,25 @@ class StagedState:
 
     def _place(self, values: list[DTensor]) -> None:
         """Find a place on the host for these."""
-        places: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._values, self._shown = values, []
+        places = {}
+        for key, there in storages_of(values).items():
+            places[key] = there, torch.empty(there.numel(), dtype=torch.uint8, device=host(), pin_memory=self._pins)
+        self.values, self.shown = values, []
         for value in values:
             local = local_tensor(value)
-            storage = local.untyped_storage()
-            key, *_ = storage_key(local)
-            if key not in places:
-                there = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-                nbytes = storage.nbytes()
-                places[key] = there, torch.empty(nbytes, dtype=torch.uint8, device=host(), pin_memory=self._pins)
-            _, here = places[key]
+            _, here = places[storage_key(local)[0]]
             rest = torch.empty(0, dtype=local.dtype, device=here.device)
             rest.set_(here.untyped_storage(), local.storage_offset(), local.shape, local.stride())
-            shown = make_dtensor(rest, spec_of(value))
-            self._shown.append(shown)
+            self.shown.append(make_dtensor(rest, spec_of(value)))
         self._places = [*places.values()]
 
-    def show(self, param: Any, outer: State) -> None:
-        """Put what rests on the host into the state outside."""
-        shown = {id(value): shown for value, shown in zip(self._values, self._shown, strict=True)}
-        inner = self._state[param]
-        for key in [key for key in outer if key not in inner]:
-            del outer[key]
-        for key, value in inner.items():
-            outer[key] = shown.get(id(value), value)
+
+def storages_of(values: Iterable[DTensor]) -> dict[Any, torch.Tensor]:
+    """The memory of their local tensors, as bytes, by what `storage_key` says of the storage."""
+    found: dict[Any, torch.Tensor] = {}
+    for value in values:
+        local = local_tensor(value)
+        key, *_ = storage_key(local)
+        if key not in found:
+            found[key] = torch.empty(0, dtype=torch.uint8, device=local.device).set_(local.untyped_storage())
+    return found

@@ -6,6 +6,7 @@ identically on all ranks.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -138,7 +139,7 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.data.device_type != "cpu")
     if (policy := OFFLOADS[config.offload]) is not None:
-        options["offload_policy"] = policy
+        options["offload_policy"] = replace(policy, tier=config.offload_tier)
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
     elif config.pipeline > 1 and "zero" not in given and not meshes.only_replicates:

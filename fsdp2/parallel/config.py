@@ -52,6 +52,7 @@ class ParallelConfig:
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
         offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states) or ``"all"``, as `Offload`
             says; the optimizer must be one of `offload_optimizer`. Not together with `cpu_offload`.
+        offload_tier: with `offload`, where the state rests: ``"cpu"``, or a folder for files.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
     Raises:
@@ -74,6 +75,7 @@ class ParallelConfig:
     mixed_precision: str = "no"
     cpu_offload: bool = False
     offload: str = "none"
+    offload_tier: str = "cpu"
     blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -223,6 +225,10 @@ def _check(config: Any) -> None:
         raise ArgumentError(f"offload: expected one of {listed}; got {config.offload!r}")
     if config.cpu_offload and config.offload != "none":
         raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
+    if not isinstance(config.offload_tier, str) or not config.offload_tier:
+        raise ArgumentError(f'offload_tier: expected "cpu" or a folder; got {config.offload_tier!r}')
+    if config.offload_tier != "cpu" and config.offload == "none":
+        raise ArgumentError(f'offload_tier: got "{config.offload_tier}", but offload is "none"; set offload too')
     if not isinstance(config.blocks, tuple) or not all(isinstance(name, str) and name for name in config.blocks):
         raise ArgumentError(f"blocks: expected names of classes or modules; got {config.blocks!r}")
 

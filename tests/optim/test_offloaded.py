@@ -38,6 +38,10 @@ SETTINGS = {
     "not overlapped": Offload(grads=True, params=True, overlap=False),
     "two threads": Offload(threads=2),
 }
+ON_DISK = {  # with the folder of a test
+    "disk": lambda folder: Offload(tier=folder),
+    "two disks": lambda folder: Offload(grads=True, params=True, tier=[folder / "a", folder / "b"]),
+}
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fsdp": lambda world_size: {},
@@ -52,6 +56,10 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
         "zero": fsdp2.ZeroPolicy(shard_replicas=True),
     },
 }
+
+
+def policy_of(setting: str | None, folder: Path) -> Offload | None:
+    return None if setting is None else ON_DISK[setting](folder) if setting in ON_DISK else SETTINGS[setting]
 
 
 class Gate:
@@ -95,13 +103,13 @@ def train(
 
 
 @on_ranks(2, 1, 3, 4)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [*SETTINGS, *ON_DISK])
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_bits(rank: int, world_size: int, setting: str, kind: str) -> None:
+def test_same_bits(rank: int, world_size: int, setting: str, kind: str, tmp_path: Path) -> None:
     """Parameters and state are those without offload, with clipping, accumulation, param groups and a scheduler."""
     if kind in ("hsdp", "sharded replicas") and world_size % 2:
         pytest.skip("needs an even number of ranks")
-    model, plain = stack(SETTINGS[setting], kind, world_size), stack(None, kind, world_size)
+    model, plain = stack(policy_of(setting, tmp_path), kind, world_size), stack(None, kind, world_size)
     ours = offload_optimizer(torch.optim.AdamW, grouped(model), lr=1e-2)
     theirs = torch.optim.AdamW(grouped(plain), lr=1e-2)
     for each, optimizer in ((model, ours), (plain, theirs)):
@@ -111,9 +119,10 @@ def test_same_bits(rank: int, world_size: int, setting: str, kind: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
-def test_any_optimizer(rank: int, world_size: int, case: str) -> None:
+@pytest.mark.parametrize("setting", ["states", "disk"])
+def test_any_optimizer(rank: int, world_size: int, case: str, setting: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
-    model, plain = stack(Offload()), stack(None)
+    model, plain = stack(policy_of(setting, tmp_path)), stack(None)
     ours = offload_optimizer(kind, grouped(model), **copy.deepcopy(options))
     theirs = local_optimizer(kind, grouped(plain), **copy.deepcopy(options))
     for each, optimizer in ((model, ours), (plain, theirs)):
@@ -227,9 +236,10 @@ def test_what_is_done_after_step_does_not_reach_it(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_loads_between_step_and_use(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("setting", ["states", "disk"])
+def test_loads_between_step_and_use(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """`load_state_dict` of the model and of the optimizer comes after the step, whenever that runs."""
-    model, optimizer = stepped(Offload(), rank)
+    model, optimizer = stepped(policy_of(setting, tmp_path), rank)
     plain, reference = stepped(None, rank)
     kept = copy.deepcopy((plain.state_dict(), reference.state_dict()))
     for each, optim in ((model, optimizer), (plain, reference)):
@@ -277,9 +287,10 @@ def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-def test_stepped_in_backward(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("setting", ["states", "disk"])
+def test_stepped_in_backward(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Without clipping units are stepped during backward, in the background; accumulated gradients too."""
-    model, plain = stack(Offload(), depth=4), stack(None, depth=4)
+    model, plain = stack(policy_of(setting, tmp_path), depth=4), stack(None, depth=4)
     ours = offload_optimizer(torch.optim.AdamW, grouped(model), lr=1e-2)
     theirs = local_optimizer(torch.optim.AdamW, grouped(plain), lr=1e-2)
     fsdp2.step_in_backward(ours)
@@ -306,10 +317,11 @@ def test_grad_scaler(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4, 2)
-def test_empty_and_frozen_shards(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("setting", ["all", "disk"])
+def test_empty_and_frozen_shards(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Trailing ranks without a row, frozen weights, and some that get no gradient in a step."""
     results = []
-    for policy in (Offload(grads=True, params=True), None):
+    for policy in (policy_of(setting, tmp_path), None):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8), nn.Linear(8, 8))
         model[2].weight.requires_grad_(False)
@@ -330,10 +342,11 @@ def test_empty_and_frozen_shards(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_tensor_parallel(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("setting", ["states", "disk"])
+def test_tensor_parallel(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
-    for policy in (Offload(), None):
+    for policy in (policy_of(setting, tmp_path), None):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -350,15 +363,15 @@ def test_tensor_parallel(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("saved", [None, "states", "all", "half"])
-@pytest.mark.parametrize("loaded", [None, "states", "all", "half"])
+@pytest.mark.parametrize("saved", [None, "states", "all", "half", "disk", "two disks"])
+@pytest.mark.parametrize("loaded", [None, "states", "all", "half", "disk", "two disks"])
 def test_resume_across_settings(
     rank: int, world_size: int, saved: str | None, loaded: str | None, tmp_path: Path
 ) -> None:
     """A checkpoint right after a step, loaded with another setting, continues the same training."""
-    model, optimizer = stepped(None if saved is None else SETTINGS[saved], rank, steps=2)
+    model, optimizer = stepped(policy_of(saved, tmp_path), rank, steps=2)
     checkpoint.save(tmp_path / "at", model=model, optimizer=optimizer)
-    other, resumed = stepped(None if loaded is None else SETTINGS[loaded], rank, steps=1)
+    other, resumed = stepped(policy_of(loaded, tmp_path), rank, steps=1)
     checkpoint.load(tmp_path / "at", model=other, optimizer=resumed)
     plain, reference = stepped(None, rank, steps=2)
     for each, optim in ((other, resumed), (plain, reference)):
@@ -367,10 +380,11 @@ def test_resume_across_settings(
 
 
 @on_ranks(2)
-def test_parameters_replaced_and_added(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("setting", ["states", "disk"])
+def test_parameters_replaced_and_added(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Shards that move to other memory, and param groups that are added and changed, are followed."""
     results = []
-    for policy in (Offload(), None):
+    for policy in (policy_of(setting, tmp_path), None):
         model = stack(policy)
         make: Any = local_optimizer if policy is None else offload_optimizer
         optimizer = make(torch.optim.AdamW, model.inp.parameters(), lr=1e-2)
@@ -418,7 +432,8 @@ def test_fraction(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
-    for options in ({"states": False}, {"params": True}, {"fraction": 1.5}, {"threads": 0}, {"overlap": 1}):
+    wrong = [{"states": False}, {"params": True}, {"fraction": 1.5}, {"threads": 0}, {"overlap": 1}, {"tier": []}]
+    for options in (*wrong, {"tier": 3}):
         with pytest.raises(ArgumentError, match="Offload"):
             Offload(**options)
     with pytest.raises(ArgumentError, match=r"none of the .* is in a unit with an Offload policy"):

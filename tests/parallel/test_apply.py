@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,9 +229,10 @@ def test_reshard_after_forward(rank: int, world_size: int, reshard: Any, gathers
 
 @on_ranks(2)
 @pytest.mark.parametrize("degrees", [{"shard": 2}, {"tensor": 2}])
-def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int]) -> None:
+def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int], tmp_path: Path) -> None:
     race(config_of(degrees, cpu_offload=True), steps=2)
     race(config_of(degrees, offload="all"), steps=2)
+    race(config_of(degrees, offload="states", offload_tier=str(tmp_path)), steps=2)
     race(config_of(degrees), steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False), zero=ZeroPolicy(stage=2))
 
 

@@ -40,6 +40,8 @@ def written(folder: Path, name: str, text: str) -> Path:
         ({"cpu_offload": 1}, "cpu_offload: expected true or false; got 1"),
         ({"offload": "some"}, 'offload: expected one of "none", "states", "gradients", "all"; got \'some\''),
         ({"offload": "all", "cpu_offload": True}, 'offload: got "all", and cpu_offload'),
+        ({"offload_tier": 1, "offload": "all"}, 'offload_tier: expected "cpu" or a folder; got 1'),
+        ({"offload_tier": "/disk"}, 'offload_tier: got "/disk", but offload is "none"; set offload too'),
         ({"blocks": ("",)}, "blocks: expected names of classes or modules; got ('',)"),
         ({"blocks": {"a": 1}}, "blocks: expected names of classes or modules; got {'a': 1}"),
     ],

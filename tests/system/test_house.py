@@ -117,7 +117,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("adjacent",),
     ("layout",),
     ("policies",),
-    ("errors", "events"),
+    ("direct", "errors", "events"),
     ("_torch",),
 ]
 

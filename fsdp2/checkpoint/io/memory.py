@@ -1,6 +1,5 @@
 """The bytes of tensors, as buffers for reading, writing and hashing. Layer: checkpoint."""
 
-import ctypes
 import gc
 import threading
 from collections.abc import Iterable, Iterator
@@ -8,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from fsdp2.direct import memory_at
+from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.placement.box import Box, boxes_of_flat_range, whole
 
 __all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "uncollected", "wait_for"]
@@ -18,13 +19,13 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     keeps the tensor alive while the view is in use."""
     assert is_plain_memory(tensor)
     size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+    return memory_at(tensor.data_ptr(), size) if size else memoryview(bytearray())
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are its memory, in order, where the CPU can see it."""
+    if isinstance(tensor, DiskTensor):
+        return False
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -18,6 +18,7 @@ from fsdp2.checkpoint.ranks.world import Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 from fsdp2.init.allocation import tensors_of
+from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.optim.owned import OwnedTensor
 from fsdp2.placement.box import Box
 from fsdp2.placement.tiling import SPREAD_BYTES, grid_of, replicated
@@ -251,7 +252,7 @@ def checked(entry: Entry) -> Entry:
         ArgumentError: it is not. Only a model's own tensors may consist of others (see `model_state`).
     """
     local = entry.local
-    if _is_wrapper(local):
+    if _is_wrapper(local) and not isinstance(local, DiskTensor):
         raise ArgumentError(
             f"'{entry.name}': a {type(local).__qualname__} within the state of an optimizer or another value, where a "
             "checkpoint holds plain tensors; keep it dequantized, or leave this state out"

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from fsdp2.checkpoint.storage.direct import PAGE, DirectFile, open_direct
+from fsdp2.direct import PAGE, DirectFile, open_direct
 from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["LocalStorage"]
@@ -156,7 +156,7 @@ class LocalWriter:
             if flags & os.O_TRUNC and space.f_blocks and free < size:
                 raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
             os.ftruncate(self._fd, size)
-            self._direct = open_direct(path, self._fd, SAFE_FLAGS) if size >= DIRECT_FROM else None
+            self._direct = open_direct(path, self._fd, os.O_WRONLY | SAFE_FLAGS) if size >= DIRECT_FROM else None
         except BaseException:
             self.abandon()
             raise

@@ -1,28 +1,34 @@
-"""Write past the page cache, with O_DIRECT. Layer: checkpoint.
+"""Write and read past the page cache, with O_DIRECT. Ground layer.
 
-A checkpoint is written once and mostly never read. In the page cache it evicts what the trainer reads, and finding
-pages for it takes most of a save's CPU time. With O_DIRECT the disk only accepts whole pages, from page-aligned memory.
-Values are copied here too, but into the same few pages.
+A checkpoint is written once and mostly never read, and the state of an optimizer on disk is read once each step. In the
+page cache they evict what the trainer reads, and finding pages for them takes most of the CPU time. With O_DIRECT the
+disk only takes whole pages, of page-aligned memory. Values are copied here too, but through the same few pages.
 """
 
+import ctypes
 import errno
 import mmap
 import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["PAGE", "PIECE", "DirectFile", "open_direct"]
+__all__ = ["PAGE", "PIECE", "DirectFile", "memory_at", "open_direct"]
 
 PAGE = mmap.PAGESIZE  # direct writes cover whole pages: partial ones go through the page cache
-PIECE = 2 << 20  # bytes per write of a thread, and the size of each thread's buffer
+PIECE = 2 << 20  # bytes that a thread writes or reads at a time, and the size of each thread's buffer
 
 # A file system may accept the flag but refuse to open a file, or to write, with it.
 REFUSALS = (errno.EINVAL, errno.ENOTSUP)
 
 
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """These bytes of memory, whose owner the caller keeps alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
-    """Open the file at `path`, already open as `opened`, again for writing past the page cache. None if that is not
-    possible or of no use.
+    """Open the file at `path`, already open as `opened`, again past the page cache, with `flags` (that say whether for
+    reading or writing). None if that is not possible or of no use.
 
     Only for local disks: other file systems (NFS, overlays, memory) have no major device number, and over a network
     each direct write would wait for the server's disk.
@@ -31,7 +37,7 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
     if sys.platform != "linux" or not os.major(here.st_dev):
         return None
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_DIRECT | flags)
+        fd = os.open(path, os.O_DIRECT | flags)
     except OSError as error:
         if error.errno in REFUSALS:
             return None
@@ -43,7 +49,7 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
 
 
 class DirectFile:
-    """A file of which whole pages are written. Several threads may write at the same time."""
+    """A file of which whole pages are written and read. Several threads may do so at the same time."""
 
     def __init__(self, fd: int):
         self._fd = fd
@@ -59,11 +65,7 @@ class DirectFile:
         """
         if self._refused:
             return False
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = memoryview(mmap.mmap(-1, PIECE))  # page-aligned, and unmapped when unreferenced
-        filled = 0
+        buffer, filled = self._buffer(), 0
         try:
             for part in parts:
                 while part.nbytes:
@@ -84,6 +86,38 @@ class DirectFile:
         finally:
             self._buffers.append(buffer)
         return True
+
+    def read(self, offset: int, into: memoryview) -> bool:
+        """Fill `into` with the bytes from `offset`, which is page-aligned. The file has the whole of the last page.
+
+        Returns:
+            False if the file system refuses; the caller must then read them in another way.
+        """
+        if self._refused:
+            return False
+        buffer = self._buffer()
+        try:
+            while into.nbytes:
+                wanted = min(PIECE, -(-into.nbytes // PAGE) * PAGE)
+                count = min(os.preadv(self._fd, [buffer[:wanted]], offset), into.nbytes)
+                if not count:
+                    raise OSError(errno.EIO, f"the file ends at byte {offset}, {into.nbytes} bytes too early")
+                into[:count] = buffer[:count]
+                offset, into = offset + count, into[count:]
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._refused = True
+            return False
+        finally:
+            self._buffers.append(buffer)
+        return True
+
+    def _buffer(self) -> memoryview:
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return memoryview(mmap.mmap(-1, PIECE))  # page-aligned, and unmapped when unreferenced
 
     def _write_whole(self, offset: int, values: memoryview) -> None:
         while values.nbytes:

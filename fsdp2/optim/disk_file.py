@@ -1,0 +1,101 @@
+"""`DiskFile`: a file without a name, read and written past the page cache. Layer: optim.
+
+Nobody else can know it, and what a process leaves behind when it dies, the system frees at once.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from fsdp2.direct import PAGE, open_direct
+
+PREFIX = ".fsdp2-offload-"
+UNNAMED_AFTER = 60.0  # seconds after which a name must have come from a process that died
+
+
+class DiskFile:
+    """A file without a name, of which nobody else knows. It is gone when this object is.
+
+    Args:
+        nbytes: its size, which is reserved.
+
+    Raises:
+        OSError: the folder cannot be written to, or has no room. No file is left.
+    """
+
+    def __init__(self, folder: str, nbytes: int):
+        self._fd, self._direct = -1, None
+        try:
+            self._fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+            try:
+                self._direct = open_direct(path, self._fd, os.O_RDWR | os.O_CLOEXEC)
+            finally:
+                os.unlink(path)
+            if nbytes and sys.platform == "linux":
+                os.posix_fallocate(self._fd, 0, nbytes)
+            else:
+                os.ftruncate(self._fd, nbytes)
+        except OSError as error:
+            self.close()
+            raise OSError(
+                error.errno,
+                f"Offload: {nbytes} bytes of an optimizer's state could not be put on disk ({error.strerror}). They "
+                "stay in memory, and the step is complete: a checkpoint can be saved",
+                folder,
+            ) from error
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it, which frees its room on the disk."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        if self._direct is not None:
+            self._direct.close()
+
+    def fill(self, offset: int, into: memoryview) -> None:
+        """Read, past the page cache if possible, from an offset that is a multiple of the page size."""
+        if self._direct is None or not self._direct.read(offset, into):
+            self.read(offset, into)
+
+    def keep(self, offset: int, values: memoryview) -> None:
+        """Write likewise. The rest of the last page is of no use to others."""
+        rest = memoryview(bytes(whole_pages(values.nbytes) - values.nbytes))
+        if self._direct is None or not self._direct.write(offset, [values, rest]):
+            self.write(offset, values)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Read from anywhere."""
+        while into.nbytes:
+            count = os.preadv(self._fd, [into], offset)
+            if not count:
+                raise OSError(f"the file of an optimizer's state ends at byte {offset}, {into.nbytes} bytes too early")
+            offset, into = offset + count, into[count:]
+
+    def write(self, offset: int, values: memoryview) -> None:
+        """Write anywhere."""
+        while values.nbytes:
+            count = os.pwritev(self._fd, [values], offset)
+            offset, values = offset + count, values[count:]
+
+
+@cache
+def remove_leftovers(folder: str) -> None:
+    """Create the folder, or remove what processes left there that died before they could remove their files' names. A
+    file of a living process has a name for no longer than a moment."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path in Path(folder).glob(PREFIX + "*"):
+        with suppress(FileNotFoundError, PermissionError):
+            if time.time() - path.stat().st_mtime > UNNAMED_AFTER:
+                path.unlink()
+
+
+def whole_pages(nbytes: int) -> int:
+    """Rounded up to pages."""
+    return -(-nbytes // PAGE) * PAGE

@@ -1,0 +1,323 @@
+"""`DiskState`: an optimizer's state that rests in a file. Layer: optim.
+
+::
+
+    prefetch    one thread lets at most three units' state into memory, in the order of the steps; four threads read
+    step        in the background, as without files
+    store       the same four threads write; then the memory is freed, and the next unit's state may come
+
+So while one unit is stepped, the next is read and the one before it is written. Files have no names: what a process
+leaves behind when it dies, the system frees at once.
+
+Source: ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from threading import BoundedSemaphore
+from typing import Any, NamedTuple, Self
+from weakref import WeakMethod, ref
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2._torch import (
+    is_view,
+    local_tensor,
+    make_dtensor,
+    no_torch_function,
+    spec_of,
+    wrapper_like,
+    written_arguments,
+)
+from fsdp2.direct import memory_at
+from fsdp2.optim.disk_file import DiskFile, remove_leftovers, whole_pages
+from fsdp2.optim.run import identical
+from fsdp2.optim.staged import RestingState, State, storages_of
+from fsdp2.policies import HOST
+from fsdp2.runtime.tree import map_tensors
+
+IN_MEMORY = 3  # units' states: one is read, one is stepped, one is written
+CHUNK = 8 << 20  # bytes that a thread reads or writes in one task
+
+
+class _Threads(NamedTuple):
+    room: BoundedSemaphore
+    gate: ThreadPoolExecutor  # waits for room
+    io: ThreadPoolExecutor
+    freeing: ThreadPoolExecutor  # waits for writes
+
+
+@cache
+def _threads() -> _Threads:
+    pools = [ThreadPoolExecutor(number, f"fsdp2-disk-{name}") for name, number in (("gate", 1), ("io", 4), ("free", 1))]
+    return _Threads(BoundedSemaphore(IN_MEMORY), *pools)
+
+
+class DiskState(RestingState):
+    """State that rests in a file.
+
+    Args:
+        state, device: as for `RestingState`.
+        folder: where the file is; created if it does not exist.
+        settle: waits for the step, so that whoever looks at what is shown sees what it left.
+    """
+
+    def __init__(self, state: Mapping[Any, State], device: torch.device, folder: str, settle: Callable[[], None]):
+        super().__init__(state, device)
+        self._settle = WeakMethod(settle)
+        self._folder = folder
+        self._places: list[Place] = []
+        self._reads: Future[list[Future[None]]] | None = None
+        self._written: Future[None] | None = None
+        remove_leftovers(folder)
+
+    def prefetch(self) -> None:
+        """Begin to read."""
+        self._reads = _threads().gate.submit(self._begin_to_read)
+
+    def _begin_to_read(self) -> "list[Future[None]]":
+        _threads().room.acquire()
+        if self._written is not None:
+            wait([self._written])
+        return [chunk for place in self._places if place.memory is None for chunk in place.begin_to_read(self.device)]
+
+    def fetch(self) -> None:
+        """Wait until all is in memory."""
+        assert self._reads is not None
+        reads = self._reads.result()
+        wait(reads)
+        for read in reads:
+            read.result()
+        for place in self._places:
+            place.move_there()
+
+    def store(self) -> None:
+        """Begin to write."""
+        values = self.all_values()
+        try:
+            if not identical(values, self.values):
+                self._place(values)
+            writes = [write for place in self._places for write in place.begin_to_write()]
+        except BaseException:
+            _threads().room.release()
+            raise
+        self._written = _threads().freeing.submit(self._free_after, writes)
+
+    def drop(self) -> None:
+        """Forget what the step has done to it: the file has what was before."""
+        assert self._reads is not None
+        if self._reads.exception() is None:
+            wait(self._reads.result())
+        for place in self._places:
+            place.free()
+        _threads().room.release()
+
+    def _free_after(self, writes: "Sequence[Future[None]]") -> None:
+        try:
+            wait(writes)
+            for write in writes:
+                write.result()
+            for place in self._places:
+                place.free()
+        finally:
+            _threads().room.release()
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        written = self._written
+        try:
+            if written is not None:
+                written.result()
+        except BaseException:
+            self._written = None  # said once; the next step writes again
+            raise
+
+    def settle(self) -> None:
+        """Wait until the step is through, and all is written."""
+        settle = self._settle()
+        if settle is not None:
+            settle()
+        self.finish()
+
+    def _place(self, values: list[DTensor]) -> None:
+        """Find places in a new file for these. If there is no room on the disk, nothing has changed."""
+        # What somebody else's memory is, or none, stays where it is.
+        storages = [there for there in storages_of(values) if there.numel() and there.untyped_storage().resizable()]
+        file = DiskFile(self._folder, sum(map(whole_pages, map(torch.Tensor.numel, storages))))
+        places, offset = {}, 0
+        for there in storages:
+            places[there.data_ptr()] = Place(self, file, offset, there)
+            offset += whole_pages(there.numel())
+        for before in self._places:
+            before.memory = None  # its file has the values of the last step
+        self.values, self.shown, self._places = values, [], [*places.values()]
+        for value in values:
+            local = local_tensor(value)
+            place = places.get(local.untyped_storage().data_ptr())
+            if place is not None:
+                meta = torch.empty(local.untyped_storage().nbytes() // local.itemsize, dtype=local.dtype, device="meta")
+                like = meta.as_strided(local.shape, local.stride(), local.storage_offset())
+                value = make_dtensor(DiskTensor(like, place), spec_of(value))
+            self.shown.append(value)
+
+
+class Place:
+    """Some bytes of a file, and of memory while they are used.
+
+    Args:
+        state: whose bytes they are.
+        offset: in the file.
+        there: the bytes of the tensors that the optimizer steps with.
+
+    Attributes:
+        memory: of the host, that has the bytes; `there` itself, if that is on the host. None while they are in the file
+            only.
+    """
+
+    def __init__(self, state: DiskState, file: DiskFile, offset: int, there: torch.Tensor):
+        self._state = ref(state)
+        self._file = file
+        self._offset = offset
+        self._there = there
+        self._nbytes = there.numel()
+        self.memory: torch.Tensor | None = None
+
+    def begin_to_read(self, device: torch.device) -> "list[Future[None]]":
+        """Read all of it into memory."""
+        if device == HOST:
+            self._there.untyped_storage().resize_(self._nbytes)
+            self.memory = self._there
+        else:
+            self.memory = torch.empty(self._nbytes, dtype=torch.uint8)
+        return self._chunks(self._file.fill, self.memory)
+
+    def move_there(self) -> None:
+        """From the memory of the host to where the optimizer steps."""
+        if self.memory is not self._there:
+            assert self.memory is not None
+            self._there.untyped_storage().resize_(self._nbytes)
+            self._there.copy_(self.memory)
+
+    def begin_to_write(self) -> "list[Future[None]]":
+        """Write all of it."""
+        if self._there.device == HOST:
+            self.memory = self._there
+        else:
+            self.memory = self._there.to(HOST)
+            self._there.untyped_storage().resize_(0)
+        return self._chunks(self._file.keep, self.memory)
+
+    def _chunks(self, do: Callable[[int, memoryview], None], memory: torch.Tensor) -> "list[Future[None]]":
+        view = memory_at(memory.data_ptr(), self._nbytes)
+        starts = range(0, self._nbytes, CHUNK)
+        return [_threads().io.submit(do, self._offset + start, view[start : start + CHUNK]) for start in starts]
+
+    def free(self) -> None:
+        """The file has it."""
+        if self.memory is self._there:
+            self._there.untyped_storage().resize_(0)
+        self.memory = None
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Look at some bytes, when the step is through."""
+        self._wait()
+        if self.memory is None:
+            self._file.read(self._offset + start, into)
+        else:
+            into[:] = memory_at(self.memory.data_ptr() + start, into.nbytes)
+
+    def write(self, start: int, values: memoryview) -> None:
+        """Change some bytes, when the step is through."""
+        self._wait()
+        if self.memory is None:
+            self._file.write(self._offset + start, values)
+        else:
+            memory_at(self.memory.data_ptr() + start, values.nbytes)[:] = values
+
+    def _wait(self) -> None:
+        state = self._state()
+        if state is not None:
+            state.settle()
+
+
+class DiskTensor(torch.Tensor):
+    """A tensor whose values are in a file. An operation reads what it needs, and writes what it has changed; a view
+    reads nothing, and is a tensor in the file too.
+
+    Args:
+        like: a tensor on the meta device that has its shape, and its place among the elements of `place`.
+    """
+
+    __torch_function__ = no_torch_function
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, place: Place) -> Self:
+        tensor: Self = wrapper_like(cls, like, HOST)
+        return tensor
+
+    def __init__(self, like: torch.Tensor, place: Place):
+        self.like = like
+        self.place = place
+
+    def in_memory(self) -> torch.Tensor:
+        """A copy."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
+        buffer = torch.empty(last + 1 if self.numel() else 0, dtype=self.dtype)
+        if self.numel():
+            self.place.read(self.like.storage_offset() * self.itemsize, memory_at(buffer.data_ptr(), buffer.nbytes))
+        return buffer.as_strided(self.shape, self.stride())
+
+    def put(self, copy: torch.Tensor) -> None:
+        """Write a changed copy back."""
+        memory = copy.untyped_storage()
+        if memory.nbytes():
+            self.place.write(self.like.storage_offset() * self.itemsize, memory_at(memory.data_ptr(), memory.nbytes()))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.in_memory())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.in_memory().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.in_memory())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_view(func):
+            return _viewed(func, args, kwargs)
+        copies: dict[int, torch.Tensor] = {}
+        originals: dict[int, DiskTensor] = {}
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, DiskTensor):
+                return tensor
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.in_memory()
+                originals[id(copies[id(tensor)])] = tensor
+            return copies[id(tensor)]
+
+        out = func(*map_tensors(real, args), **map_tensors(real, kwargs))
+        positions, names = written_arguments(func)
+        written = [args[each] for each in positions if each < len(args)] + [kwargs[each] for each in names & {*kwargs}]
+        map_tensors(lambda tensor: _put_back(tensor, copies), written)
+        return map_tensors(lambda tensor: originals.get(id(tensor), tensor), out)
+
+
+def _put_back(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    if isinstance(tensor, DiskTensor):
+        tensor.put(copies[id(tensor)])
+    return tensor
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a view is, computed without values."""
+    [source] = [each for each in (*args, *kwargs.values()) if isinstance(each, DiskTensor)]
+    swap = lambda tensor: tensor.like if tensor is source else tensor  # noqa: E731
+    out = func(*map_tensors(swap, args), **map_tensors(swap, kwargs))
+    return map_tensors(lambda tensor: DiskTensor(tensor, source.place), out)

@@ -1,0 +1,333 @@
+"""State in files (`Offload(tier=...)`): how much of it is in memory, who may look at it, and what happens when a disk
+is full, or a process dies. That the training is the same is in `test_offloaded.py`."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import Offload, checkpoint, offload_optimizer
+from fsdp2._torch import local_tensor
+from fsdp2.checkpoint.schema.checksum import BLOCK
+from fsdp2.direct import PAGE
+from fsdp2.optim import local_optimizer
+from fsdp2.optim.disk_file import PREFIX, DiskFile, remove_leftovers
+from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor
+from tests.helpers.optimizers import assert_same
+from tests.helpers.parity_models import batch, local
+from tests.helpers.ranks import on_ranks
+
+DIM, DEPTH = 8, 8
+KIND = torch.optim.AdamW
+
+
+def stack(policy: Offload | None, dim: int = DIM) -> Any:
+    torch.manual_seed(0)
+    options = {} if policy is None else {"offload_policy": policy}
+    model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(DEPTH)))
+    for layer in model:
+        fsdp2.fully_shard(layer, **options)
+    return fsdp2.fully_shard(model, **options)
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range, dim: int = DIM) -> None:
+    for step in steps:
+        x = torch.randn(4, dim, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().mean().backward()
+        fsdp2.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(policy: Offload | None, rank: int, steps: int, dim: int = DIM) -> tuple[Any, Any]:
+    model = stack(policy, dim)
+    optimizer: Any = local_optimizer(KIND, model.parameters(), lr=1e-2)
+    if policy is not None:
+        optimizer = offload_optimizer(KIND, model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(steps), dim)
+    return model, optimizer
+
+
+def open_files(folder: Path) -> list[Path]:
+    """Those without a name, below a folder, that this process has open."""
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(each)
+        except FileNotFoundError:
+            continue
+        if target.startswith(str(folder)) and PREFIX in target:
+            found.append(each)
+    return found
+
+
+@on_ranks(2)
+def test_few_units_are_in_memory(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Measured in each step of each unit: the memory of all units' states. Between steps there is none."""
+    memory: list[int] = []
+
+    class Noting(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            memory.append(sum(state_bytes(each) for each in inner))
+            if len(inner) < DEPTH:
+                inner.append(self)
+            return super().step(closure)
+
+    def state_bytes(each: Any) -> int:
+        values = [value for state in each.__dict__["state"].values() for value in state.values()]
+        return sum(local_tensor(v).untyped_storage().nbytes() for v in values if isinstance(v, DTensor))
+
+    inner: list[Any] = []
+    model = stack(Offload(tier=tmp_path))
+    optimizer = offload_optimizer(Noting, model.parameters(), lr=1e-2, elementwise=True)
+    train(model, optimizer, rank, range(4))
+    optimizer.wait()
+    unit = 2 * 4 * (DIM * DIM + DIM) // world_size
+    assert len(memory) == 4 * DEPTH and max(memory) <= IN_MEMORY * unit
+    assert sum(map(state_bytes, inner)) == 0
+    assert all(type(local_tensor(state["exp_avg"])) is DiskTensor for state in optimizer.state.values())
+
+
+def in_memory_copy(model: Any, optimizer: Any) -> list[Tensor]:
+    return [local(each["exp_avg"]).clone() for each in copy.deepcopy(optimizer.state_dict())["state"].values()]
+
+
+def pickled(model: Any, optimizer: Any) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return [local(each["exp_avg"]) for each in torch.load(file, weights_only=False)["state"].values()]
+
+
+def changed(model: Any, optimizer: Any) -> list[Tensor]:
+    """In place: the whole, a view of a view, and by a list."""
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(2)
+        local(state["exp_avg"]).view(-1)[1:3].fill_(7)
+    torch._foreach_add_([state["exp_avg"] for state in optimizer.state.values()], 1)
+    return [local(state["exp_avg"]) + 0 for state in optimizer.state.values()]
+
+
+def views(model: Any, optimizer: Any) -> list[Tensor]:
+    return [local(state["exp_avg"]).unsqueeze(0).transpose(0, -1)[1:].clone() for state in optimizer.state.values()]
+
+
+LOOKS: dict[str, Callable[[Any, Any], list[Tensor]]] = {
+    "norm": lambda _, optimizer: [each["exp_avg"].norm().full_tensor() for each in optimizer.state.values()],
+    "full_tensor": lambda _, optimizer: [each["exp_avg"].full_tensor() for each in optimizer.state.values()],
+    "deepcopy": in_memory_copy,
+    "pickle": pickled,
+    "change": changed,
+    "views": views,
+}
+
+
+@on_ranks(2)
+def test_who_looks_reads(rank: int, world_size: int, tmp_path: Path) -> None:
+    """And who changes something writes: the next step takes it from there."""
+    ours, theirs = trained(Offload(tier=tmp_path), rank, 2), trained(None, rank, 2)
+    for look in LOOKS.values():
+        seen, expected = look(*ours), look(*theirs)
+        assert len(seen) == len(expected) > 0
+        assert all(map(torch.equal, seen, expected)), look
+    for each in (ours, theirs):
+        train(*each, rank, range(2, 4))
+    assert_same(ours[1], theirs[1])
+
+
+@on_ranks(2)
+def test_checkpoints_read_from_file_to_file(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block; a load writes into the files that there are. DCP, which reads a tensor at a time, works too."""
+    dim = 1024
+    ours, theirs = trained(Offload(tier=tmp_path), rank, 1, dim), trained(None, rank, 2, dim)
+    read: list[int] = []
+    in_memory = DiskTensor.in_memory
+    monkeypatch.setattr(DiskTensor, "in_memory", lambda self: read.append(self.nbytes) or in_memory(self))
+    checkpoint.save(tmp_path / "ours", model=ours[0], optimizer=ours[1])
+    assert max(read) <= BLOCK < 4 * dim * dim // world_size
+    checkpoint.save(tmp_path / "theirs", model=theirs[0], optimizer=theirs[1])
+    checkpoint.load(tmp_path / "theirs", model=ours[0], optimizer=ours[1])
+    assert all(type(local_tensor(state["exp_avg"])) is DiskTensor for state in ours[1].state.values())
+    assert_same(ours[1], theirs[1])
+    theirs = trained(None, rank, 1, dim)
+    dcp.save({"state": dict(enumerate(theirs[1].state.values()))}, checkpoint_id=tmp_path / "dcp")
+    dcp.load({"state": dict(enumerate(ours[1].state.values()))}, checkpoint_id=tmp_path / "dcp")
+    for one, other in zip(ours[1].state.values(), theirs[1].state.values(), strict=True):
+        assert torch.equal(local(one["exp_avg_sq"]), local(other["exp_avg_sq"]))
+
+
+@on_ranks(1)
+def test_files_have_no_names_and_are_closed(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Folders are used in turn. Nothing is in them, and the space is free when the optimizer is gone."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ours = trained(Offload(tier=folders), rank, 2)
+    ours[1].wait()
+    numbers = [len({os.stat(path).st_ino for path in open_files(folder)}) for folder in folders]
+    assert numbers == [DEPTH // 2] * 2
+    assert not any([*folder.iterdir()] for folder in folders)
+    del ours
+    gc.collect()
+    assert not open_files(tmp_path)
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    """A name that a process left behind is removed by the next run. One that may be in use stays, and so do others."""
+    for name, age in ((PREFIX + "old", 3600), (PREFIX + "new", 0), ("other", 3600)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    remove_leftovers(str(tmp_path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [PREFIX + "new", "other"]
+
+
+KILLED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from fsdp2.optim.disk_file import DiskFile
+file = DiskFile(sys.argv[1], 1 << 20)
+file.keep(0, memoryview(bytes(1 << 20)))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    code = KILLED.format(root=str(Path(fsdp2.__file__).parents[1]))
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert not [*tmp_path.iterdir()]
+    link = next(each for each in Path(f"/proc/{process.pid}/fd").iterdir() if PREFIX in os.readlink(each))
+    assert link.stat().st_blocks * 512 >= 1 << 20
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not [*tmp_path.iterdir()]
+
+
+@contextmanager
+def small_files(_folder: Path) -> Iterator[None]:
+    """No file may be larger than a page."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system in memory with room for half of the state."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DEPTH * 2 * PAGE}", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("limit", [small_files, small_disk])
+def test_a_full_disk_leaves_the_step_whole(
+    rank: int, world_size: int, limit: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """It is an error, and the last step is complete: what could not be written is in memory, can be saved, and can be
+    trained on."""
+    folder = tmp_path / "tier"
+    theirs = trained(None, rank, 1)
+    with limit(folder):
+        ours = trained(Offload(tier=folder), rank, 1)
+        with pytest.raises(OSError, match="bytes of an optimizer's state could not be put on disk") as caught:
+            ours[1].wait()
+        assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
+        assert_same(ours[1], theirs[1])
+    for each in (ours, theirs):
+        train(*each, rank, range(1, 3))
+    assert_same(ours[1], theirs[1])
+
+
+@on_ranks(1)
+def test_a_disk_that_fails_leaves_the_step_whole(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a unit's state is written over that of the step before."""
+    ours, theirs = trained(Offload(tier=tmp_path), rank, 2), trained(None, rank, 2)
+    ours[1].wait()
+    keep, failed = DiskFile.keep, []
+
+    def failing(self: DiskFile, offset: int, values: memoryview) -> None:
+        if not failed:
+            failed.append(self)
+            raise OSError(errno.EIO, "on purpose")
+        keep(self, offset, values)
+
+    monkeypatch.setattr(DiskFile, "keep", failing)
+    for each in (ours, theirs):
+        train(*each, rank, range(2, 3))
+    with pytest.raises(OSError, match="on purpose"):
+        ours[1].wait()
+    assert_same(ours[1], theirs[1])
+    for each in (ours, theirs):
+        train(*each, rank, range(3, 5))
+    assert_same(ours[1], theirs[1])
+
+
+@on_ranks(1)
+def test_a_step_that_raises_leaves_the_state_before(rank: int, world_size: int, tmp_path: Path) -> None:
+    """In the file, for all who look; and room in memory for other units."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            super().step(closure)
+            if self.fails:
+                raise ZeroDivisionError("on purpose")
+
+    model = stack(Offload(tier=tmp_path))
+    optimizer = offload_optimizer(Failing, model.parameters(), lr=0.1, momentum=0.9, elementwise=True)
+    train(model, optimizer, rank, range(1))
+    before = [local(state["momentum_buffer"]).clone() for state in optimizer.state.values()]
+    for _ in range(3):
+        model(batch(0, rank)).sum().backward()
+        Failing.fails = True
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            optimizer.wait()
+    Failing.fails = False
+    assert all(map(torch.equal, before, [local(state["momentum_buffer"]) for state in optimizer.state.values()]))
+    optimizer.step()
+    optimizer.wait()
+
+
+@on_ranks(1)
+def test_a_folder_that_cannot_be(rank: int, world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = stack(Offload(tier=tmp_path / "file"))
+    optimizer = offload_optimizer(KIND, model.parameters())
+    model(batch(0, rank)).sum().backward()
+    with pytest.raises(FileExistsError):
+        optimizer.step()
