@@ -12,7 +12,7 @@ leaves behind when it dies, the system frees at once.
 Source: ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from threading import BoundedSemaphore
@@ -28,6 +28,7 @@ from fsdp2._torch import (
     make_dtensor,
     no_torch_function,
     spec_of,
+    storage_key,
     wrapper_like,
     written_arguments,
 )
@@ -64,7 +65,9 @@ class DiskState(RestingState):
         settle: waits for the step, so that whoever looks at what is shown sees what it left.
     """
 
-    def __init__(self, state: Mapping[Any, State], device: torch.device, folder: str, settle: Callable[[], None]):
+    def __init__(
+        self, state: MutableMapping[Any, State], device: torch.device, folder: str, settle: Callable[[], None]
+    ):
         super().__init__(state, device)
         self._settle = WeakMethod(settle)
         self._folder = folder
@@ -144,18 +147,22 @@ class DiskState(RestingState):
     def _place(self, values: list[DTensor]) -> None:
         """Find places in a new file for these. If there is no room on the disk, nothing has changed."""
         # What somebody else's memory is, or none, stays where it is.
-        storages = [there for there in storages_of(values) if there.numel() and there.untyped_storage().resizable()]
-        file = DiskFile(self._folder, sum(map(whole_pages, map(torch.Tensor.numel, storages))))
+        storages = {
+            key: there
+            for key, there in storages_of(values).items()
+            if there.numel() and there.untyped_storage().resizable()
+        }
+        file = DiskFile(self._folder, sum(map(whole_pages, map(torch.Tensor.numel, storages.values()))))
         places, offset = {}, 0
-        for there in storages:
-            places[there.data_ptr()] = Place(self, file, offset, there)
+        for key, there in storages.items():
+            places[key] = Place(self, file, offset, there)
             offset += whole_pages(there.numel())
         for before in self._places:
             before.memory = None  # its file has the values of the last step
         self.values, self.shown, self._places = values, [], [*places.values()]
         for value in values:
             local = local_tensor(value)
-            place = places.get(local.untyped_storage().data_ptr())
+            place = places.get(storage_key(local)[0])
             if place is not None:
                 meta = torch.empty(local.untyped_storage().nbytes() // local.itemsize, dtype=local.dtype, device="meta")
                 like = meta.as_strided(local.shape, local.stride(), local.storage_offset())
@@ -266,14 +273,18 @@ class DiskTensor(torch.Tensor):
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
         buffer = torch.empty(last + 1 if self.numel() else 0, dtype=self.dtype)
         if self.numel():
-            self.place.read(self.like.storage_offset() * self.itemsize, memory_at(buffer.data_ptr(), buffer.nbytes))
+            self.place.read(self._start(), memory_at(buffer.data_ptr(), buffer.nbytes))
         return buffer.as_strided(self.shape, self.stride())
 
-    def put(self, copy: torch.Tensor) -> None:
+    def write_back(self, copy: torch.Tensor) -> None:
         """Write a changed copy back."""
         memory = copy.untyped_storage()
         if memory.nbytes():
-            self.place.write(self.like.storage_offset() * self.itemsize, memory_at(memory.data_ptr(), memory.nbytes()))
+            self.place.write(self._start(), memory_at(memory.data_ptr(), memory.nbytes()))
+
+    def _start(self) -> int:
+        """Its first byte within its place."""
+        return int(self.like.storage_offset()) * self.itemsize
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.in_memory())
@@ -282,7 +293,8 @@ class DiskTensor(torch.Tensor):
         return self.in_memory().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.in_memory())
+        memo[id(self)] = copied = self.in_memory()
+        return copied
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -311,7 +323,7 @@ class DiskTensor(torch.Tensor):
 
 def _put_back(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:
     if isinstance(tensor, DiskTensor):
-        tensor.put(copies[id(tensor)])
+        tensor.write_back(copies[id(tensor)])
     return tensor
 
 

@@ -5,7 +5,7 @@ between steps their memory is freed. What is shown outside are DTensors on what 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class RestingState(ABC):
         shown: for each of them, what is shown outside.
     """
 
-    def __init__(self, state: Mapping[Any, State], device: torch.device):
+    def __init__(self, state: MutableMapping[Any, State], device: torch.device):
         self.state = state
         self.device = device
         self.values: list[DTensor] = []
@@ -43,7 +43,7 @@ class RestingState(ABC):
         Returns:
             Whether some was not. It has been copied.
         """
-        inner = self.state.get(param, {})
+        inner = self.state.setdefault(param, {})
         known = {id(shown): value for shown, value in zip(self.shown, self.values, strict=True)}
         copied = False
         for key in [key for key in inner if key not in outer]:
@@ -100,7 +100,7 @@ class StagedState(RestingState):
         pins: whether the host memory is page-locked.
     """
 
-    def __init__(self, state: Mapping[Any, State], device: torch.device, pins: bool):
+    def __init__(self, state: MutableMapping[Any, State], device: torch.device, pins: bool):
         super().__init__(state, device)
         self._pins = pins
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes on the device and on the host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -173,7 +174,21 @@ def part_of_the_states(rank: int, world_size: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
-none("DeepSpeed", "`offload_param: {device: nvme}`, `offload_optimizer: {device: nvme}`", "nvme", "disk", "swap")
+@case("DeepSpeed", "`offload_optimizer: {device: nvme, nvme_path: ...}`")
+def states_in_files(rank: int, world_size: int) -> None:
+    trained = []
+    with TemporaryDirectory() as folder:
+        for tier in ("cpu", [f"{folder}/0", f"{folder}/1"]):
+            model: Any = fsdp2.fully_shard(stack(), offload_policy=fsdp2.Offload(tier=tier))
+            optimizer = fsdp2.optim.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+            for _ in range(2):
+                run(model, rank)
+                optimizer.step()
+            trained.append([param.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
+none("DeepSpeed", "`offload_param: {device: nvme}`", "nvme", "swap")
 
 
 @case("DeepSpeed", "`reduce_scatter`", "`allgather_partitions`")

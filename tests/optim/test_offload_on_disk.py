@@ -121,9 +121,9 @@ def pickled(model: Any, optimizer: Any) -> list[Tensor]:
 def changed(model: Any, optimizer: Any) -> list[Tensor]:
     """In place: the whole, a view of a view, and by a list."""
     for state in optimizer.state.values():
-        state["exp_avg"].mul_(2)
-        local(state["exp_avg"]).view(-1)[1:3].fill_(7)
-    torch._foreach_add_([state["exp_avg"] for state in optimizer.state.values()], 1)
+        state["exp_avg"].mul_(0.5)
+        local(state["exp_avg"]).view(-1)[1:3].fill_(0.01)
+    torch._foreach_add_([state["exp_avg"] for state in optimizer.state.values()], 1e-3)
     return [local(state["exp_avg"]) + 0 for state in optimizer.state.values()]
 
 

@@ -10,6 +10,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.optim import local_optimizer
 from fsdp2.optim.background import cores_for, submit
 from fsdp2.optim.pending import PendingTensor
+from fsdp2.optim.staged import StagedState
 from tests.helpers.optimizers import CASES, Optim, assert_same
 from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -123,8 +125,10 @@ def test_same_bits(rank: int, world_size: int, setting: str, kind: str, tmp_path
 def test_any_optimizer(rank: int, world_size: int, case: str, setting: str, tmp_path: Path) -> None:
     kind, options = CASES[case]
     model, plain = stack(policy_of(setting, tmp_path)), stack(None)
+    # In files parameters are not merged, and a fused step on the CPU rounds the end of a tensor in another way.
+    make = partial(local_optimizer, kind) if setting == "states" else kind
     ours = offload_optimizer(kind, grouped(model), **copy.deepcopy(options))
-    theirs = local_optimizer(kind, grouped(plain), **copy.deepcopy(options))
+    theirs = make(grouped(plain), **copy.deepcopy(options))
     for each, optimizer in ((model, ours), (plain, theirs)):
         train(each, optimizer, rank, range(3), clips=False)
     assert_same(ours, theirs)
@@ -410,6 +414,19 @@ def test_a_step_that_raises_is_reported_where_it_is_waited_for(rank: int, world_
     optimizer.step()
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         model.inp.weight.norm()
+
+
+@on_ranks(2)
+def test_staged_state_takes_what_was_loaded(rank: int, world_size: int) -> None:
+    """For a parameter that it knows nothing of, as after `load_state_dict`: it was forgotten, and a device that holds
+    state in host memory went on with new state, silently."""
+    weight = next(stack(None).parameters())
+    outer = {"exp_avg": torch.ones_like(weight), "step": torch.tensor(3.0)}
+    inner: dict[Any, dict[str, Any]] = {}
+    staged = StagedState(inner, torch.device("cpu"), pins=False)
+    assert staged.take(weight, outer)
+    assert inner[weight]["step"] == 3 and torch.equal(local(inner[weight]["exp_avg"]), local(outer["exp_avg"]))
+    assert local(inner[weight]["exp_avg"]).data_ptr() != local(outer["exp_avg"]).data_ptr()
 
 
 @on_ranks(2)
