@@ -28,6 +28,7 @@ from fsdp2.errors import (
 )
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
+from fsdp2.extras.tiles import tile
 from fsdp2.extras.tuning import tune_lanes
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
@@ -109,6 +110,7 @@ __all__ = [
     "safety",
     "share_comm_ctx",
     "step_in_backward",
+    "tile",
     "transformer_blocks",
     "tune_lanes",
 ]

@@ -24,6 +24,7 @@ from fsdp2.arguments import (
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.extras.past_hooks import explain_mixed_tensors
+from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.pipelining import register_stage
@@ -143,40 +144,14 @@ def fully_shard(
     roles = roles_for(mesh, dims, zero)
     offload = own_offload_policy(offload_policy, roles.device)
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
-    managed = list(_managed_modules(modules))
-    places = _parameter_slots(managed, ignored)
-    _check_order(places)
     placing = Placing(roles, shard_placement_fn, precision, offload)
     placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
-    planned, tied = _plans(places, placing)
-    planned = in_part(planned)
-    smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
-    classes = [swapped_class(type(each)) for each in modules]
-
-    groups: dict[tuple[MeshRoles, Keep, object], list[ManagedParameter]] = {}
-    while planned:
-        param, plan = planned.popleft()
-        fqn, slots = places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
-        keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
-        new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
-        groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
+    drafts = [_draft(each, placing, ignored, reshard_to) for each in _apart(modules)]
+    _check_tiled(drafts)
     note_ignored(ignored_params or ())
-    _move_buffers(managed, roles.device)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
-    unit = Unit(modules, list(groups.values()), roles.device, placing.policy, settings)
-    for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
-        group.smaller, group.keep = smaller[group.roles], keep
-    for each in tied:
-        _share(each, unit)
-    install_step_hooks()
-    explain_mixed_tensors()
-    for each_module, cls in zip(modules, classes, strict=True):
-        each_module.__class__ = cls
-        attach(each_module, unit)
-        register_stage(each_module, unit)
-    for owner in {slot.module for param in unit.params for slot in param.slots}:
-        if owner is not None:
-            guard_state_dict(owner, unit)
+    for draft in drafts:
+        _build(draft, placing, settings)
     return module
 
 
@@ -186,6 +161,77 @@ def _state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+# --- one unit ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A unit that has been checked and not been made.
+
+    Attributes:
+        managed: the modules whose parameters it will manage, with names.
+        places: its parameters, with their names and slots.
+        planned, tied: these parameters, divided into its own and those of other units.
+        smaller: by the roles of a parameter: on the mesh to reshard to after forward.
+        classes: those that its modules will have.
+    """
+
+    modules: list[nn.Module]
+    managed: list[tuple[str, nn.Module]]
+    places: dict[nn.Parameter, tuple[str, list[Slot]]]
+    planned: "deque[tuple[nn.Parameter, Plan]]"
+    tied: "list[_Tied]"
+    smaller: dict[MeshRoles, MeshRoles | None]
+    classes: list[type]
+
+
+def _apart(modules: list[nn.Module]) -> list[list[nn.Module]]:
+    """The modules of each unit: tiled layers are units of their own, and made first."""
+    tiled = [each for _, each in _managed_modules(modules, enters_tiled=True) if is_tiled(each)]
+    others = [each for each in modules if not is_tiled(each)]
+    return [*([each] for each in tiled), *([others] if others else [])]
+
+
+def _draft(
+    modules: list[nn.Module], placing: Placing, ignored: set[nn.Parameter], reshard_to: bool | int | None
+) -> _Draft:
+    managed = list(_managed_modules(modules))
+    places = _parameter_slots(managed, ignored)
+    _check_order(places)
+    planned, tied = _plans(places, placing)
+    planned = in_part(planned)
+    smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
+    return _Draft(modules, managed, places, planned, tied, smaller, [swapped_class(type(each)) for each in modules])
+
+
+def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
+    modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
+    groups: dict[tuple[MeshRoles, Keep, object], list[ManagedParameter]] = {}
+    while planned:
+        param, plan = planned.popleft()
+        fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
+        keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
+        new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
+        groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
+    _move_buffers(draft.managed, device)
+    unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
+    for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
+        group.smaller, group.keep = draft.smaller[group.roles], keep
+    for each in draft.tied:
+        _share(each, unit)
+    install_step_hooks()
+    explain_mixed_tensors()
+    for module, cls in zip(modules, draft.classes, strict=True):
+        module.__class__ = cls
+        attach(module, unit)
+        register_stage(module, unit)
+    for owner in {slot.module for param in unit.params for slot in param.slots}:
+        if owner is not None:
+            guard_state_dict(owner, unit)
+    if is_tiled(modules[0]) and unit.groups:
+        make_tiles(modules[0], unit)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -226,6 +272,25 @@ def _plans(
         else:
             planned.append((param, plan))
     return planned, tied
+
+
+def _check_tiled(drafts: Sequence[_Draft]) -> None:
+    """Raise if a tiled layer cannot be cut, or a weight is tied to that of a tiled layer."""
+    for draft in drafts:
+        for each in draft.tied:
+            _, group = owner_of(each.param)
+            if group.parts:
+                raise UnsupportedError(
+                    f"fully_shard: '{each.fqn}' is tied to '{each.param.fqn}' of a tiled layer, and would be gathered "
+                    "whole. Give them a weight each, or do not tile."
+                )
+        if is_tiled(draft.modules[0]):
+            others = [param for other in drafts if other is not draft for param in other.places]
+            plans = {draft.places[param][0]: plan for param, plan in draft.planned}
+            tied = {each.fqn for each in draft.tied}
+            tied |= {fqn for param, (fqn, _) in draft.places.items() if any(param is other for other in others)}
+            if draft.places:
+                check_can_tile(draft.modules[0], plans, tied.__contains__)
 
 
 def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
@@ -318,15 +383,17 @@ def _share(tied: _Tied, unit: Unit) -> None:
 # --- what the unit manages --------------------------------------------------------------------------------------------
 
 
-def _managed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules and their submodules, with names; skips modules of other units and replicated ones."""
+def _managed_modules(modules: Sequence[nn.Module], enters_tiled: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The modules and their submodules, with names; skips modules of other units, replicated ones, and tiled layers
+    below, unless `enters_tiled`."""
     seen: set[nn.Module] = set()
     roots = set(modules)
     for root in modules:
         stack = [("", root)]
         while stack:
             prefix, module = stack.pop()
-            if module in seen or (module not in roots and unit_of(module) is not None):
+            is_apart = unit_of(module) is not None or (is_tiled(module) and not enters_tiled)
+            if module in seen or (module not in roots and is_apart):
                 continue
             if "replicate" in composable_apis(module):
                 continue

@@ -255,7 +255,7 @@ def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[ParamGroup, Pl
         for unit in units_with(params)
         for group in unit.groups
         for param in group.params
-        if isinstance(param.plan.offload, Offload)
+        if isinstance(param.plan.offload, Offload) and param.part is None
     }
 
 

@@ -6,6 +6,7 @@ A copy is a sharded module on the same mesh, with its own shards, units and hook
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -55,8 +56,9 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
     new: Unit = memo[id(old)]
     lent = _lent(old, memo)
     kept = []
+    copies: dict[ManagedParameter, ManagedParameter] = {}
     for group in (*old.groups, *(group for group in old.borrowed if group not in lent)):
-        params = [_copied(param, memo) for param in group.params]
+        params = [copies.setdefault(param, _copied(param, memo)) for param in group.params]
         if any(param.slots for param in params):
             kept.append((group, [param for param in params if param.slots]))
     new.adopt([memo[id(module)] for module in old.modules if id(module) in memo], [params for _, params in kept])
@@ -64,6 +66,11 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
         new_group.smaller, new_group.keep = old_group.smaller, old_group.keep
         new_group.channel.like(old_group.channel)
         memo[id(old_group)] = new_group
+        parts = [memo[id(group)] for group in old_group.parts]  # copied before their whole
+        for param in [param for group in parts for param in group.params]:
+            param.part = replace(param.part, whole=copies[param.part.whole])
+            param.refresh()
+        new_group.take_parts(parts)
     for module in {slot.module for param in new.params for slot in param.slots}:
         if module is not None:
             guard_state_dict(module, new)

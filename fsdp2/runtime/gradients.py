@@ -158,6 +158,8 @@ class Gradients:
             param.partial = None
             if param.unsharded is not None:
                 param.unsharded.grad = None
+            if param.part is not None:
+                param.part.whole.arrived.clear()
         self.end_backward()
 
     def take(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import nn
@@ -76,6 +77,8 @@ class ParamGroup:
         conversions: how often the unsharded parameters were created again because they did not match.
         changing: makes the current stream wait for what changes the shards in the background (an offloaded step), and
             forgets itself; None if nothing does. Called with whether it is the all-gather stream that waits.
+        parts: groups of other units whose parameters are the parts of these, which are then never gathered themselves.
+        whole: for a group of parts: the group of their wholes.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
@@ -87,6 +90,8 @@ class ParamGroup:
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
         self.changing: Callable[[bool], None] | None = None
+        self.parts: list[ParamGroup] = []
+        self.whole: Callable[[], ParamGroup | None] = lambda: None
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
         self._fits = True  # whether `_unsharded` matches the current parameters
@@ -115,7 +120,7 @@ class ParamGroup:
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
         `reshard(to=Phase.SMALLER)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
-        if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
+        if self.parts or self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
         if self._is_complete():
@@ -157,6 +162,9 @@ class ParamGroup:
 
     def settle(self, gathering: bool = False) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
+        whole = self.whole()
+        if whole is not None:
+            whole.settle(gathering)
         if self.changing is not None:
             self.changing(gathering)
 
@@ -186,7 +194,7 @@ class ParamGroup:
             self._check_slots()
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.
-            self._put([param.sharded for param in self.params])
+            self._put([param.at_rest for param in self.params])
             self._move(Phase.SHARDED)
             raise
         self._move(Phase.UNSHARDED)
@@ -221,7 +229,7 @@ class ParamGroup:
         if to is Phase.SHARDED:
             with memory.streams.gathering():
                 unsharded.free_inner()
-        self._put([param.resharded if to is Phase.SMALLER else param.sharded for param in self.params])
+        self._put([param.resharded if to is Phase.SMALLER else param.at_rest for param in self.params])
         if to is not Phase.SMALLER:
             unsharded.copies = []
             self._drop_resharded()
@@ -244,9 +252,9 @@ class ParamGroup:
     def _check_slots(self) -> None:
         """Raise if a parameter was replaced in the modules, because the replacement would be ignored."""
         if self.smaller is None:
-            forms = [param.sharded for param in self.params]
+            forms = [param.at_rest for param in self.params]
         else:
-            forms = [param.sharded if param.resharded is None else param.resharded for param in self.params]
+            forms = [param.at_rest if param.resharded is None else param.resharded for param in self.params]
         for index, tensor in self._slots().others(forms):
             check_stand_in(self.params[index], tensor)
 
@@ -317,7 +325,16 @@ class ParamGroup:
             pairs = zip(before, now, strict=True)
             if self._used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
                 self._used_at = [-1]  # the values changed, so no version may match
+        for part in self.parts:
+            if part.phase is Phase.SHARDED:
+                part.refresh()
         return any(changed)
+
+    def take_parts(self, groups: Sequence["ParamGroup"]) -> None:
+        """The parameters of `groups`, of other units, are the parts of these."""
+        self.parts = [*groups]
+        for group in groups:
+            group.whole = ref(self)
 
     def lay_together(self) -> None:
         """Move the shards into one block of memory. Only while sharded, after `refresh`."""

@@ -15,7 +15,7 @@ autograd graphs hold `unsharded`. The group knows which form the module currentl
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -33,7 +33,7 @@ from fsdp2._torch import (
 )
 from fsdp2.adjacent import carved_of
 from fsdp2.errors import ArgumentError
-from fsdp2.layout import ShardLayout
+from fsdp2.layout import ShardLayout, strides
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
@@ -131,6 +131,32 @@ class Partial(NamedTuple):
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What makes a `ManagedParameter` a part of another one, which is never gathered whole: its shard is some rows of
+    the other's on each rank. Both have one sharded parameter, the whole; the slots of a part are empty while sharded.
+
+    Attributes:
+        whole: the other one.
+        index, count: which part of how many.
+        start: the first of its rows in the whole's shard.
+    """
+
+    whole: "ManagedParameter"
+    index: int
+    count: int
+    start: int
+
+    def add_arrived(self) -> bool:
+        """Its gradient is there. Returns whether those of all parts are."""
+        arrived = self.whole.arrived
+        arrived.add(self.index)
+        if len(arrived) < self.count:
+            return False
+        arrived.clear()
+        return True
+
+
 class ManagedParameter:
     """One parameter that a unit manages, under all its names.
 
@@ -147,6 +173,8 @@ class ManagedParameter:
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
         writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
         extension: the user's hooks that change the all-gather of this parameter, if any.
+        part: of which parameter it is a part; None for a whole one.
+        arrived: the indices of its parts that have added their gradient to its own, in this backward.
     """
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
@@ -166,6 +194,8 @@ class ManagedParameter:
         self.resharded: nn.Parameter | None = None
         self.partial: Partial | None = None
         self.writes_on_meta = version(original) if original.is_meta else 0
+        self.part: Part | None = None
+        self.arrived: set[int] = set()
         _managed[original] = ref(self)
         self.put(self.sharded)
 
@@ -185,11 +215,21 @@ class ManagedParameter:
         copied = copy.copy(self)
         copied.slots = slots
         copied.unsharded = copied.whole = copied.resharded = copied.partial = None
+        copied.arrived = set()
         copied.sharded = sharded
         copied.flat = copied.flat.new_empty(0)
         if slots:
             copied.refresh()
         return copied
+
+    def _follow_whole(self) -> bool:
+        """Find the part's shard in the whole's. Returns whether that is another than before."""
+        assert self.part is not None
+        whole, start = self.part.whole, self.part.start * self.layout.row_numel
+        before, self.flat = self.flat, whole.flat[start : start + self.layout.padded_numel]
+        is_same = before.untyped_storage() is self.flat.untyped_storage() and whole.sharded is self.sharded
+        self.sharded = whole.sharded
+        return not is_same
 
     # --- geometry ----------------------------------------------------------------------------------------------------
 
@@ -266,6 +306,11 @@ class ManagedParameter:
         )
 
     # --- forms -------------------------------------------------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> nn.Parameter | None:
+        """What the slots hold while it is sharded."""
+        return self.sharded if self.part is None else None
 
     def put(self, form: nn.Parameter) -> None:
         """Make every slot hold `form`."""
@@ -345,6 +390,8 @@ class ManagedParameter:
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
+        if self.part is not None:
+            return self._follow_whole()
         current = self.slots[0].get()
         if current is self.sharded and self._is_current(local_tensor(current)):
             return self._note_extension(local_tensor(current))
@@ -403,6 +450,20 @@ class ManagedParameter:
                 f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
                 f"{current.placements}. Distribute it like the parameter that it replaces."
             )
+
+
+def part_of(part: Part, num_rows: int, fqn: str, slots: list[Slot]) -> ManagedParameter:
+    """The part that consists of `num_rows` rows of each rank's shard, fewer where that has fewer. The whole is sharded
+    on dim 0, plain and contiguous."""
+    whole = part.whole
+    shape = whole.layout.part(part.start, num_rows).shape
+    specs = ParamSpecs(whole.plan.specs.mesh, whole.plan.specs.placements, shape, strides(shape))
+    cut = copy.copy(whole)
+    cut.plan = replace(whole.plan, specs=specs)
+    cut.geometry = Geometry(torch.empty(shape, device="meta"), 0, whole.roles)
+    cut.slots, cut.fqn, cut.part = slots, fqn, part
+    cut.refresh()
+    return cut
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:

@@ -42,7 +42,7 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import packed
-from fsdp2.runtime.parameter import ManagedParameter, Partial
+from fsdp2.runtime.parameter import ManagedParameter, Part, Partial
 from fsdp2.runtime.streams import Streams
 from fsdp2.watch.exchange import Arrival, Exchange
 
@@ -385,25 +385,41 @@ class Reduction:
 
     @profiled("FSDP::hand_over")
     def _hand_over(self) -> None:
-        """Set `sharded.grad`, or add to the existing one."""
+        """Set `sharded.grad`, or add to the existing one. The hooks of a whole in parts run when its last part came."""
         if self._is_abandoned:
             return
         old, new, hooked = [], [], []
+        complete: list[ManagedParameter] = []
         for param, output, offset, spec in zip(self._plan.params, *self._reduced(), self._plan.grad_specs, strict=True):
             sharded = param.sharded
             local = param.geometry.local_view(output, offset)
-            if (grad := sharded.grad) is None:
+            if param.part is not None:
+                old.append(_rows_of_whole(param.part, local))
+                new.append(local)
+                if not param.part.add_arrived():
+                    continue
+            elif (grad := sharded.grad) is None:
                 sharded.grad = _distributed(local, spec, sharded.device)
             else:
                 old.append(local_tensor(grad))
                 new.append(local)
+            complete.append(param if param.part is None else param.part.whole)
             if hooks_of(sharded):
                 hooked += [(hook, sharded) for hook in post_accumulate_grad_hooks(sharded)]
         foreach_add(old, new)
         for hook, sharded in hooked:
             hook(sharded)
-        for call in self._settings.when_reduced:
-            call(self.params)
+        for call in self._settings.when_reduced if complete else ():
+            call(complete)
+
+
+def _rows_of_whole(part: Part, local: torch.Tensor) -> torch.Tensor:
+    """Where the gradient `local` of a part belongs in that of the whole, which is zeros if there was none."""
+    whole = part.whole
+    if (grad := whole.sharded.grad) is None:
+        zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
+        grad = whole.sharded.grad = _distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
+    return local_tensor(grad).narrow(0, part.start, local.shape[0]) if local.numel() else local
 
 
 def _distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:

@@ -90,8 +90,8 @@ def _kinds(
 
 def _should_have_neighbours(param: ManagedParameter) -> bool:
     """Whether the shard is small and a plain tensor. False if it is used in place, where alignment matters, or pinned,
-    because copies from pinned memory are tracked per allocation."""
-    if is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
+    because copies from pinned memory are tracked per allocation. A part is where its whole is."""
+    if param.part is not None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
         return False
     return 0 < param.flat.nbytes <= MOST_BYTES
 

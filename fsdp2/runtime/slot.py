@@ -65,7 +65,7 @@ class SlotTable:
             elif form is not None:
                 slot.put(form)
 
-    def others(self, forms: Sequence[nn.Parameter]) -> list[tuple[int, torch.Tensor | None]]:
+    def others(self, forms: Sequence[nn.Parameter | None]) -> list[tuple[int, torch.Tensor | None]]:
         """The tensors that the modules hold instead of these forms, each with the index of its parameter."""
         expected = map(forms.__getitem__, self._indices)
         if not any(map(is_not, map(dict.get, self._dicts, self._names), expected)):  # without a Python frame for each

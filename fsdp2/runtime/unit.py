@@ -77,9 +77,10 @@ _units: "WeakSet[Unit]" = WeakSet()
 
 
 def units_with(params: Iterable[torch.Tensor]) -> "list[Unit]":
-    """The units of this process that manage some of these sharded parameters."""
+    """The units of this process that manage some of these sharded parameters, or parts of them."""
     ids = {id(param) for param in params}
-    return [unit for unit in _units if any(id(param.sharded) in ids for param in unit.params)]
+    groups = [(unit, group) for unit in _units for group in unit.groups]
+    return [*dict.fromkeys(unit for unit, group in groups if any(id(param.sharded) in ids for param in group.params))]
 
 
 class Unit:
@@ -142,8 +143,8 @@ class Unit:
 
     @property
     def params(self) -> list[ManagedParameter]:
-        """The parameters of all groups."""
-        return [param for group in self.groups for param in group.params]
+        """The parameters of all groups; parts belong to the unit that has their whole."""
+        return [param for group in self.groups for param in group.params if param.part is None]
 
     def ready_context(self) -> "Context[Unit]":
         """The context; a provisional one for a unit that no root's forward has reached yet. Raises like `refresh`."""
@@ -316,6 +317,8 @@ class Unit:
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
         predicted = context.predict(self)  # called even if a list takes precedence, because it records what starts
+        if backward_is_running() and any(group.whole() for group in self.groups):
+            return  # of recomputed parts of a large layer, that before this one is still there
         for unit in _prefetched(self.forward_prefetch) or predicted:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
@@ -450,6 +453,8 @@ class Unit:
 
     def _reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         assert self.context is not None
+        if group.parts:
+            return  # their own units reduce them
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
         wanted = None

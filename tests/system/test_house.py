@@ -61,7 +61,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wrap.*",),
     ("extras.activations", "extras.full_params", "extras.tuning"),
     ("api",),
-    ("extras.past_hooks", "placing"),
+    ("extras.past_hooks", "extras.tiles", "placing"),
     ("extras",),
     ("arguments",),
     ("module",),
