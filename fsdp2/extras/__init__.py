@@ -1,1 +1,2 @@
-"""Aids beside a step: whole parameters for a while, tuned lanes, and why parameters stayed sharded. Layer: surface."""
+"""Aids beside a step: whole parameters for a while, layers in tiles, tuned lanes, why parameters stayed sharded. Layer:
+surface."""
