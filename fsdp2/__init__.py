@@ -24,10 +24,12 @@ from fsdp2.errors import (
     MisuseError,
     OrderError,
     ReplacedError,
+    StepError,
     UnsupportedError,
 )
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
+from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.tiles import tile
 from fsdp2.extras.tuning import tune_lanes
 from fsdp2.mesh import ShardPlacementResult
@@ -87,12 +89,14 @@ __all__ = [
     "OrderError",
     "ReplacedError",
     "ShardPlacementResult",
+    "StepError",
     "StepInBackward",
     "UnshardHandle",
     "UnsupportedError",
     "WrapReport",
     "ZeroPolicy",
     "adopt_optimizer",
+    "agree_on_step",
     "auto_shard",
     "by_class",
     "by_predicate",

@@ -9,6 +9,7 @@ may already catch::
     ├── MisuseError       (AssertionError)       the same thing was done twice, or a copy was requested
     ├── UnsupportedError  (NotImplementedError)  a request that this version does not support
     ├── CollectiveError   (RuntimeError)         communication with the other ranks failed
+    ├── StepError         (RuntimeError)         a rank has failed in a step, which all have forgotten
     └── CheckpointError   (RuntimeError)         a checkpoint could not be written or read
         ├── ReplacedError                        it was replaced by another save, or deleted, while it was read
         ├── CorruptError                         its files are damaged, or not those that its manifest lists
@@ -27,6 +28,7 @@ __all__ = [
     "MisuseError",
     "OrderError",
     "ReplacedError",
+    "StepError",
     "UnsupportedError",
 ]
 
@@ -53,6 +55,11 @@ class UnsupportedError(FSDPError, NotImplementedError):
 
 class CollectiveError(FSDPError, RuntimeError):
     """Communication with the other ranks failed; the message names the unit and this rank."""
+
+
+class StepError(FSDPError, RuntimeError):
+    """A rank has failed in a step on which all agree (`agree_on_step`). All ranks have forgotten the step and can make
+    the next one."""
 
 
 class CheckpointError(FSDPError, RuntimeError):

@@ -15,6 +15,7 @@ import torch
 
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.base import Operand, Pending
+from fsdp2.comm.scratch import all_gather_like
 from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
@@ -80,6 +81,7 @@ class Gather:
         """What travels says what it is."""
         for operand in self.operands:
             operand.mark = self._exchange.mark
+        self._exchange.begin_like = all_gather_like(self._comm, self.operands, self._axis.group)
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""

@@ -33,8 +33,9 @@ from fsdp2._torch import (
     post_accumulate_grad_hooks,
     set_local_tensor,
 )
-from fsdp2.comm.base import Operand, Pending, Scatter, Works
+from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
+from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
 from fsdp2.errors import CollectiveError
 from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
@@ -196,6 +197,8 @@ class Reduction:
                     yield
                 wait_for(pending, "reduce_scatter", self.fqn)
             done = streams.record()
+        if self._is_abandoned:
+            return  # other replicas may have failed before they came to this one
         if roles.replicate_group is not None:
             if self.leaves_partials:  # [3]
                 if not streams.lazy:
@@ -262,8 +265,7 @@ class Reduction:
         if plan.packed_numel:
             layouts, output = plan.packed_layouts, flat[: plan.packed_numel]
             scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, output, exchange.mark))
-        with exchange:
-            return Arrival(exchange, plan.channel.comm.reduce_scatter(scatters, group, average))
+        return _reduce_scatter(exchange, plan.channel.comm, scatters, group, average)
 
     def _outputs(self) -> list[torch.Tensor]:
         """The pieces of the flat output, one for each contribution; 1-D, padded."""
@@ -313,9 +315,8 @@ class Reduction:
             return self._scatter_replicas(average)
         flat, axis = self._flat, self.roles.replicate
         emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        comm = self._plan.channel.comm_over(axis)
-        with self._plan.exchange("all-reduce", axis.group, flat.numel(), flat.dtype) as exchange:
-            return Arrival(exchange, comm.all_reduce(flat, axis.group, average, exchange.mark))
+        exchange = self._plan.exchange("all-reduce", axis.group, flat.numel(), flat.dtype)
+        return _all_reduce(exchange, self._plan.channel.comm_over(axis), flat, axis.group, average)
 
     def _scatter_replicas(self, average: bool) -> Pending:
         """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
@@ -334,8 +335,7 @@ class Reduction:
         emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
         exchange = self._plan.exchange("reduce-scatter", axis.group, flat.numel(), flat.dtype)
         scatter = self._packed_scatter(inner, layouts, flat, exchange.mark)
-        with exchange:
-            return Arrival(exchange, self._plan.channel.comm_over(axis).reduce_scatter([scatter], axis.group, average))
+        return _reduce_scatter(exchange, self._plan.channel.comm_over(axis), [scatter], axis.group, average)
 
     def _scale(self, post: float) -> None:
         """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
@@ -420,6 +420,22 @@ def _rows_of_whole(part: Part, local: torch.Tensor) -> torch.Tensor:
         zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
         grad = whole.sharded.grad = _distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
     return local_tensor(grad).narrow(0, part.start, local.shape[0]) if local.numel() else local
+
+
+def _reduce_scatter(
+    exchange: Exchange, comm: Comm, scatters: list[Scatter], group: dist.ProcessGroup, average: bool
+) -> Pending:
+    if exchange.begin_like is None:
+        exchange.begin_like = reduce_scatter_like(comm, scatters, group, average)
+    with exchange:
+        return Arrival(exchange, comm.reduce_scatter(scatters, group, average))
+
+
+def _all_reduce(exchange: Exchange, comm: Comm, flat: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
+    if exchange.begin_like is None:
+        exchange.begin_like = all_reduce_like(comm, flat, group, average, exchange.mark)
+    with exchange:
+        return Arrival(exchange, comm.all_reduce(flat, group, average, exchange.mark))
 
 
 def _distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:

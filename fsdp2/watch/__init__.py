@@ -9,4 +9,5 @@
     collecting  what all ranks answer to a question
     watchdog    the thread that answers other ranks, and ends waits that cannot end
     order       the points at which a rank waits until all have done the same
+    joint_step  a step that all ranks make, or none
 """

@@ -25,11 +25,13 @@ class Board:
     Attributes:
         rank: this one.
         size: the number of ranks.
+        num_joint_steps: begun with this client (`fsdp2.watch.joint_step`).
     """
 
     def __init__(self, store: Any, rank: int, size: int):
         self.rank = rank
         self.size = size
+        self.num_joint_steps = 0
         self._store = store
         self._present: set[int] = set()
         self._patience_s = _ARRIVAL_S
@@ -82,7 +84,7 @@ class Board:
 
     def claim(self, key: str, value: str) -> str:
         """Set a value if there is none; the value that is there afterwards."""
-        return bytes(self._store.compare_set(key, "", value)).decode()
+        return bytes(self._store.compare_set(key, "", f"1 {value}")).decode().partition(" ")[2]
 
     def count(self, key: str, more: int = 1) -> int:
         """Add to a number; the sum."""

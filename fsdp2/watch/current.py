@@ -6,6 +6,8 @@ Written by the training thread around each wait and read by the watchdog: two at
 from time import monotonic
 from typing import Protocol
 
+from fsdp2.watch.board import Board
+
 
 class Awaited(Protocol):
     """What can be waited for.
@@ -21,6 +23,20 @@ class Awaited(Protocol):
     group_name: str
 
 
+class Joint(Protocol):
+    """A step that all ranks make, or none (`fsdp2.watch.joint_step`).
+
+    Attributes:
+        failure: what a rank said that failed; None while none is known to have.
+    """
+
+    failure: str | None
+
+    def begin_exchange(self) -> None: ...
+    def check(self) -> None: ...
+    def look(self, board: Board) -> str | None: ...
+
+
 class Current:
     """The wait that is under way.
 
@@ -28,14 +44,16 @@ class Current:
         awaited: None while nothing is waited for.
         since: when the last wait began, on the clock of `time.monotonic`.
         has_failed: it has ended with an error, which is being explained.
+        step: the step that all ranks make or none, while one is under way.
     """
 
-    __slots__ = ("awaited", "has_failed", "since")
+    __slots__ = ("awaited", "has_failed", "since", "step")
 
     def __init__(self) -> None:
         self.awaited: Awaited | None = None
         self.since = 0.0
         self.has_failed = False
+        self.step: Joint | None = None
 
 
 current = Current()

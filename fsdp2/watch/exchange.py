@@ -1,5 +1,6 @@
 """`Exchange`: one kind of communication, as it is recorded, waited for and explained when it fails. Layer: watch."""
 
+from collections.abc import Callable
 from time import monotonic
 
 import torch
@@ -27,12 +28,25 @@ class Exchange:
         fqn: the unit.
         group_name: the process group's.
         trail: of the group.
+        begin_like: see `fsdp2.watch.trail.TakesPart`.
 
     Raises:
         CollectiveError: a peer died, the group timed out, or the ranks did different things.
+        StepError: another rank has failed in a step that all make or none.
     """
 
-    __slots__ = ("_axis", "_entry", "_number", "_numbers", "fqn", "group_name", "trail", "what")
+    __slots__ = (
+        "__weakref__",
+        "_axis",
+        "_entry",
+        "_number",
+        "_numbers",
+        "begin_like",
+        "fqn",
+        "group_name",
+        "trail",
+        "what",
+    )
 
     def __init__(
         self,
@@ -51,6 +65,8 @@ class Exchange:
         self.group_name = self.trail.name
         self._entry = Entry(what, fqn, numel, nbytes, "" if dtype is None else str(dtype))
         self._number = number_of(self._entry)
+        self.begin_like: Callable[[], Pending] | None = None
+        self.trail.known[self._number] = self
         watchdog()
 
     @property
@@ -63,8 +79,12 @@ class Exchange:
         self.fqn = fqn
         self._entry = self._entry._replace(unit=fqn)
         self._number = number_of(self._entry)
+        self.begin_like = None  # its messages would carry the old mark
+        self.trail.known[self._number] = self
 
     def __enter__(self) -> "Exchange":
+        if current.step is not None:
+            current.step.begin_exchange()
         self._numbers.append(self._number)
         return self
 

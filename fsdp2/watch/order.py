@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import real_tensors
-from fsdp2.errors import CollectiveError
-from fsdp2.watch.current import waiting
+from fsdp2.errors import CollectiveError, OrderError, StepError
+from fsdp2.watch.current import current, waiting
 from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, Trail, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog, watchdog
@@ -55,6 +55,8 @@ class _Held:
                 return
             if dog.failure is not None:
                 raise CollectiveError(dog.failure)
+            if current.step is not None:
+                current.step.check()
             if not dog.is_alive or time.monotonic() - start > _HELD_S:
                 return
             if not asked and time.monotonic() - start > ask_after_s:
@@ -93,10 +95,16 @@ def compare_before_step(optimizer: torch.optim.Optimizer) -> None:
 
     Raises:
         CollectiveError: see `compare_order`.
+        OrderError: the ranks have not agreed on the step yet.
     """
     if watchdog() is None:
         return  # nobody to compare with: one process, fake groups and fake tensors, or switched off
     groups = _groups_of(optimizer)
+    if groups and current.step is not None:
+        raise OrderError(
+            f"{type(optimizer).__name__}.step() within agree_on_step: no rank may step before all are through. Leave "
+            "the block first"
+        )
     for group in groups:
         trail_of(group).note(Entry("optimizer step", None))
     if groups:
@@ -128,7 +136,7 @@ def _hold(dog: Watchdog, held: Sequence[_Held]) -> None:
         for each in held:
             with waiting(each):
                 each.wait(dog)
-    except CollectiveError:
+    except (CollectiveError, StepError):
         raise
     except RuntimeError:
         return  # the store is gone, with the process that has it; the next exchange fails by itself

@@ -5,11 +5,14 @@ recorded as a number that is the same in every process, so that recording costs 
 entries is compared by a hash of their numbers.
 """
 
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
+
+from fsdp2.comm.base import Pending
 
 MAX_KEPT = 8192  # entries; some steps of a model of a hundred units
 MAX_KNOWN = 10_000
@@ -55,6 +58,21 @@ def entry_of(number: int) -> Entry:
     return _entries[number]
 
 
+def text_of(number: int) -> str:
+    """The same in words, also of an entry that only other processes know."""
+    return str(_entries.get(number, "something"))
+
+
+class TakesPart(Protocol):
+    """What can take part in an exchange without data of its own.
+
+    Attributes:
+        begin_like: begins such an exchange, with memory that nobody reads; None if it cannot.
+    """
+
+    begin_like: Callable[[], Pending] | None
+
+
 class Trail:
     """The entries of one process group.
 
@@ -66,6 +84,7 @@ class Trail:
         has_reduced: gradients were reduced since the last `mark`.
         num_marks: calls of `mark` that found new entries.
         last_held: the key of the last comparison that ranks waited for.
+        known: number -> what takes part in such an exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -76,6 +95,7 @@ class Trail:
         self.has_reduced = False
         self.num_marks = 0
         self.last_held = ""
+        self.known: WeakValueDictionary[int, TakesPart] = WeakValueDictionary()
         self._marked = 0
         self._total = 0
         self._step = 0
@@ -110,6 +130,15 @@ class Trail:
                 self._known.clear()
             self._known.add(step)
         return self.position, self._total, is_new
+
+    def begin_anew(self) -> None:
+        """All ranks have come equally far, but not in the same way. What they do next is compared as if it were the
+        first."""
+        self._known.clear()
+        self._marked = self.position
+        self._total = self.position
+        self._step = self._marks_in_step = self.num_marks = 0
+        self.has_reduced = False
 
     def forget(self) -> None:
         """Drop the oldest entries, if there are too many."""

@@ -37,6 +37,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Trail, entry_of, trails
 
 _TICK_S = 0.5
+_FAST_S = 0.01  # after a rank has failed in a step that all make or none
 _MOST_S = 10.0  # between two questions about one wait
 _MAX_SENT = 2000  # entries of a trail
 _END_WAITS_TAG = 0x46530005
@@ -118,6 +119,8 @@ class Watchdog:
                 if not settings().is_on:
                     continue
                 self._compare_later()
+                if current.step is not None and (why := current.step.look(self._board)) is not None:
+                    self._fail(why)
                 if self._must_ask():
                     self._board.put(f"ask/{number}", str(self._board.rank))
                 elif not self._board.has(f"ask/{number}"):
@@ -132,7 +135,8 @@ class Watchdog:
 
     def _sleep(self) -> bool:
         """Whether to go on afterwards."""
-        self._wake.wait(_TICK_S)
+        step = current.step
+        self._wake.wait(_TICK_S if step is None or step.failure is None else _FAST_S)
         self._wake.clear()
         return self.is_alive
 
@@ -181,10 +185,7 @@ class Watchdog:
         if finding.is_fault or (
             finding.kind == "late" and limit is not None and awaited is not None and waited > limit
         ):
-            self.failure = finding.text
-            have_ended = [_end_waits(group, trail) for group, trail in trails()]
-            if not all(have_ended):
-                _log.error("%s", finding.text)  # the wait may not end, so nothing may be raised
+            self._fail(finding.text)
         elif (
             finding.kind == "late"
             and awaited is not None
@@ -194,6 +195,14 @@ class Watchdog:
             self._told = since
             _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
         self.num_rounds += 1
+
+    def _fail(self, why: str) -> None:
+        """End all waits of this process, with this error."""
+        if self.failure is None:
+            self.failure = why
+            have_ended = [_end_waits(group, trail) for group, trail in trails()]
+            if not all(have_ended):
+                _log.error("%s", why)  # the wait may not end, so nothing may be raised
 
 
 _running: list[Watchdog] = []

@@ -1,0 +1,102 @@
+"""`agree_on_step`: one rank's exception is everybody's, and all go on with the next batch. Layer: surface."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.errors import CollectiveError, OrderError, StepError
+from fsdp2.module import FSDPModule
+from fsdp2.watch.current import current
+from fsdp2.watch.joint_step import JointStep
+from fsdp2.watch.settings import settings
+from fsdp2.watch.watchdog import watchdog
+
+
+@contextmanager
+def agree_on_step(*models: nn.Module) -> Iterator[None]:
+    """Around the forwards and backwards of one step: all ranks get through, or none does.
+
+    If one rank raises (out of memory, a bad batch), the others stop before their next communication, within about half
+    a second, and all of them leave the block with a `StepError` that carries the text of the first rank that failed. By
+    then the gradients are gone, parameters are sharded, the random number generators of the CPU and of the accelerator
+    are as before the block, and the process groups can be used: catch the error, and go on with the next batch, which
+    gives the same numbers as if this one had not been. What else the block has changed, such as running means of batch
+    norm, stays.
+
+    Every rank of the default process group enters it, equally often. Put all microbatches of a step into one block, and
+    clip and step after it. It costs one exchange of a few bytes with the store of the process group.
+
+    Args:
+        models: all roots that communicate in the block.
+
+    Raises:
+        StepError: a rank has raised an exception; on all ranks.
+        CollectiveError: a rank has died, or ranks cannot come to the same place: one is in communication that is not
+            fsdp2's, such as tensor parallelism, or in one that the rank which failed had not made before, because it
+            failed in its first step.
+        OrderError: at the entry, not by a rank alone: it is within another one; `safety(False)`.
+
+    Example::
+
+        for batch in batches:
+            try:
+                with fsdp2.agree_on_step(model):
+                    model(batch).sum().backward()
+            except fsdp2.StepError as error:
+                print(f"skipped a batch: {error}")
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    if current.step is not None:
+        raise OrderError("agree_on_step: within another agree_on_step")
+    dog = watchdog() if settings().is_on else None
+    if dog is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        raise OrderError("agree_on_step: needs ranks that can ask each other: safety(True), and a store they share")
+    generators = _generators()
+
+    def reset() -> None:
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.reset_iter_state()
+            for param in model.parameters():
+                param.grad = None
+        _restore(generators)
+
+    step = None if dog is None else JointStep(dog)
+    current.step = step
+    try:
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # what they hold is the memory that was missing
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            why = f"rank {rank}: {type(error).__name__}: {error}"
+            if step is None:
+                reset()
+            else:
+                why = step.stop(why, reset)
+            raise StepError(why) from error
+        if step is not None and not step.succeed():
+            raise StepError(step.stop("", reset))
+    finally:
+        current.step = None
+
+
+def _generators() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        states.append(torch.get_device_module().get_rng_state())
+    return states
+
+
+def _restore(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module().set_rng_state(state)

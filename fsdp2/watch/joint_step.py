@@ -1,0 +1,219 @@
+"""`JointStep`: a step that all ranks make, or none. Layer: watch.
+
+A rank that cannot go on must not just stop: others wait for its messages, and a backend cannot withdraw messages. So it
+takes part in what others have begun, with memory that nobody reads, until all have stopped at the same place::
+
+    rank 0   gather a   gather b   gather c           gather c is waited for; told that rank 1 failed: stops
+    rank 1   gather a   gather b   failed             takes part in gather c: all have come equally far
+
+Nobody is interrupted. Every rank learns of the failure from its watchdog, and pauses before its next exchange. Ranks
+that pause go on to the farthest of them before they stop: they may have communication between two exchanges that fsdp2
+does not know, such as that of tensor parallelism. Then process groups are as good as before, on any backend.
+
+The keys, below ``joint/7`` for the seventh step::
+
+    through      how many ranks are through; the last one sets `all`, and all leave
+    failed       what the first rank said that failed
+    place/RANK   how far a rank has come since
+    given up     why the ranks cannot come to the same place
+    reset        how many ranks have forgotten the step; the last one sets `all reset`, and all leave
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from fsdp2.comm.base import Pending
+from fsdp2.errors import CollectiveError, StepError
+from fsdp2.watch.board import Board
+from fsdp2.watch.current import waiting
+from fsdp2.watch.settings import settings
+from fsdp2.watch.trail import Entry, Trail, number_of, text_of, trail_of, trails
+from fsdp2.watch.watchdog import Watchdog
+
+_MAX_TOLD = 256  # entries that a rank may be behind
+_MAX_TEXT = 10_000  # characters of an error
+_LIMIT_S = 60.0
+_END = Entry("end of a joint step", None)
+
+
+class _Place(NamedTuple):
+    """How far a rank has come.
+
+    Attributes:
+        status: "runs", "pauses" before an exchange, "stopped".
+        num_exchanges: of this step, that it has begun.
+        ends: group name -> (the number of entries, the last ones).
+    """
+
+    status: str
+    num_exchanges: int
+    ends: dict[str, tuple[int, list[int]]]
+
+
+class JointStep:
+    """One step. Every rank of the default process group makes it, and ends it by `succeed` or `stop`.
+
+    Attributes:
+        failure: what a rank said that failed; None while none is known to have.
+        what, fqn, group_name: see `fsdp2.watch.current.Awaited`.
+    """
+
+    def __init__(self, dog: Watchdog):
+        world = dist.group.WORLD
+        assert world is not None
+        dog.board.num_joint_steps += 1
+        number = dog.board.num_joint_steps
+        self.failure: str | None = None
+        self.what = _END.operation
+        self.fqn: str | None = None
+        self._trail = trail_of(world)
+        self.group_name = self._trail.name
+        self._dog = dog
+        self._before = f"joint/{number - 1}"
+        self._key = f"joint/{number}"
+        self._status = "runs"
+        self._num_exchanges = 0
+
+    # --- in the watchdog's thread -------------------------------------------------------------------------------------
+
+    def look(self, board: Board) -> str | None:
+        """Learn whether a rank has failed, and tell it how far this one has come. Returns why recovery was given up."""
+        if self.failure is None:
+            self.failure = board.get(f"{self._key}/failed")
+        if self.failure is None:
+            return None
+        self._tell(board)
+        return board.get(f"{self._key}/given up")
+
+    # --- in the training thread ---------------------------------------------------------------------------------------
+
+    def begin_exchange(self) -> None:
+        """Before each exchange; see `check`."""
+        self.check()
+        self._num_exchanges += 1
+
+    def check(self) -> None:
+        """Raise StepError if another rank has failed, and all that have not failed have come as far as this one."""
+        if self.failure is not None and self._status != "stopped":
+            self._status = "pauses"
+            if self._wait(self._must_stop):
+                raise StepError(self.failure)
+            self._status = "runs"
+
+    def succeed(self) -> bool:
+        """This rank is through. Returns whether all are; otherwise a rank has failed.
+
+        Raises:
+            CollectiveError: a rank has died, or did something else.
+        """
+        board = self._dog.board
+        self._trail.note(_END)
+        if board.count(f"{self._key}/through") == board.size:
+            board.put(f"{self._key}/all", "")
+            board.drop([f"{self._before}/{part}" for part in ("through", "all", "reset", "all reset")])
+            return True
+        return self._wait(lambda: board.has(f"{self._key}/all") or (None if self.failure is None else False), False)
+
+    def stop(self, why: str, reset: Callable[[], None]) -> str:
+        """This rank has failed, or knows that another one has. Returns what the first one that failed said.
+
+        Args:
+            reset: forgets the step; it may wait for what this rank has begun.
+
+        Raises:
+            CollectiveError: ranks cannot come to the same place.
+        """
+        board, begun = self._dog.board, list[Pending]()
+        self._status = "stopped"
+        self.failure = board.claim(f"{self._key}/failed", why[:_MAX_TEXT])
+        try:
+            self._wait(lambda: self._is_level(begun) or None)
+        except CollectiveError as error:
+            why = f"after a failed step ({self.failure}): {error}"
+            raise CollectiveError(board.claim(f"{self._key}/given up", why)) from None
+        reset()
+        for pending in begun:
+            pending.wait()
+        for _, trail in trails():
+            trail.begin_anew()
+        if board.count(f"{self._key}/reset") == board.size:
+            board.put(f"{self._key}/all reset", "")
+            board.drop([f"{self._key}/failed", *(f"{self._key}/place/{rank}" for rank in range(board.size))])
+        self._wait(lambda: board.has(f"{self._key}/all reset") or None)
+        return self.failure
+
+    def _must_stop(self) -> bool | None:
+        """Whether all ranks that have not failed pause here (True), or one has come farther (False)."""
+        self._tell(self._dog.board)
+        others = [place for place in self._told() if place is None or place.status != "stopped"]
+        if any(place is not None and place.num_exchanges > self._num_exchanges for place in others):
+            return False
+        here = "pauses", self._num_exchanges
+        return all(place is not None and place[:2] == here for place in others) or None
+
+    def _is_level(self, begun: list[Pending]) -> bool:
+        """Take part in what others have begun so far. Returns whether all have stopped, and at the same place."""
+        self._tell(self._dog.board)
+        places = self._told()
+        is_level = all(place is not None and place.status == "stopped" for place in places)
+        for _, trail in trails():
+            ends = [place.ends[trail.name] for place in places if place is not None and trail.name in place.ends]
+            is_level = is_level and all(end == trail.position for end, _ in ends)
+            for number in _missing(trail, ends):
+                begun += _take_part(trail, number)
+        return is_level
+
+    def _tell(self, board: Board) -> None:
+        ends = {trail.name: (trail.position, trail.numbers[-_MAX_TOLD:]) for _, trail in trails()}
+        board.put(f"{self._key}/place/{board.rank}", json.dumps(_Place(self._status, self._num_exchanges, ends)))
+
+    def _told(self) -> list[_Place | None]:
+        board = self._dog.board
+        found = [board.get(f"{self._key}/place/{rank}") for rank in range(board.size)]
+        return [None if text is None else _Place(*json.loads(text)) for text in found]
+
+    def _wait(self, answer: Callable[[], bool | None], is_limited: bool = True) -> bool:
+        """The first answer that is not None."""
+        pause, start = 0.0001, time.monotonic()
+        limit_s = settings().give_up_after_s or _LIMIT_S
+        with waiting(self):
+            while (found := answer()) is None:
+                given_up = self._dog.failure or self._dog.board.get(f"{self._key}/given up")
+                if given_up is not None:
+                    raise CollectiveError(given_up)
+                if is_limited and time.monotonic() - start > limit_s:
+                    why = (
+                        f"after a failed step ({self.failure}) ranks have not come to one place within {limit_s:g} s: "
+                        "one is in communication that is not fsdp2's"
+                    )
+                    raise CollectiveError(self._dog.board.claim(f"{self._key}/given up", why))
+                time.sleep(pause)
+                pause = min(2 * pause, 0.005)
+            return found
+
+
+def _missing(trail: Trail, ends: list[tuple[int, list[int]]]) -> list[int]:
+    """The entries that another rank has made in the trail's group and this one has not."""
+    end, numbers = max(ends, key=lambda place: place[0])
+    missing = end - trail.position
+    if missing > len(numbers):
+        raise CollectiveError(f"this rank is {missing} exchanges behind in group '{trail.name}'")
+    return numbers[len(numbers) - missing :]
+
+
+def _take_part(trail: Trail, number: int) -> list[Pending]:
+    if number == number_of(_END):
+        trail.note(_END)
+        return []
+    exchange = trail.known.get(number)
+    if exchange is None or exchange.begin_like is None:
+        raise CollectiveError(
+            f"another rank has begun {text_of(number)} in group '{trail.name}', in which this rank cannot take part "
+            "after an error, because it has never done it"
+        )
+    trail.numbers.append(number)
+    return [exchange.begin_like()]

@@ -1,0 +1,230 @@
+"""One rank's exception is everybody's, and all go on with the next batch, bit for bit (docs/bad_batches.md)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import agree_on_step, fully_shard
+from tests.helpers.mortal_ranks import Case, run_cases
+from tests.helpers.ranks import on_ranks
+
+PLACES = ["before", "forward", "backward", "reduction", "second microbatch", "after"]
+
+
+class Bad(Exception):
+    """A batch is bad."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.at: Callable[[str], None] = lambda place: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                self.at("forward")
+                x.register_hook(lambda grad: self.at("backward"))
+        return x
+
+
+def build(kind: str, ranks: int) -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = whole["dp"]
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Training:
+    """One rank's. `failing`: whether it fails in the next step, and where."""
+
+    def __init__(self, kind: str, rank: int, ranks: int):
+        self.replica = rank // 2 if kind == "tp" else rank  # ranks of one tensor-parallel group have the same batches
+        self.model = build(kind, ranks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.model.at = self.at
+        self.model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda _: self.at("reduction"))
+        self.failing = ""
+        torch.manual_seed(self.replica)
+
+    def at(self, place: str) -> None:
+        if place == self.failing:
+            raise torch.OutOfMemoryError("too long") if place == "backward" else Bad("too long")
+
+    def step(self, number: int) -> str:
+        """The text of the error; "" without one. A parameter is stepped only then."""
+        inputs = [torch.full((4, 8), 0.1 * number + 0.01 * self.replica), torch.full((4, 8), 0.2 * number)]
+        try:
+            with agree_on_step(self.model):
+                self.at("before")
+                self.model(inputs[0]).square().sum().backward()
+                self.at("second microbatch")
+                self.model(inputs[1]).square().sum().backward()
+                self.at("after")
+        except fsdp2.StepError as error:
+            assert all(param.grad is None for param in self.model.parameters())
+            return str(error)
+        fsdp2.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return ""
+
+    def values(self) -> list[Tensor]:
+        return [param.to_local().clone() for param in self.model.parameters() if isinstance(param, DTensor)]
+
+
+def check(kind: str, rank: int, ranks: int, faults: dict[int, tuple[tuple[int, ...], str]]) -> None:
+    """Batches that fail on some ranks at a place give what training without them gives."""
+    expected = Training(kind, rank, ranks)
+    for number in range(6):
+        if number not in faults:
+            assert expected.step(number) == ""
+    found = Training(kind, rank, ranks)
+    for number in range(6):
+        failing, place = faults.get(number, ((), ""))
+        found.failing = place if rank in failing else ""
+        message = found.step(number)
+        error = "OutOfMemoryError" if place == "backward" else "Bad"
+        assert message in ([f"rank {each}: {error}: too long" for each in failing] or [""])
+    assert all(torch.equal(one, other) for one, other in zip(found.values(), expected.values(), strict=True))
+
+
+@on_ranks(2, 4)
+def test_bad_batches_are_as_if_they_had_not_been(rank: int, world_size: int) -> None:
+    """A rank fails, and others in the next step."""
+    everybody = tuple(range(world_size))
+    check("fsdp", rank, world_size, {2: ((1,), "forward"), 3: (everybody[-2:], "backward")})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["hsdp", "tp"])
+def test_other_meshes(rank: int, world_size: int, kind: str) -> None:
+    """Ranks that have failed begin nothing more over the replicas; ranks that have not stop at one place, between two
+    sums of tensor parallelism."""
+    check(kind, rank, world_size, {2: ((2, 3), "forward"), 3: ((0, 1), "backward")})
+
+
+@pytest.mark.exhaustive
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp"])
+@pytest.mark.parametrize("place", PLACES)
+def test_places(rank: int, world_size: int, kind: str, place: str) -> None:
+    if kind == "tp":
+        who = [(0, 1), (world_size - 2, world_size - 1), (0, 1)]
+    else:
+        who = [(0,), (1,), (0, world_size - 1)]
+    check(kind, rank, world_size, {1: (who[0], place), 2: (who[1], place), 5: (who[2], place)})
+
+
+def stuck(rank: int, folder: str, what: str) -> tuple[str, bool]:
+    """A failure from which ranks cannot recover: the error, and whether parameters are as before."""
+    os.chdir(folder)
+    fsdp2.safety(stall_after_s=0.5, give_up_after_s=2.0, report_folder=folder)
+    training = Training("tp" if what == "one of two" else "fsdp", rank, 4)
+    if what != "first step":
+        assert training.step(0) == ""
+    before = [each.tolist() for each in training.values()]
+    if rank == 1:
+        training.failing = "forward"
+    if rank == 1 and what == "killed":
+        training.model.at = lambda place: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        training.step(1)
+    except (fsdp2.CollectiveError, RuntimeError) as error:
+        training.model.reset_iter_state()
+        return f"{type(error).__name__}: {error}", [each.tolist() for each in training.values()] == before
+    return "no error", False
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("killed", "rank 1 was killed"),
+        pytest.param("first step", "has never done it", marks=pytest.mark.exhaustive),
+        pytest.param("one of two", "rank 1: Bad: too long", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_recovery(what: str, says: str, tmp_path: Path) -> None:
+    """A rank dies; it fails where it has never made the exchanges that others are in; it fails alone, and another one
+    waits for its part of a tensor-parallel layer: an error on all ranks, and no step."""
+    outcomes = run_cases([Case(stuck, 4, (str(tmp_path), what))])[0]
+    texts = []
+    for rank, outcome in enumerate(outcomes):
+        if what == "killed" and rank == 1:
+            assert outcome.how == "died", outcome
+            continue
+        assert outcome.ok, outcome
+        text, is_unchanged = outcome.value
+        assert is_unchanged
+        texts.append(text)
+        # The one that waits in tensor parallelism gets the backend's error.
+        assert text.startswith("CollectiveError") or (what, rank) == ("one of two", 0), (rank, text)
+        assert what == "killed" or "rank 1: Bad: too long" in text or rank == 0, (rank, text)
+    assert any(says in text for text in texts), texts
+
+
+def test_one_process() -> None:
+    """The same program runs without other ranks."""
+    model = nn.Linear(4, 4)
+
+    def fail() -> None:
+        model(torch.randn(2, 4)).sum().backward()
+        raise ValueError("odd")
+
+    torch.manual_seed(3)
+    with pytest.raises(fsdp2.StepError, match=r"^rank 0: ValueError: odd$"), agree_on_step(model):
+        fail()
+    assert model.weight.grad is None
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1))
+
+
+@on_ranks(2)
+def test_mistakes(rank: int, world_size: int) -> None:
+    """An optimizer that steps before all are through, a block within a block, and ranks that cannot ask each other."""
+    training = Training("fsdp", rank, world_size)
+    assert training.step(0) == ""
+    with pytest.raises(fsdp2.StepError, match=r"OrderError: AdamW.step\(\) within agree_on_step"), agree_on_step():
+        training.optimizer.step()
+    with pytest.raises(fsdp2.StepError, match="OrderError: agree_on_step: within"), agree_on_step(), agree_on_step():
+        pass
+    assert training.step(1) == ""
+    fsdp2.safety(False)
+    try:
+        with pytest.raises(fsdp2.OrderError, match=r"needs .* safety\(True\)"), agree_on_step():
+            pass
+    finally:
+        fsdp2.safety()
