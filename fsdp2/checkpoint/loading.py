@@ -143,11 +143,10 @@ def _load(
                 stored.check(extra, matching.missing, matching.mismatches)
                 with uncollected():
                     matching.match(model, optimizer, how.strict)
-                _compare_twins(catalog, matching, how.verify)
-                agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
-                matching.allocate(model, optimizer)
-                wait_for({need.entry.local.device for need in matching.needs})
-                with uncollected():
+                    _compare_twins(catalog, matching, how.verify)
+                    agreement.check()  # after this rank's own errors, which say more than that another rank failed
+                    matching.allocate(model, optimizer)
+                    wait_for({need.entry.local.device for need in matching.needs})
                     requests = [one for need in matching.needs for one in requests_for(catalog, need)]
                 read_all(catalog.storage, requests, how.verify)
                 matching.finish()
@@ -175,13 +174,16 @@ def requests_for(
 
     Raises:
         CorruptError: the files do not hold all of it, or hold some of it twice.
-        CorruptError: the files do not hold all of it, or hold some of it twice.
     """
     box, target = (need.entry.box, need.entry.local) if part is None or into is None else (part, into)
     requests = []
     for wanted in need.source.wanted(target, box, catalog.tensors[need.section]):
+        pieces = [*catalog.pieces(need.section, wanted.name, wanted.box)]
+        if len(pieces) == 1 and pieces[0].box == wanted.box:  # by far the most frequent case
+            requests.append(Request(need.entry.name, wanted.target, pieces[0].box, pieces[0]))
+            continue
         cover = Cover(wanted.box)
-        for piece in catalog.pieces(need.section, wanted.name, wanted.box):
+        for piece in pieces:
             common = piece.box.intersect(wanted.box)
             if common is not None:
                 cover.add(common)

@@ -375,8 +375,7 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
         return
     source = PieceBytes(request.name, piece, verify and bool(piece.sums))
     there, here = flat_range_within(box, request.box), flat_range_within(box, piece.box)
-    as_it_is = is_plain_memory(target) and target.dtype == DTYPES[piece.dtype]
-    if there is None or here is None or not as_it_is:
+    if there is None or here is None or target.dtype != DTYPES[piece.dtype] or not is_plain_memory(target):
         for part in _split(box, piece, source.verify):
             yield _Copied(source, request, part, *_span(part, piece, source.verify))
         return

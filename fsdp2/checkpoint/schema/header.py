@@ -25,6 +25,8 @@ BYTES_A_CONTAINER = 16
 MAX_DEPTH = 100  # of JSON, because code that walks it may recurse
 CONTAINERS = frozenset({dict, list})  # of JSON
 PAGE = 4096
+ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+INT = frozenset({int})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +121,23 @@ def parse_header(text: bytes, file: str, size: int) -> Header:
 
 def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], int, int]:
     """(dtype, shape, first byte, end) of one entry of a header."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
         raise CorruptError(f"{file}: the entry of '{name}' must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
-    if _are_sizes(shape) and len(shape) > MAX_DIMS:
-        raise CorruptError(f"{file}: '{name}' has {len(shape)} dims; expected at most {MAX_DIMS}, as torch has")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
+    if len(shape) > MAX_DIMS:
+        raise CorruptError(f"{file}: '{name}' has {len(shape)} dims; expected at most {MAX_DIMS}, as torch has")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
 def _are_sizes(value: Any) -> bool:
     """Whether this is a list of numbers that may be sizes. Numbers of more than 63 bits cannot, and would make torch
     fail."""
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
+    are_ints = isinstance(value, list) and INT.issuperset(map(type, value))
+    return are_ints and min(value, default=0) >= 0 and max(value, default=0) < 1 << 63
 
 
 def _short(value: Any) -> str:

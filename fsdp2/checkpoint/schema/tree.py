@@ -81,10 +81,17 @@ def canonical(form: Any) -> str:
     return repr(form)
 
 
+# Keys as parts of paths, and back. Cached, because the states of parameters have the same few keys.
+
+
 @lru_cache(maxsize=4096)
 def _quoted(text: str) -> str:
-    """A key as part of a path. Cached, because the states of parameters have the same few keys."""
     return quote(text, safe="", errors="surrogatepass").replace(".", "%2E")
+
+
+@lru_cache(maxsize=4096)
+def _unquoted(part: str) -> str:
+    return unquote(part, errors="surrogatepass")
 
 
 def at_path(value: Any, path: str) -> Any:
@@ -92,11 +99,7 @@ def at_path(value: Any, path: str) -> Any:
     for part in path.split("/") if path else ():
         try:
             # `get`, because indexing a defaultdict would create the key.
-            value = (
-                value[int(part)]
-                if isinstance(value, (list, tuple))
-                else value.get(unquote(part, errors="surrogatepass"))
-            )
+            value = value[int(part)] if isinstance(value, (list, tuple)) else value.get(_unquoted(part))
         except (AttributeError, IndexError, ValueError, TypeError):
             return None
     return value

@@ -32,6 +32,7 @@ __all__ = [
     "entry_of",
     "model_state",
     "named_as_in",
+    "outside_autograd",
     "ranks_of",
     "unwrapped",
     "within",
@@ -180,7 +181,12 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
         return Entry(name, local.new_empty(nothing.shape), place.tiling, nothing, tensor)
     if place.box is None:
         raise ArgumentError(f"'{name}': this rank is not in the tensor's mesh, so it has no part of it to save or load")
-    return Entry(name, local.detach(), place.tiling, place.box, tensor, place.copy)
+    return Entry(name, outside_autograd(local), place.tiling, place.box, tensor, place.copy)
+
+
+def outside_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, detached if it requires a gradient; `detach` takes as long as the rest of an entry."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _owner_first(name: str, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch import local_tensor, make_dtensor, make_spec, spec_of
 from fsdp2.checkpoint.io.catalog import StoredTensorInfo
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, canonical, decode, encode
-from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, ranks_of
+from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, outside_autograd, ranks_of
 from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
@@ -162,6 +162,9 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
     parameter's mesh."""
     param = like.outside
     if isinstance(tensor, DTensor):
+        if isinstance(param, DTensor) and _is_cut_alike(tensor, param):  # by far the most frequent case
+            local = outside_autograd(local_tensor(tensor))
+            return Entry(name, local, like.tiling, like.box, tensor, like.copy), "param"
         entry = entry_of(name, tensor, world, ranks)
         if tensor.shape == param.shape and entry.tiling == like.tiling:
             return entry, "param"
@@ -171,13 +174,23 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
         return entry_of(name, tensor, world, ranks), "param" if of_param else "plain"
     if tensor.ndim and tensor.shape == local_tensor(param).shape:
         # This optimizer works on local tensors and stores them in its state.
-        return Entry(name, tensor.detach(), like.tiling, like.box, tensor), "local"
+        return Entry(name, outside_autograd(tensor), like.tiling, like.box, tensor), "local"
     if not tensor.ndim or len(like.tiling.grid.ranks) == 1:
         return entry_of(name, tensor, world, like.tiling.grid.sorted_ranks), "plain"
     raise ArgumentError(
         f"optimizer state '{name}': a plain tensor of shape {tuple(tensor.shape)} beside a sharded parameter of shape "
         f"{tuple(param.shape)}: its place in the whole tensor cannot be determined. Keep it as a DTensor, or as a "
         f"Python number."
+    )
+
+
+def _is_cut_alike(tensor: DTensor, param: DTensor) -> bool:
+    own, of_param = spec_of(tensor), spec_of(param)
+    return (
+        own.mesh is of_param.mesh
+        and own.placements == of_param.placements
+        and own.shape == of_param.shape
+        and local_tensor(tensor).shape == local_tensor(param).shape
     )
 
 

@@ -243,6 +243,8 @@ class LocalReader:
         """See `Reader`."""
         while buffer.nbytes:
             count = os.preadv(self._fd, [buffer], offset)
+            if count == buffer.nbytes:
+                return
             if not count:
                 raise CorruptError(f"{self._path}: ends at byte {offset}, {buffer.nbytes} bytes too early")
             offset += count
