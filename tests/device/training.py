@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy, comm
 from fsdp2.comm.nccl import NcclComm
 from tests.device.ranks import DEVICE, late
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import Stack, batch
 
 __all__ = ["FEATURES", "Feature", "check", "sharded", "train"]
@@ -149,15 +150,8 @@ def sharded(feature: Feature, device: str, world_size: int) -> nn.Module:
     return model
 
 
-_meshes: dict[Any, DeviceMesh] = {}
-
-
 def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One per process, since making a mesh makes process groups."""
-    key = device, sizes
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh(device, sizes, mesh_dim_names=names)
-    return _meshes[key]
+    return shared_mesh(sizes, names, device)
 
 
 def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -45,10 +45,9 @@ from tests.differential.known import (
 )
 from tests.differential.one_process import WRITE_GRADIENTS, OneProcess
 from tests.differential.program import Action, Program
+from tests.helpers.meshes import shared_mesh
 
 __all__ = ["Result", "run_program"]
-
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 @dataclass
@@ -66,10 +65,7 @@ class Result:
 
 
 def mesh_of(program: Program) -> DeviceMesh:
-    key = (program.mesh, program.axes)
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", program.mesh, mesh_dim_names=program.axes)
-    return _meshes[key]
+    return shared_mesh(program.mesh, program.axes)
 
 
 def run_program(rank: int, world_size: int, text: str, progress: str = "", without_torch: str = "") -> Result:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import ZeroPolicy, fully_shard
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import local, shard_like
 
 DTYPES = [
@@ -139,10 +139,9 @@ def put(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
     )
 
 
-@cache
 def mesh_of(*sizes: int) -> DeviceMesh:
-    """The mesh of those sizes of the pool's ranks; one per process, since making a mesh makes process groups."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b", "c")[: len(sizes)])
+    """The mesh of those sizes of the pool's ranks."""
+    return shared_mesh(sizes, ("a", "b", "c")[: len(sizes)])
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

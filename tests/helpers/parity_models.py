@@ -11,7 +11,6 @@ import copy
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +18,14 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.helpers.meshes import shared_mesh
 
 Gradients = dict[str, Tensor | None]
 
@@ -33,10 +33,9 @@ Gradients = dict[str, Tensor | None]
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-@cache
 def mesh_2d(replicas: int, shards: int) -> DeviceMesh:
-    """The HSDP mesh of the pool's ranks; one per process, since making a mesh makes process groups."""
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    """The HSDP mesh of the pool's ranks."""
+    return shared_mesh((replicas, shards), ("replicate", "shard"))
 
 
 class Block(nn.Module):

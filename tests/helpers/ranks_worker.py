@@ -24,6 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.helpers.meshes import forget_meshes
 
 # Warnings are errors in test bodies, except these, which torch itself causes.
 IGNORED_WARNINGS = (
@@ -35,6 +38,8 @@ IGNORED_WARNINGS = (
     r".*TypedStorage is deprecated.*",
     r"DTensor random operators may not have complete support on cpu device mesh",
 )
+
+KEPT_GROUPS = 12
 
 RACES = "TESTS_UNDER_RACES"  # in the environment: bodies run under the race detector
 
@@ -56,7 +61,6 @@ class Answer:
     kind: str
     payload: bytes = b""
     text: str = ""
-    num_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,10 +160,31 @@ def _settle() -> Answer:
         _reset_torch()
         gc.collect()
         dist.barrier()
+        _destroy_groups()
     except BaseException as error:
         text = f"The body passed but left the process group unusable:\n{_format(error, '')}"
         return Answer("failed", text=text)
-    return Answer("ok", num_groups=len(dist.distributed_c10d._world.pg_map))
+    return Answer("ok")
+
+
+def _destroy_groups() -> None:
+    """If there are many groups, destroy all but the default one. Each costs every worker three threads, which wake a
+    hundred times a second."""
+    made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if len(made) <= KEPT_GROUPS:
+        return
+    # Workers are forked before the package is imported.
+    from fsdp2 import mesh, placing
+    from fsdp2.comm import groups
+    from fsdp2.parallel import meshes
+
+    known: list[Any] = [groups._separate, mesh._smaller_meshes, placing._replicated_meshes, meshes._known]
+    for each in known:
+        each.clear()
+    forget_meshes()
+    _clear_sharding_prop_cache()  # its meshes are used again for tensors on equal ones
+    for group in made:
+        dist.destroy_process_group(group)
 
 
 def _reset_torch() -> None:

@@ -17,14 +17,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import (
     Gradients,
     Race,
@@ -60,10 +60,8 @@ def ours_only(reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(API is not fsdp2, reason=f"not in torch: {reason}")
 
 
-@cache
 def mesh_of(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
-    """One mesh a process for each shape and names, since making a mesh makes process groups."""
-    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return shared_mesh(sizes, names, device_type)
 
 
 def dp_tp(dp: int = 2, tp: int = 2) -> DeviceMesh:

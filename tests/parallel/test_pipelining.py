@@ -12,7 +12,6 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import events, fully_shard
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import TORCH_VERSION, Block, count, full, local, shard_like
 from tests.helpers.ranks import on_ranks
 
@@ -48,9 +48,8 @@ SPLIT_BACKWARD = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 Gradients = dict[str, Tensor]
 
 
-@cache
 def pipeline_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "one"))
+    return shared_mesh((2, 2, 1), ("pp", "dp", "one"))
 
 
 class CheckpointedBlock(Block):

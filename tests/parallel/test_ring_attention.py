@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from datetime import timedelta
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -25,15 +24,15 @@ from fsdp2.parallel.context_layout import check_length, rank_blocks, rank_slices
 from fsdp2.parallel.context_sharding import shard_sequence, unshard_sequence
 from fsdp2.parallel.ring_attention import ring_attention, ring_backward, ring_forward
 from fsdp2.parallel.ring_attention_blocks import Merged, block_forward, block_gradients
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.models import error_of, wrapped
 from tests.helpers.ranks import on_ranks
 
 every_mask = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 
 
-@cache
 def context_mesh(world_size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    return shared_mesh((world_size,), ("cp",))
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
