@@ -57,7 +57,10 @@ def offload_optimizer(
     Other parameters that it is given are stepped within ``step()``.
 
     Args:
-        kind, params, elementwise, options: as for `local_optimizer`.
+        kind: as for `local_optimizer`, like the others.
+        params: parameters or param groups.
+        elementwise: trust another `kind` to treat each element independently.
+        **options: for `kind`.
 
     Raises:
         ArgumentError: none of the parameters is in a unit with an `Offload` policy; or as `local_optimizer`. In or

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -136,7 +137,8 @@ def test_any_optimizer(rank: int, world_size: int, case: str, setting: str, tmp_
 
 def pending(model: nn.Module) -> list[str]:
     """The names of the parameters whose step is under way."""
-    return [name for name, param in model.named_parameters() if isinstance(local_of(param), PendingTensor)]
+    sharded = [(name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    return [name for name, param in sharded if isinstance(local_of(param), PendingTensor)]
 
 
 def stepped(policy: Offload | None, rank: int, steps: int = 1) -> tuple[Any, Any]:
