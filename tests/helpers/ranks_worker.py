@@ -124,6 +124,7 @@ def _read_jobs(connection: Connection) -> queue.SimpleQueue[Job]:
 def _run(job: Job, config: WorkerConfig) -> Answer:
     import pickle
 
+    from _pytest.monkeypatch import MonkeyPatch
     from _pytest.outcomes import Skipped
 
     try:
@@ -136,8 +137,14 @@ def _run(job: Job, config: WorkerConfig) -> Answer:
             warnings.simplefilter("error")
             for pattern in IGNORED_WARNINGS:
                 warnings.filterwarnings("ignore", message=pattern)
-            with _detecting():
-                result = pickle.dumps(body(config.rank, config.world_size, **pickle.loads(job.params)))
+            params = pickle.loads(job.params)
+            try:
+                with _detecting():
+                    result = pickle.dumps(body(config.rank, config.world_size, **params))
+            finally:
+                for value in params.values():
+                    if isinstance(value, MonkeyPatch):  # pytest undoes its own copy, in which nothing was patched
+                        value.undo()
     except Skipped as skip:
         return Answer("skipped", text=str(skip.msg))
     except BaseException as error:

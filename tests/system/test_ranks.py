@@ -35,6 +35,32 @@ def test_fixture_values_reach_the_ranks(rank: int, world_size: int, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def patch_linear(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    is_patched = hasattr(torch.nn.Linear, "patched")
+    monkeypatch.setattr(torch.nn.Linear, "patched", True, raising=False)
+    return is_patched
+
+
+def test_patches_of_a_body_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixture is a copy in the workers. An optimizer that one test broke failed in another, a hundred tests
+    later."""
+    for _ in range(2):
+        assert run_on_ranks(patch_linear, 2, monkeypatch=monkeypatch) == [False, False]
+
+
+def make_groups(rank: int, world_size: int, count: int) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(count):
+        dist.new_group([*range(world_size)])
+    return before
+
+
+def test_groups_of_finished_bodies_are_destroyed() -> None:
+    """An idle worker with 85 of them used a twentieth of a core, and a session has twelve workers."""
+    run_on_ranks(make_groups, 2, count=20)
+    assert run_on_ranks(make_groups, 2, count=1) == [1, 1]
+
+
 @on_ranks(2)
 def test_seed_is_set_before_each_body(rank: int, world_size: int) -> None:
     assert torch.initial_seed() == 0
