@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 
 import pytest
@@ -42,6 +43,33 @@ def sum_made_on_another_stream(waits: bool) -> bool:
 def test_a_missing_wait_gives_wrong_numbers(rank: int, world_size: int) -> None:
     assert seeds_with(lambda: sum_made_on_another_stream(waits=False)) >= SEEDS // 3
     assert seeds_with(lambda: sum_made_on_another_stream(waits=True)) == 0
+
+
+@on_device_ranks(1)
+def test_a_slow_host_hides_no_missing_wait(rank: int, world_size: int) -> None:
+    """Some streams do nothing until somebody waits for them; then, and when nobody does, they go on."""
+
+    def is_wrong() -> bool:
+        side = torch.Stream(DEVICE)
+        with side:
+            ones = torch.ones(1000, device=DEVICE)
+        time.sleep(0.01)
+        total = ones.sum()
+        torch.accelerator.current_stream().synchronize()
+        return total.item() != 1000
+
+    count = 0
+    for seed in range(SEEDS):
+        with late(seed, 3000):
+            count += is_wrong()
+    assert count >= SEEDS // 5
+    for seed in range(SEEDS):
+        side = torch.Stream(DEVICE)
+        with late(seed), side:
+            torch.ones(3, device=DEVICE)
+            done = side.record_event()
+            while not done.query():
+                time.sleep(0.001)
 
 
 def sum_of_freed(keeps: bool) -> bool:
@@ -198,6 +226,19 @@ def test_random_numbers_are_those_of_the_cpu(rank: int, world_size: int) -> None
     assert torch.equal(torch.nn.functional.dropout(torch.ones(20, device=DEVICE)), first)
     for left, right in zip(actual, expected, strict=True):
         assert torch.equal(left.cpu(), right)
+
+
+@on_device_ranks(1)
+def test_generators_of_the_program_are_those_of_the_cpu(rank: int, world_size: int) -> None:
+    """They were refused, so that `materialize` failed; the default one is left alone."""
+    state = torch.lag.get_rng_state()
+    own, cpu = torch.Generator(DEVICE).manual_seed(4), torch.Generator().manual_seed(4)
+    for _ in range(2):
+        actual = torch.empty(5, device=DEVICE).normal_(generator=own)
+        assert torch.equal(actual.cpu(), torch.empty(5).normal_(generator=cpu))
+    assert torch.equal(torch.lag.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.empty(5, device=DEVICE).normal_(generator=cpu)
 
 
 @on_device_ranks(1)

@@ -85,7 +85,7 @@ void sum_rows(const Tensors& rows, const Tensor& output, bool average) {
 class LaggingGroup final : public Backend {
  public:
   LaggingGroup(c10::intrusive_ptr<Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_stream()) {}
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_stream()), sending_(new_stream()) {}
 
   const std::string getBackendName() const override { return "laggingccl"; }
   bool supportsCoalescing() const override { return false; }
@@ -181,9 +181,8 @@ class LaggingGroup final : public Backend {
   }
 
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
-    return issue("send", tensors, [=, own = on_host(tensors)](Backend& gloo) mutable {
-      gloo.send(own, rank, tag)->wait();
-    });
+    auto work = [=, own = on_host(tensors)](Backend& gloo) mutable { gloo.send(own, rank, tag)->wait(); };
+    return issue("send", tensors, std::move(work), false, sending_);
   }
 
   WorkPtr recv(Tensors& tensors, int rank, int tag) override {
@@ -222,15 +221,18 @@ class LaggingGroup final : public Backend {
     sum_rows(rows, output, average);
   }
 
-  WorkPtr issue(const char* what, Tensors touched, std::function<void(Backend&)> work, bool blocks_host = false) {
+  WorkPtr issue(const char* what, Tensors touched, std::function<void(Backend&)> work, bool blocks_host = false,
+                StreamId stream = 0) {
     issued_++;
-    wait_on(stream_, record(current_stream()));
-    enqueue(stream_, what, [gloo = gloo_, work = std::move(work)] { work(*gloo); });
-    return c10::make_intrusive<LaggingWork>(record(stream_), std::move(touched), blocks_host);
+    stream = stream == 0 ? stream_ : stream;
+    wait_on(stream, record(current_stream()));
+    enqueue(stream, what, [gloo = gloo_, work = std::move(work)] { work(*gloo); });
+    return c10::make_intrusive<LaggingWork>(record(stream), std::move(touched), blocks_host);
   }
 
   c10::intrusive_ptr<Backend> gloo_;
   StreamId stream_;
+  StreamId sending_;  // gloo's send ends when the other rank receives, which may itself send first
   uint64_t issued_ = 0;
 };
 

@@ -28,15 +28,18 @@ namespace lagging {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr int kPoison = 0xFF;
 
+using StreamId = c10::StreamId;
 // Something that happens once, on a stream. The host and other streams can wait for it.
 class Signal {
  public:
+  explicit Signal(StreamId stream) : stream_(stream) {}
   void set();
   void wait();  // blocks the calling thread
   bool is_set();
   double seconds();  // when it was set
 
  private:
+  const StreamId stream_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool is_set_ = false;
@@ -44,7 +47,6 @@ class Signal {
 };
 using SignalPtr = std::shared_ptr<Signal>;
 
-using StreamId = c10::StreamId;
 using Task = std::function<void()>;
 
 // --- streams ---

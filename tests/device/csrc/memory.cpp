@@ -316,10 +316,7 @@ void record_use(const c10::DataPtr& ptr, StreamId stream) {
 }
 
 void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
-  const auto old_nbytes = storage->nbytes();
-  if (nbytes == old_nbytes) {
-    return;
-  }
+  const auto old_nbytes = storage->nbytes();  // the same size moves the memory too, as on CUDA and on the CPU
   auto fresh = device_memory().allocate(nbytes);
   const auto kept = std::min(nbytes, old_nbytes);
   if (kept > 0) {

@@ -120,7 +120,7 @@ int argument_of(const c10::FunctionSchema& schema, size_t result) {
   return -1;
 }
 
-bool is_random(const c10::OperatorHandle& op, const Stack& arguments) {
+bool is_random(const c10::OperatorHandle& op) {
   for (const auto& argument : op.schema().arguments()) {
     if (argument.name() == "generator") {
       return true;
@@ -153,22 +153,28 @@ void compute_now(const c10::OperatorHandle& op, const Stack& arguments, Stack* s
   synchronize(current_stream());
   auto own = with_tensors(arguments, [](const Tensor& each) { return is_ours(each) ? on_host(each) : each; }, at::kCPU);
   // Random numbers of the CPU's kernels come from its default generator, which has the state of ours meanwhile.
-  at::Generator lent;
+  at::Generator lent, source;
   at::Tensor before;
-  if (is_random(op, arguments)) {
-    for (const auto& argument : arguments) {
-      TORCH_CHECK(!argument.isGenerator(), "the lagging device knows its default generator only");
+  if (is_random(op)) {
+    source = default_generator();
+    for (auto& argument : own) {
+      if (argument.isGenerator()) {
+        source = argument.toGenerator();
+        TORCH_CHECK(source.device().type() == kDevice, "Expected a generator of the lagging device, got one of ",
+                    source.device());
+        argument = IValue();
+      }
     }
     lent = at::globalContext().defaultGenerator(at::kCPU);
     before = lent.get_state();
-    lent.set_state(default_generator().get_state());
+    lent.set_state(source.get_state());
   }
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.callBoxed(&own);
   }
   if (lent.defined()) {
-    default_generator().set_state(lent.get_state());
+    source.set_state(lent.get_state());
     lent.set_state(before);
   }
   for (size_t index = 0; index < schema.returns().size(); index++) {
@@ -211,7 +217,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto arguments = torch::jit::pop(*stack, schema.arguments().size());
   const bool depends_on_values =
       op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
-  if (depends_on_values || is_random(op, arguments) || !returns_tensors(schema)) {
+  if (depends_on_values || is_random(op) || !returns_tensors(schema)) {
     return compute_now(op, arguments, stack);
   }
   auto metas = with_tensors(arguments, [](const Tensor& each) { return is_ours(each) ? as_meta(each) : each; },
