@@ -45,26 +45,33 @@ class World:
 def start_world() -> World:
     """Join the job that `torchrun` started, or make a world of one process without it. Collective."""
     # Two backends: tensors on the CPU (flags, messages) go by gloo, so that agreeing on them never waits for a GPU.
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    kind = accelerator()
+    backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}" if kind else "gloo"
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
     dist.init_process_group(backend)
     return World(dist.get_rank(), int(os.environ["LOCAL_RANK"]), dist.get_world_size())
 
 
+def accelerator() -> str:
+    """What this machine has beside the CPU, such as "cuda"; "" for nothing, or nothing with collectives of its own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None or found.type == "mps" else found.type
+
+
 def choose_device(name: str, world: World) -> torch.device:
     """This rank's device for `--device {auto,cpu,cuda}`."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    kind = accelerator()
+    if name == "cpu" or (name == "auto" and not kind):
         return torch.device("cpu")
-    found = torch.cuda.device_count()
+    found = torch.accelerator.device_count() if name in ("auto", kind) else 0
     if world.local_rank >= found:
         raise UsageError(
             f"this machine has {found} GPU(s), too few for local rank {world.local_rank}: "
             "start fewer processes (torchrun --nproc_per_node) or pass --device cpu"
         )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    torch.accelerator.set_device_index(world.local_rank)
+    return torch.device(kind, world.local_rank)
 
 
 def on_every_rank(work: Callable[[], T]) -> T:
@@ -162,7 +169,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory this rank has held so far: allocated on its GPU, or resident in its process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
