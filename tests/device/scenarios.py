@@ -14,14 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2.checkpoint.run import background
+from fsdp2.parallel import ring_attention, shard_sequence
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.device.training import FEATURES, Feature, mesh_of, sharded, train
-from tests.helpers.parity_models import batch
+from tests.helpers.parity_models import Stack, batch
 
 __all__ = ["SCENARIOS"]
 
@@ -65,10 +68,20 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [param.to_local().detach().cpu() for param in model.parameters()]  # type: ignore[attr-defined]
 
 
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, device: str) -> None:
-    model(batch(step, rank, 16).to(device)).square().mean().backward()
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def inputs(rank: int, device: str) -> list[torch.Tensor]:
+    """Of two steps, already on the device, so that the steps do not wait for it."""
+    return [batch(step, rank, 16).to(device) for step in range(2)]
+
+
+def stream_of(seed: int) -> torch.Stream:
+    """The program's own current stream: in every second seed not the default one, which other threads have."""
+    return torch.Stream(DEVICE) if seed % 2 else torch.accelerator.current_stream()
 
 
 def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -80,20 +93,24 @@ def saves(rank: int, world_size: int, seed: int, in_background: bool) -> None:
     """What is saved are the values of the step before, although the device is late and training goes on."""
     expected = sharded(ADAM, "cpu", world_size)
     expected_optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
-    one_step(expected, expected_optimizer, 0, rank, "cpu")
-    with shared_folder(rank) as folder, late(seed, 1000):
+    first, second = inputs(rank, "cpu")
+    one_step(expected, expected_optimizer, first)
+    with shared_folder(rank) as folder, late(seed, 1000), stream_of(seed):
         model = sharded(ADAM, DEVICE, world_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-        one_step(model, optimizer, 0, rank, DEVICE)
+        xs = inputs(rank, DEVICE)
+        background._arena.clear()  # it holds the same values of the last seed
+        one_step(model, optimizer, xs[0])
         handle = checkpoint.save(folder / "saved", model=model, optimizer=optimizer, async_op=in_background)
-        one_step(model, optimizer, 1, rank, DEVICE)
+        one_step(model, optimizer, xs[1])
         handle.wait()
         loaded = sharded(ADAM, "cpu", world_size)
         loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1, foreach=False)
         checkpoint.load(folder / "saved", model=loaded, optimizer=loaded_optimizer)
+        trained = values(model)
     assert_same(values(loaded), values(expected))
-    one_step(loaded, loaded_optimizer, 1, rank, "cpu")
-    assert_same(values(loaded), values(model))
+    one_step(loaded, loaded_optimizer, second)
+    assert_same(values(loaded), trained)
 
 
 def saved(rank: int, world_size: int, seed: int) -> None:
@@ -110,9 +127,9 @@ def loaded(rank: int, world_size: int, seed: int) -> None:
     train(expected, ADAM, "cpu", rank, steps=1)
     with shared_folder(rank) as folder:
         checkpoint.save(folder / "saved", model=expected)
-        with late(seed, 1000):
+        with late(seed, 1000), stream_of(seed):
             model = sharded(ADAM, DEVICE, world_size)
-            one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, rank, DEVICE)
+            one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(rank, DEVICE)[0])
             checkpoint.load(folder / "saved", model=model)
             assert_same(train(model, ADAM, DEVICE, rank), train(expected, ADAM, "cpu", rank))
 
@@ -222,6 +239,87 @@ def activations_changed(rank: int, world_size: int, seed: int) -> None:
         out.sum().backward()
 
 
+def materialized(rank: int, world_size: int, seed: int) -> None:
+    """Values of a model that was sharded on the meta device are those of the CPU, from the same seed."""
+
+    def made(device: str, mode: fsdp2.init.seeded.Mode) -> list[torch.Tensor]:
+        with torch.device("meta"):
+            model = Stack(dim=16, hidden=19)
+        mesh = mesh_of(device, (world_size,), ("shard",))
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mesh=mesh)
+        fsdp2.fully_shard(model, mesh=mesh)
+        fsdp2.init.materialize(model, seed=3, mode=mode)
+        return values(model)
+
+    for mode in ("sequential", "counter"):
+        expected = made("cpu", mode)  # type: ignore[arg-type]
+        with late(seed):
+            assert_same(made(DEVICE, mode), expected)  # type: ignore[arg-type]
+
+
+def seeded(rank: int, world_size: int, seed: int) -> None:
+    """A model that is initialised again after it was sharded, from a generator of the program's own too."""
+
+    def made(device: str, generator: bool) -> list[torch.Tensor]:
+        model = sharded(ADAM, device, world_size)
+        own = torch.Generator(device).manual_seed(5) if generator else None
+        with fsdp2.init.seeded(7), torch.no_grad():
+            for param in model.parameters():
+                nn.init.normal_(param, std=0.02, generator=own)
+        return values(model)
+
+    for generator in (False, True):
+        expected = made("cpu", generator)
+        with late(seed):
+            assert_same(made(DEVICE, generator), expected)
+
+
+def random_numbers(rank: int, world_size: int, seed: int) -> None:
+    """`RandomState` holds the device's generator: what is drawn after a load is what was drawn after the save."""
+    with shared_folder(rank) as folder, late(seed):
+        torch.manual_seed(100 * seed + rank)
+        checkpoint.save(folder / "saved", extra={"random": checkpoint.RandomState()})
+        drawn = torch.rand(5, device=DEVICE).cpu()
+        checkpoint.load(folder / "saved", extra={"random": checkpoint.RandomState()})
+        assert torch.equal(torch.rand(5, device=DEVICE).cpu(), drawn)
+
+
+def gathered(rank: int, world_size: int, seed: int) -> None:
+    """`full_params` right after a step, and a change of a whole parameter."""
+
+    def seen(device: str) -> list[torch.Tensor]:
+        model = sharded(ADAM, device, world_size)
+        one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(rank, device)[0])
+        with fsdp2.full_params(model), torch.no_grad():
+            whole = [param.detach().clone() for param in model.parameters()]
+            model.inp.weight.mul_(2)
+        return [*(each.cpu() for each in whole), *values(model)]
+
+    expected = seen("cpu")
+    with late(seed):
+        assert_same(seen(DEVICE), expected)
+
+
+def context_parallel(rank: int, world_size: int, seed: int) -> None:
+    """Ring attention gives the rows that attention of the whole sequence has, and their gradients. (In float64; the
+    CPU's own kernel is another one, so that the last bits differ.)"""
+    whole = [
+        torch.randn(2, 2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(4)
+    ]
+    leaves = [each.clone().requires_grad_() for each in whole[:3]]
+    output = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    expected = [output.detach(), *torch.autograd.grad(output, leaves, whole[3])]
+    host = mesh_of("cpu", (world_size,), ("shard",))
+    with late(seed):
+        query, key, value, gradient = (shard_sequence(each, host, 2).to(DEVICE) for each in whole)
+        parts = [each.requires_grad_() for each in (query, key, value)]
+        output = ring_attention(*parts, mesh=mesh_of(DEVICE, (world_size,), ("shard",)), is_causal=True)
+        actual = [output.detach(), *torch.autograd.grad(output, parts, gradient)]
+        for left, right in zip(actual, expected, strict=True):
+            torch.testing.assert_close(left.cpu(), shard_sequence(right, host, 2))
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
@@ -231,4 +329,9 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "saved in the background": saved_in_background,
     "loaded": loaded,
     "failed": failed,
+    "materialized": materialized,
+    "seeded": seeded,
+    "random numbers": random_numbers,
+    "gathered": gathered,
+    "context parallel": context_parallel,
 }

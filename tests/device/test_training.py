@@ -6,12 +6,18 @@ import pytest
 
 from tests.device.ranks import SEEDS, on_device_ranks
 from tests.device.scenarios import SCENARIOS
-from tests.device.training import FEATURES, check
+from tests.device.training import FEATURES, ON_FOUR, check
 
 
 @on_device_ranks(2)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(rank: int, world_size: int, name: str) -> None:
+    check(name, rank, world_size, range(SEEDS))
+
+
+@on_device_ranks(4)
+@pytest.mark.parametrize("name", ["plain", "coalesced", *ON_FOUR])
+def test_features_on_four(rank: int, world_size: int, name: str) -> None:
     check(name, rank, world_size, range(SEEDS))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy, comm
 from fsdp2.comm.nccl import NcclComm
 from tests.device.ranks import DEVICE, late
+from tests.helpers.extensions import InPieces
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import Stack, batch
 
-__all__ = ["FEATURES", "Feature", "check", "sharded", "train"]
+__all__ = ["FEATURES", "ON_FOUR", "Feature", "check", "differs", "expected_of", "mesh_of", "sharded", "train"]
 
 BF16 = torch.bfloat16
 
@@ -35,18 +38,31 @@ class Feature:
     """How a model is sharded and trained.
 
     Attributes:
+        change: called with the model before it is sharded.
         prepare: called with the sharded model and the kind of device.
+        replicas: of the shards, for HSDP.
+        tensor: ranks that share a layer.
         coalesced: what NCCL is given, instead of one flat collective for all parameters of a unit.
         sync_each: whether each of the `backwards` of a step reduces.
         on_device: makes the optimizer on the device, where that is another than on the CPU.
+        all_reduces_each: whether each of them sums over the replicas.
+        of_one_graph: the backwards of a step are all of one forward.
+        aside: the first step of the optimizer runs on a stream of its own, which only the next forward waits for.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
+    change: Callable[[Any], object] = lambda model: None
     prepare: Callable[[Any, str], object] = lambda model, device: None
+    replicas: int = 1
+    tensor: int = 1
     depth: int = 3
     reentrant: bool | None = None
     backwards: int = 1
     sync_each: bool = True
+    all_reduces_each: bool = True
+    of_one_graph: bool = False
+    aside: bool = False
+    scaled: bool = False
     coalesced: bool = False
     clips: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
@@ -97,6 +113,14 @@ def in_background(policy: Offload, in_backward: bool = False, clips: bool = True
 
 
 ALL = Offload(grads=True, params=True)
+
+
+def in_pieces(model: Any) -> None:
+    """Weights that say themselves what is gathered."""
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(InPieces(block.up.weight.detach(), {}))
+
+
 FEATURES = {
     "plain": Feature(),
     "coalesced": Feature(coalesced=True),
@@ -131,23 +155,59 @@ FEATURES = {
     "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
     "hook on a stream": Feature(prepare=hooks_beside),
     "two reductions": Feature(prepare=collects_twice),
+    "reduced in 16 bits": Feature({"mp_policy": MixedPrecisionPolicy(BF16, BF16)}),
+    "reduced in fp16": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}),
+    "two backwards of a graph": Feature(backwards=2, of_one_graph=True),
+    "optimizer on a stream": Feature(aside=True),
+    "grad scaler": Feature(scaled=True),
+    "extension": Feature(change=in_pieces),
+}
+
+SECONDARY = ZeroPolicy(3, secondary_shard_size=2)
+INNER = ZeroPolicy(3, shard_size=2, shard_replicas=True)
+ON_FOUR = {
+    "replicas": Feature(replicas=2),
+    "replicas, mixed precision": Feature(mixed(), replicas=2),
+    "replicas, reduced in 16 bits": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, replicas=2),
+    "replicas, accumulation": Feature(replicas=2, backwards=3, all_reduces_each=False),
+    "smaller mesh": Feature({"reshard_after_forward": 2}),
+    "secondary shards": Feature({"zero": SECONDARY}),
+    "secondary shards, int8 gather": Feature(
+        {"zero": SECONDARY, "mp_policy": MixedPrecisionPolicy(all_gather_dtype=torch.int8)}
+    ),
+    "sharded replicas": Feature({"zero": INNER}, backwards=2),
+    "sharded replicas, mixed precision": Feature({"zero": INNER, **mixed()}, prepare=collects_twice),
+    "tensor parallel": Feature(tensor=2),
 }
 
 
 def sharded(feature: Feature, device: str, world_size: int) -> nn.Module:
     torch.manual_seed(0)
-    model = Stack(dim=16, hidden=19, depth=feature.depth, use_reentrant=feature.reentrant).to(device)
+    hidden = 19 if feature.tensor == 1 else 20
+    model = Stack(dim=16, hidden=hidden, depth=feature.depth, use_reentrant=feature.reentrant).to(device)
+    feature.change(model)
     options = dict(feature.options)
     if "zero" not in options:
-        options["mesh"] = mesh_of(device, (world_size,), ("shard",))
+        options["mesh"] = mesh_for(feature, device, world_size)
     if device == "cpu" and "offload_policy" in options:
         is_all = isinstance(options["offload_policy"], CPUOffloadPolicy)
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False) if is_all else None
     for block in model.blocks:
+        if feature.tensor > 1:
+            tensor = mesh_of(device, (world_size // feature.tensor, feature.tensor), ("shard", "tensor"))["tensor"]
+            parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fsdp2.fully_shard(block, **options)
     fsdp2.fully_shard(model, **options)
     feature.prepare(model, device)
     return model
+
+
+def mesh_for(feature: Feature, device: str, world_size: int) -> DeviceMesh:
+    if feature.tensor > 1:
+        return mesh_of(device, (world_size // feature.tensor, feature.tensor), ("shard", "tensor"))["shard"]
+    if feature.replicas > 1:
+        return mesh_of(device, (feature.replicas, world_size // feature.replicas), ("replicate", "shard"))
+    return mesh_of(device, (world_size,), ("shard",))
 
 
 def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -155,25 +215,69 @@ def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Devi
 
 
 def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) -> list[torch.Tensor]:
-    """Losses, and at the end the local parameters."""
+    """Losses, and at the end the local parameters. The host waits for the device at the end only."""
+    inputs = [
+        [batch(10 * step + number, rank, 16).to(device) for number in range(feature.backwards)] for step in range(steps)
+    ]
     make = feature.on_device if feature.on_device is not None and device == DEVICE else feature.optimizer
     optimizer = make(model.parameters(), lr=0.1, foreach=False)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0, enabled=feature.scaled)
     results = []
     for step in range(steps):
         for number in range(feature.backwards):
-            model.set_is_last_backward(number == feature.backwards - 1)
+            is_last = number == feature.backwards - 1
+            model.set_is_last_backward(is_last)
             if not feature.sync_each:
-                model.set_requires_gradient_sync(number == feature.backwards - 1)
-            x = batch(10 * step + number, rank, 16).to(device)
-            loss = model(x).square().mean()
-            loss.backward()
+                model.set_requires_gradient_sync(is_last)
+            if not feature.all_reduces_each:
+                model.set_requires_all_reduce(is_last)
+            if number == 0 or not feature.of_one_graph:
+                loss = model(inputs[step][number]).square().mean()
+            scaler.scale(loss).backward(retain_graph=feature.of_one_graph)
             results.append(loss.detach())
         if feature.clips:
             fsdp2.clip_grad_norm_(model.parameters(), max_norm=0.1)
-        optimizer.step()
+        with aside(model, feature.aside and device != "cpu" and step == 0):
+            scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     results += [param.to_local().detach() for param in model.parameters()]
     return [result.cpu() for result in results]
+
+
+@contextmanager
+def aside(model: Any, enabled: bool) -> Iterator[None]:
+    """The block's work is given to a stream of its own. The next forward waits for that, and nothing else does."""
+    if not enabled:
+        yield
+        return
+    ready = torch.accelerator.current_stream().record_event()
+    stream = torch.Stream(DEVICE)
+    with stream:
+        ready.wait()
+        yield
+        done = stream.record_event()
+    model.set_post_optim_event(done)
+
+
+def expected_of(name: str, rank: int, world_size: int) -> list[torch.Tensor]:
+    """What training with this feature gives on the CPU."""
+    feature = FEATURES.get(name) or ON_FOUR[name]
+    return train(sharded(feature, "cpu", world_size), feature, "cpu", rank)
+
+
+def differs(name: str, rank: int, world_size: int, seed: int, expected: list[torch.Tensor]) -> str:
+    """How training with this feature on the lagging device differs from `expected`; "" if in no bit."""
+    feature = FEATURES.get(name) or ON_FOUR[name]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if feature.coalesced:
+            monkeypatch.setitem(comm.COMMS, "laggingccl", Coalesced())
+        with late(seed):
+            actual = train(sharded(feature, DEVICE, world_size), feature, DEVICE, rank)
+    for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        if not torch.equal(left, right):
+            return f"seed {seed}, number {number}: {left} is not {right}"
+    return ""
 
 
 def check(name: str, rank: int, world_size: int, seeds: range) -> None:
@@ -182,13 +286,7 @@ def check(name: str, rank: int, world_size: int, seeds: range) -> None:
     Raises:
         AssertionError: some loss or parameter differs in a bit.
     """
-    feature = FEATURES[name]
-    expected = train(sharded(feature, "cpu", world_size), feature, "cpu", rank)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if feature.coalesced:
-            monkeypatch.setitem(comm.COMMS, "laggingccl", Coalesced())
-        for seed in seeds:
-            with late(seed):
-                actual = train(sharded(feature, DEVICE, world_size), feature, DEVICE, rank)
-            for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
-                assert torch.equal(left, right), f"seed {seed}, number {number}: {left} is not {right}"
+    expected = expected_of(name, rank, world_size)
+    for seed in seeds:
+        difference = differs(name, rank, world_size, seed, expected)
+        assert not difference, difference

@@ -27,8 +27,9 @@ std::atomic<uint64_t> g_seed{0};
 std::atomic<int64_t> g_max_us{0};
 std::atomic<uint64_t> g_epoch{0};  // of the seed: a stream draws anew when it has changed
 
-// So long does a stream do nothing until somebody waits for it. Then it goes on, since another rank may need it.
-constexpr auto kLongestHold = std::chrono::milliseconds(50);
+// A stream that does nothing until somebody waits for it goes on after so many of the longest delays, since another rank
+// may need it.
+constexpr int64_t kLongestHold = 200;
 
 std::mutex g_failure_mutex;
 std::string g_failure;
@@ -104,8 +105,9 @@ class Queue {
       return;
     }
     if (slowness_ > 2) {
+      const auto hold = std::chrono::microseconds(kLongestHold * max_us);
       std::unique_lock<std::mutex> lock(mutex_);
-      is_let_go_ = is_let_go_ || !changed_.wait_for(lock, kLongestHold, [this] { return demands_ > 0; });
+      is_let_go_ = is_let_go_ || !changed_.wait_for(lock, hold, [this] { return demands_ > 0; });
       return;
     }
     const int64_t least = slowness_ == 2 ? max_us / 4 : 0;

@@ -1,0 +1,254 @@
+"""Waits, records and keep-alives of the library, taken out one at a time on the lagging device.
+
+    python -m tests.device.mutants            # all of them, or those whose names contain one of the arguments
+
+The list is that of the race detector (`tests/races/mutants.py`), and some more in what the detector has stand-ins for.
+A mutant is found if training or a scenario gives other numbers than on the CPU, or an error, under one of the seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+import torch.distributed as dist
+
+from tests.device import lagging
+from tests.device.ranks import SEEDS
+from tests.device.scenarios import SCENARIOS
+from tests.device.training import ON_FOUR, differs, expected_of
+from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
+from tests.races.mutants import CONTEXT, MEMORY, MUTANTS, PARAM_GROUP, Mutant
+from tests.races.mutated import mutated
+
+__all__ = ["MUTANTS_HERE", "SURVIVES", "found", "harmless"]
+
+# The program of each mutant for the detector, and what has the same at stake here: features, and scenarios.
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "plain": ("plain", "coalesced"),
+    "mixed": ("reduced in 16 bits",),
+    "half": ("reduced in fp16",),
+    "added": ("two backwards of a graph",),
+    "kept": ("keeps storage",),
+    "inner": ("sharded replicas, mixed precision",),
+    "hsdp": ("replicas, reduced in 16 bits", "replicas, mixed precision"),
+    "partials": ("replicas, accumulation",),
+    "smaller": ("smaller mesh",),
+    "offload": ("offload", "offload, mixed precision"),
+    "hooked": ("hook on a stream",),
+    "optimized_aside": ("optimizer on a stream",),
+    "over_nccl": ("coalesced",),
+    "wire_over_nccl": ("16 bits on the wire",),
+    "staging": ("saved in the background",),
+    "two units": ("two units",),
+    "checkpointed": ("checkpointed",),
+    "int8": ("secondary shards, int8 gather",),
+    "saved": ("saved", "saved in the background"),
+    "loaded": ("loaded",),
+}
+
+MORE: tuple[Mutant, ...] = (
+    Mutant(
+        "gather: copied out too early, and only then",
+        "runtime.gather",
+        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn, self._axis)\n'
+        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n",
+        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
+        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn, self._axis)\n'
+        "        if self._packed is not None:\n",
+        "plain",
+    ),
+    Mutant(
+        "streams: nobody waits",
+        "runtime.streams",
+        "            event.wait()  # not",
+        "            pass  # not",
+        "plain",
+    ),
+    Mutant(
+        "streams: the wait is on the host",
+        "runtime.streams",
+        "            event.wait()  # not",
+        "            event.synchronize()  # not",
+        "plain",
+        harmless="stricter; only the overlap is lost",
+    ),
+    Mutant(
+        "streams: gathers are on the stream of reductions",
+        "runtime.streams",
+        "return _Current(self._gather)",
+        "return _Current(self._reduce)",
+        "plain",
+        harmless="fewer streams are stricter",
+    ),
+    Mutant(
+        "streams: the stream stays the current one",
+        "runtime.streams",
+        "        torch.accelerator.set_stream(self._before)\n",
+        "        pass\n",
+        "plain",
+        harmless="everything is on one side stream from the first block on, in its order",
+    ),
+    Mutant(
+        "streams: events are those of the default stream",
+        "runtime.streams",
+        "torch.accelerator.current_stream(self._device).record_event()",
+        "torch.Stream(self._device).record_event()",
+        "plain",
+    ),
+    Mutant(
+        "release: one unit more is kept",
+        MEMORY,
+        "len(self._released) > num_kept(prefetching)",
+        "len(self._released) > num_kept(prefetching) + 1",
+        "two units",
+    ),
+    Mutant(
+        "release: memory stays after a forward without gradients",
+        CONTEXT,
+        "            self.memory.free_all()  # no backward follows",
+        "            pass  # no backward follows",
+        "two units",
+    ),
+    Mutant(
+        "wire: rows are summed before the wait",
+        "comm.wire",
+        "        super().__init__([work for work in works if work is not None], outputs",
+        "        self.early = works\n        super().__init__([], outputs",
+        "wire_over_nccl",
+    ),
+    Mutant(
+        "checkpoint: nobody waits for the device",
+        "checkpoint.io.memory",
+        "            torch.accelerator.current_stream(device).record_event().synchronize()",
+        "            pass",
+        "saved",
+    ),
+    Mutant(
+        "checkpoint: values are read before the step has come",
+        "checkpoint.saving",
+        "        wait_for({entry.local.device for own in entries.values() for entry in own.values()})\n",
+        "        pass\n",
+        "saved",
+    ),
+    Mutant(
+        "checkpoint: values are loaded while the device writes",
+        "checkpoint.loading",
+        "                wait_for({need.entry.local.device for need in matching.needs})\n",
+        "                pass\n",
+        "loaded",
+    ),
+    Mutant(
+        "checkpoint: a buffer is reused before its copy is done",
+        "checkpoint.io.reading",
+        "        wait_for({target.device})\n",
+        "        pass\n",
+        "loaded",
+    ),
+    Mutant(
+        "reshard: memory is freed at once, on the gather stream",
+        PARAM_GROUP,
+        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
+        "            elif self.keep is not Keep.STORAGE:\n                with memory.streams.gathering():\n"
+        "                    unsharded.storage.free()",
+        "plain",
+    ),
+)
+
+SAME_VALUES = "a race, but the gather writes the values that compute reads there: between steps it waits for compute"
+# Why a mutant that matters to the detector changes no number here.
+HARMLESS: dict[str, str] = {
+    "gather: no wait for kept memory": SAME_VALUES,
+    "gather: kept memory is not in use": SAME_VALUES,
+    "release: taken back without a wait": SAME_VALUES,
+    "gather: copied out before the wait": "what was copied too early is copied again after the wait",
+    "checkpoint: a buffer is reused before its copy is done": "a blocking copy of this device ends when it returns; on "
+    "CUDA one to another dtype is two operations",
+    "comm: messages are not waited for": "in the CPU's messages, which this device does not use",
+}
+# What matters and is not found here, and why.
+SURVIVES: dict[str, str] = {
+    "release: compute waits instead": "between two backwards of one graph only: compute would have to be late by a "
+    "whole unit, and the gradients' reductions wait for it",
+}
+# Mutants that something else shows than the program of the detector.
+ELSEWHERE: dict[str, tuple[str, ...]] = {"gather: no room is made": ("two units",)}
+
+MUTANTS_HERE: tuple[Mutant, ...] = (*MUTANTS, *MORE)
+
+
+def names_of(mutant: Mutant) -> tuple[str, ...]:
+    """The features and scenarios that run with the mutant."""
+    return ELSEWHERE.get(mutant.name, TRAININGS[mutant.program])
+
+
+def harmless(mutant: Mutant) -> str:
+    return mutant.harmless or HARMLESS.get(mutant.name, "")
+
+
+def body(rank: int, world_size: int, index: int) -> str:
+    """What differs with the mutant, as all ranks see it; "" under no seed. Errors, and what scenarios assert, are
+    raised."""
+    mutant = MUTANTS_HERE[index]
+    names = names_of(mutant)
+    expected = {name: expected_of(name, rank, world_size) for name in names if name not in SCENARIOS}
+    with mutated(mutant):
+        for seed in range(SEEDS):
+            for name in names:
+                if name in SCENARIOS:
+                    SCENARIOS[name](rank, world_size, seed)
+                    continue
+                text = differs(name, rank, world_size, seed, expected[name])
+                wrong = torch.tensor([float(bool(text))])
+                dist.all_reduce(wrong)
+                if wrong.item():
+                    return f"{name}, seed {seed}: {text or 'another rank'}"
+    return ""
+
+
+def num_ranks(mutant: Mutant) -> int:
+    return 4 if any(name in ON_FOUR for name in names_of(mutant)) else 2
+
+
+def found(mutant: Mutant, timeout_s: float = 100) -> str:
+    """What is wrong with the mutant; ranks that hang or die count too. "" for one that survives."""
+    index = MUTANTS_HERE.index(mutant)
+    try:
+        answers: list[str] = run_on_ranks(
+            body, num_ranks(mutant), index=index, timeout_s=timeout_s, device=lagging.__name__
+        )
+    except RanksFailed as error:
+        return f"raised: {last_line(str(error))}"
+    return answers[0]
+
+
+def last_line(text: str) -> str:
+    """The error of a rank, without its traceback."""
+    lines = [line for line in text.splitlines() if "Error" in line or "hung" in line or "died" in line]
+    return lines[-1] if lines else text[:200]
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [mutant for mutant in MUTANTS_HERE if not words or any(word in mutant.name for word in words)]
+    lagging.library()
+    survived = []
+    for mutant in chosen:
+        start = time.monotonic()
+        text = " ".join(found(mutant).split())
+        if not text and not harmless(mutant):
+            survived.append(mutant.name)
+        shown = text[:140] or harmless(mutant) or f"SURVIVED: {SURVIVES.get(mutant.name)}"
+        print(f"{mutant.name} ({time.monotonic() - start:.1f} s): {shown}", flush=True)
+    close_pools()
+    dangerous = sum(not harmless(mutant) for mutant in chosen)
+    print(f"{dangerous - len(survived)} of {dangerous} that matter are found; survived: {survived}")
+
+
+if __name__ == "__main__":
+    main()
