@@ -126,8 +126,19 @@ class Context(Generic[Unit]):
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
         if not torch.is_grad_enabled():
+            self._wait_for_host_memory()
             self.memory.free_all()  # no backward follows, whose all-gathers would free it
         self.step.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
+
+    def _wait_for_host_memory(self) -> None:
+        """Let the host wait until shards that are offloaded have been copied from its memory: it may change them next,
+        and no order of streams applies to that. (After a backward it has waited for gradients.)"""
+        groups = (group for unit in self.units for group in unit.groups)
+        if any(group.params[0].plan.home != group.roles.device for group in groups):
+            with self.streams.gathering():
+                copied = self.streams.record()
+            if copied is not None:
+                copied.synchronize()
 
     # --- backward ----------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ class Feature:
         on_device: makes the optimizer on the device, where that is another than on the CPU.
         all_reduces_each: whether each of them sums over the replicas.
         of_one_graph: the backwards of a step are all of one forward.
+        evaluates: between backward and step there is a forward without gradients, for which the host does not wait.
         aside: the first step of the optimizer runs on a stream of its own, which only the next forward waits for.
     """
 
@@ -65,6 +66,7 @@ class Feature:
     scaled: bool = False
     coalesced: bool = False
     clips: bool = False
+    evaluates: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     on_device: Callable[..., torch.optim.Optimizer] | None = None
 
@@ -137,6 +139,7 @@ FEATURES = {
     "clipped AdamW": Feature(clips=True, optimizer=torch.optim.AdamW),
     "offload": Feature({"offload_policy": CPUOffloadPolicy()}),
     "offload, mixed precision": Feature({"offload_policy": CPUOffloadPolicy(), **mixed()}),
+    "offload, evaluated": Feature({"offload_policy": CPUOffloadPolicy()}, evaluates=True),
     "states in host memory": in_background(Offload()),
     "states in host memory, stepped in backward": in_background(Offload(), in_backward=True),
     "states in host memory, in part": in_background(Offload(fraction=0.5)),
@@ -235,6 +238,10 @@ def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) 
                 loss = model(inputs[step][number]).square().mean()
             scaler.scale(loss).backward(retain_graph=feature.of_one_graph)
             results.append(loss.detach())
+        if feature.evaluates:
+            with torch.no_grad():
+                results.append(model(inputs[step][0]))
+            model.reshard()
         if feature.clips:
             fsdp2.clip_grad_norm_(model.parameters(), max_norm=0.1)
         with aside(model, feature.aside and device != "cpu" and step == 0):
