@@ -134,6 +134,27 @@ def loaded(rank: int, world_size: int, seed: int) -> None:
             assert_same(train(model, ADAM, DEVICE, rank), train(expected, ADAM, "cpu", rank))
 
 
+def states_loaded(rank: int, world_size: int, seed: int) -> None:
+    """State that is loaded into a new optimizer, whose own rests in host memory, is that of its next step. (It was
+    lost.)"""
+
+    def resumed(device: str) -> list[torch.Tensor]:
+        results = []
+        for policy in (fsdp2.Offload(), fsdp2.Offload(grads=True), fsdp2.Offload(grads=True, params=True)):
+            model = sharded(Feature({"offload_policy": policy}), device, world_size)
+            make = fsdp2.local_optimizer if device == "cpu" else fsdp2.offload_optimizer
+            first, second = (make(torch.optim.AdamW, model.parameters(), lr=0.1) for _ in range(2))
+            one_step(model, first, inputs(rank, device)[0])
+            second.load_state_dict(copy.deepcopy(first.state_dict()))
+            one_step(model, second, inputs(rank, device)[1])
+            results += values(model)
+        return results
+
+    expected = resumed("cpu")
+    with late(seed):
+        assert_same(resumed(DEVICE), expected)
+
+
 def failed(rank: int, world_size: int, seed: int) -> None:
     """A backward raises on all ranks; after `reset_iter_state` training gives what it gives without that."""
     expected = train(sharded(FEATURES["plain"], "cpu", world_size), FEATURES["plain"], "cpu", rank)
@@ -328,6 +349,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "saved": saved,
     "saved in the background": saved_in_background,
     "loaded": loaded,
+    "states in host memory, loaded": states_loaded,
     "failed": failed,
     "materialized": materialized,
     "seeded": seeded,

@@ -124,11 +124,13 @@ class Detector(TorchDispatchMode):
         if any(each.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for each in types):
             return NotImplemented  # a DTensor or the like: seen again as the operators on the tensors within
         effects = effects_of(func)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False, "device": HOME}
         if effects.namespace == "c10d":
             return self._communicate(effects, func, args, kwargs)
         if effects.namespace.startswith("_c10d_functional"):
             return self._communicate_functionally(effects, func, args, kwargs)
-        is_of_host, meets_host = self._host_takes_part(args, kwargs)
+        is_of_host, meets_host = self._host_takes_part(effects, args, kwargs)
         operation = self._enqueue(HOST if is_of_host else self.streams.current, effects.name)
         self._access(effects.accesses(args, kwargs), operation, effects.moves)
         result = func(*args, **kwargs)
@@ -138,10 +140,11 @@ class Detector(TorchDispatchMode):
             merge(self.streams.clocks[HOST], self.streams.clocks[self.streams.current])
         return result
 
-    def _host_takes_part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    def _host_takes_part(self, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
         """Whether all tensors are in host memory, so that the host runs the operator; whether some are."""
-        if kwargs.get("device") == HOME:
-            return True, False
+        device = kwargs.get("device")
+        if device == HOME or (device is not None and not effects.arguments):  # the latter makes a tensor
+            return device == HOME, False
         if not self._of_host:
             return False, False
         at_host = [self.belongs_to_host(each) for each in (*tensors_in(args), *tensors_in(list(kwargs.values())))]

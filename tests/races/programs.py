@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,6 +22,8 @@ import fsdp2
 import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
 import fsdp2.optim.offloaded_part as offloaded_part
+import fsdp2.optim.run as run_of_optimizers
+import fsdp2.runtime.shard_memory as shard_memory
 from fsdp2 import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -32,8 +35,9 @@ from fsdp2 import (
 )
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
+from fsdp2.policies import standing_for_host
 from tests.helpers.extensions import InPieces
-from tests.races.detector import Detector, detecting
+from tests.races.detector import HOME, Detector, detecting
 from tests.races.host import host_memory
 from tests.races.staging import staged
 
@@ -196,6 +200,8 @@ def offload(rank: int, look: Look) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         for number in range(3):
             step(model, rank, number)
+            with torch.no_grad():
+                model(batch(rank, number))
             optimizer.step()
             optimizer.zero_grad(set_to_none=number != 1)
         return results(model)
@@ -227,6 +233,80 @@ def stepped_aside(rank: int, look: Look) -> list[Tensor]:
                     seen += [param.detach().square().to_local() for param in model[0].parameters()]
             seen += results(model)
         return seen
+
+
+@contextmanager
+def moves(look: Look) -> Iterator[None]:
+    """What the library keeps in host memory is there, and what it runs in other threads runs at once."""
+    if look is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch, host_memory(look), standing_for_host(HOME):
+        for module in (run_of_optimizers, shard_memory):
+            patch.setattr(module, "can_carve", lambda tensor: False)  # as on an accelerator
+        patch.setattr(offloaded_part, "submit", at_once)
+        patch.setattr(Tensor, "is_cpu", property(look.belongs_to_host))
+        yield
+
+
+def trained_aside(policy: Offload, rank: int, look: Look) -> list[Tensor]:
+    """With an evaluation before a step, a look at parameters and state, a state that is loaded, and gradients that are
+    zeroed."""
+    with moves(look):
+        model = sharded(net(4), offload_policy=policy)
+        optimizer = offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+        seen: list[Tensor] = []
+        saved = None
+        for number in range(5):
+            step(model, rank, number)
+            if number == 2:
+                with torch.no_grad():
+                    model(batch(rank, number))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 3)
+            if number == 1:
+                seen += [param.detach().square().to_local() for param in model[0].parameters()]
+                seen += [state["momentum_buffer"].to_local().clone() for state in optimizer.state.values()]
+                saved = copy.deepcopy(optimizer.state_dict())
+            if number == 2:
+                assert saved is not None
+                optimizer.load_state_dict(saved)
+        return [*seen, *results(model)]
+
+
+def staged_states(rank: int, look: Look) -> list[Tensor]:
+    """The device steps, on copies of states that rest in host memory."""
+    return trained_aside(Offload(), rank, look)
+
+
+def stepped_by_host(rank: int, look: Look) -> list[Tensor]:
+    """The host steps copies of the parameters; and parameters that it has."""
+    return [
+        *trained_aside(Offload(grads=True), rank, look),
+        *trained_aside(Offload(grads=True, params=True), rank, look),
+    ]
+
+
+def activations(rank: int, look: Look) -> list[Tensor]:
+    """Saved activations are in host memory for a while: all, and as many as a budget requires. One backward ends early,
+    when what the block before has saved is under way."""
+    grads = []
+    with moves(look):
+        for budget in (0, 4 * 32 * 4):
+            model = net(4)
+            fsdp2.offload_activations([*model], budget=budget, min_bytes=0)
+            x = batch(rank, 0)
+            for number in range(3):
+                out, middle = x, x
+                for block in model:
+                    out, middle = block(out), out
+                loss = out.square().mean()
+                if number == 1:
+                    grads += torch.autograd.grad(loss, middle)
+                else:
+                    loss.backward()
+            grads += [param.grad.clone() for param in model.parameters()]
+    return grads
 
 
 def evaluated(rank: int, look: Look) -> list[Tensor]:
@@ -354,6 +434,9 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "extension": (2, extension),
     "offload": (2, offload),
     "stepped_aside": (2, stepped_aside),
+    "staged_states": (2, staged_states),
+    "stepped_by_host": (2, stepped_by_host),
+    "activations": (2, activations),
     "evaluated": (2, evaluated),
     "listed": (2, listed),
     "hooked": (2, hooked),
