@@ -40,6 +40,10 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "partials": ("replicas, accumulation",),
     "smaller": ("smaller mesh",),
     "offload": ("offload", "offload, mixed precision"),
+    "stepped_aside": ("states in host memory", "states in host memory, stepped in backward"),
+    "staged_states": ("states in host memory, loaded", "states in host memory, zeroed"),
+    "stepped_by_host": ("states and gradients in host memory", "all in host memory"),
+    "activations": ("activations", "activations, in part"),
     "hooked": ("hook on a stream",),
     "optimized_aside": ("optimizer on a stream",),
     "over_nccl": ("coalesced",),
@@ -169,6 +173,7 @@ HARMLESS: dict[str, str] = {
     "gather: copied out before the wait": "what was copied too early is copied again after the wait",
     "checkpoint: a buffer is reused before its copy is done": "a blocking copy of this device ends when it returns; on "
     "CUDA one to another dtype is two operations",
+    "activations: used and freed while a copy reads them": "what was copied to the host too late is not used",
     "comm: messages are not waited for": "in the CPU's messages, which this device does not use",
 }
 # What matters and is not found here, and why.

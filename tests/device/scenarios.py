@@ -260,6 +260,31 @@ def activations_changed(rank: int, world_size: int, seed: int) -> None:
         out.sum().backward()
 
 
+def activations_in_part(rank: int, world_size: int, seed: int) -> None:
+    """A backward that ends early leaves copies to the device under way, of which nobody needs the values."""
+
+    def grads(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).to(device)
+        fsdp2.offload_activations(layers, min_bytes=0)
+        given, found = torch.randn(32, 64).to(device), []
+        for number in range(4):
+            out, middle = given, given
+            for layer in layers:
+                out, middle = layer(out).tanh(), out
+            loss = out.square().mean()
+            if number % 2:
+                found += torch.autograd.grad(loss, middle)
+            else:
+                loss.backward()
+            del out, middle, loss
+        return [each.cpu() for each in (*found, *(param.grad for param in layers.parameters()))]
+
+    expected = grads("cpu")
+    with late(seed):
+        assert_same(grads(DEVICE), expected)
+
+
 def materialized(rank: int, world_size: int, seed: int) -> None:
     """Values of a model that was sharded on the meta device are those of the CPU, from the same seed."""
 
@@ -345,6 +370,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
     "activations changed in place": activations_changed,
+    "activations, in part": activations_in_part,
     "two units": two_units,
     "saved": saved,
     "saved in the background": saved_in_background,

@@ -48,6 +48,7 @@ class Feature:
         all_reduces_each: whether each of them sums over the replicas.
         of_one_graph: the backwards of a step are all of one forward.
         evaluates: between backward and step there is a forward without gradients, for which the host does not wait.
+        zeroes: gradients are kept from step to step.
         aside: the first step of the optimizer runs on a stream of its own, which only the next forward waits for.
     """
 
@@ -67,6 +68,7 @@ class Feature:
     coalesced: bool = False
     clips: bool = False
     evaluates: bool = False
+    zeroes: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     on_device: Callable[..., torch.optim.Optimizer] | None = None
 
@@ -100,7 +102,9 @@ def prefetches_two(model: Any, device: str) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
 
 
-def in_background(policy: Offload, in_backward: bool = False, clips: bool = True, **more: Any) -> Feature:
+def in_background(
+    policy: Offload, in_backward: bool = False, clips: bool = True, zeroes: bool = False, **more: Any
+) -> Feature:
     """AdamW behind the next forward, or behind the rest of backward; the CPU steps as ever."""
 
     def make(params: Any, **options: Any) -> torch.optim.Optimizer:
@@ -111,7 +115,7 @@ def in_background(policy: Offload, in_backward: bool = False, clips: bool = True
 
     reference = partial(fsdp2.local_optimizer, torch.optim.AdamW)
     options = {"offload_policy": policy, **more}
-    return Feature(options, clips=clips and not in_backward, optimizer=reference, on_device=make)
+    return Feature(options, clips=clips and not in_backward, zeroes=zeroes, optimizer=reference, on_device=make)
 
 
 ALL = Offload(grads=True, params=True)
@@ -143,6 +147,7 @@ FEATURES = {
     "states in host memory": in_background(Offload()),
     "states in host memory, stepped in backward": in_background(Offload(), in_backward=True),
     "states in host memory, in part": in_background(Offload(fraction=0.5)),
+    "states in host memory, zeroed": in_background(Offload(), clips=False, zeroes=True),
     "states in host memory, mixed precision": in_background(Offload(), **mixed()),
     "states and gradients in host memory": in_background(Offload(grads=True)),
     "states and gradients in host memory, stepped in backward": in_background(Offload(grads=True), in_backward=True),
@@ -247,7 +252,7 @@ def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) 
         with aside(model, feature.aside and device != "cpu" and step == 0):
             scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not feature.zeroes)
     results += [param.to_local().detach() for param in model.parameters()]
     return [result.cpu() for result in results]
 

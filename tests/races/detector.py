@@ -278,9 +278,8 @@ class Detector(TorchDispatchMode):
         block = Block(start, end, new_on, ref(storage, lambda dead: self._dropped.append((key, dead))), is_alias)
         self._blocks[key] = block
         if not is_alias:
-            self._memory.allocate(start, end, filled=new_on is None)
-            if new_on is not None:
-                self._take(new_on)
+            allocation = None if new_on is None else self._take(new_on)
+            self._memory.allocate(start, end, filled=new_on is None, allocation=allocation)
         return block
 
     def _belongs_to_another(self, start: int, end: int) -> bool:
@@ -296,15 +295,16 @@ class Detector(TorchDispatchMode):
                 is_there = True
         return is_there
 
-    def _take(self, stream: str) -> None:
+    def _take(self, stream: str) -> Operation:
         """A block was allocated on this stream: it may be one that was freed there."""
         clock = self.streams.clocks[stream]
         merge(clock, self.streams.clocks[HOST])
+        operation = Operation("allocate", stream, clock.get(stream, 0), where())
         for access in self._reusable[stream]:
             if not access.is_before(clock):
-                operation = Operation("allocate", stream, clock.get(stream, 0), where())
                 self.report.add(Race("reuse", operation, access, 0), (0, 0))
         self._reusable[stream].clear()
+        return operation
 
     def _forget_dropped(self) -> None:
         while self._dropped:

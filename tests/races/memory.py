@@ -71,9 +71,10 @@ class Memory:
         self._starts = [0]
         self._cells: list[Cell | None] = [None]
 
-    def allocate(self, start: int, end: int, filled: bool) -> None:
-        """These addresses belong to a new block."""
-        self._put(start, end, Cell(None, filled))
+    def allocate(self, start: int, end: int, filled: bool, allocation: Operation | None = None) -> None:
+        """These addresses belong to a new block. A write must come after its `allocation`: before, the stream on which
+        it was allocated may have used the memory for something else."""
+        self._put(start, end, Cell(allocation, filled))
 
     def free(self, start: int, end: int) -> list[Operation]:
         """These addresses belong to nobody. Returns the last accesses."""

@@ -5,34 +5,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from tests.races.mutant import Mutant
+from tests.races.mutants_of_offload import OF_OFFLOAD
 
 __all__ = ["MUTANTS", "Mutant"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault.
-
-    Attributes:
-        module: below ``fsdp2``.
-        old, new: text that the module has once, and what stands there instead.
-        program: of `programs`, which runs the line with something at stake.
-        harmless: why nothing is wrong with it, for one that the detector rightly does not report.
-    """
-
-    name: str
-    module: str
-    old: str
-    new: str
-    program: str
-    harmless: str = ""
 
 
 PARAM_GROUP, REDUCTION, CONTEXT, MEMORY = (
     f"runtime.{name}" for name in ("param_group", "reduction", "context", "storage")
 )
-PART = "optim.offloaded_part"
 SAME_STREAM = "all that is done with it is in the order of one stream"
 WORK_HOLDS = "the work handle holds it until the stream has waited"
 
@@ -326,43 +307,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "            done = self._streams.record()\n            hook(flat)",
         "hooked",
     ),
-    # --- optimizers that step in the background ---
-    Mutant(
-        "step: it does not wait for the gradients", PART, "            self._streams.wait(ready)\n", "", "stepped_aside"
-    ),
-    Mutant(
-        "step: its event is recorded before it",
-        PART,
-        "            without_hooks(self._inner.step)(self._inner)\n            self._store()\n"
-        "            self._publish(states)\n            self._done = self._streams.record()\n",
-        "            self._done = self._streams.record()\n            without_hooks(self._inner.step)(self._inner)\n"
-        "            self._store()\n            self._publish(states)\n",
-        "stepped_aside",
-    ),
-    Mutant(
-        "step: all-gathers do not wait",
-        PART,
-        "            self._streams.wait(self._done)\n        else:",
-        "        else:",
-        "stepped_aside",
-    ),
-    Mutant(
-        "step: who looks does not wait",
-        PART,
-        "        self._streams.wait(self._done)\n\n    def sync",
-        "\n    def sync",
-        "stepped_aside",
-    ),
-    Mutant(
-        "step: reductions may get the memory of gradients that it reads",
-        PART,
-        "            with stream():\n                self._streams.wait(self._done)\n",
-        "            pass\n",
-        "stepped_aside",
-    ),
-    Mutant(
-        "step: gradients are not kept", PART, "            self._kept = grads\n", "            pass\n", "stepped_aside"
-    ),
+    *OF_OFFLOAD,
     # --- communication ---
     Mutant(
         "comm: works are not waited for", "comm.base", "            work.wait()\n", "            pass\n", "over_nccl"

@@ -257,13 +257,13 @@ def trained_aside(policy: Offload, rank: int, look: Look) -> list[Tensor]:
         optimizer = offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
         seen: list[Tensor] = []
         saved = None
-        for number in range(5):
+        for number in range(6):
             step(model, rank, number)
             if number == 2:
                 with torch.no_grad():
                     model(batch(rank, number))
             optimizer.step()
-            optimizer.zero_grad(set_to_none=number != 3)
+            optimizer.zero_grad(set_to_none=number != 4)
             if number == 1:
                 seen += [param.detach().square().to_local() for param in model[0].parameters()]
                 seen += [state["momentum_buffer"].to_local().clone() for state in optimizer.state.values()]
@@ -305,6 +305,7 @@ def activations(rank: int, look: Look) -> list[Tensor]:
                     grads += torch.autograd.grad(loss, middle)
                 else:
                     loss.backward()
+                del out, middle, loss
             grads += [param.grad.clone() for param in model.parameters()]
     return grads
 

@@ -86,6 +86,22 @@ def test_a_write_while_another_stream_reads() -> None:
     assert len(told) == 1 and "write by zero_" in told[0] and "and sum on stream 'reduce'" in told[0]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_is_filled_on_another_stream(waits: bool) -> None:
+    """The allocator may have taken it from a tensor that the stream of the allocation has not finished with."""
+    with detecting() as detector:
+        torch.zeros(4).add_(1)
+        x = FlatStorage(16, torch.device("cpu"))
+        x.alloc()
+        made = detector.streams.record()
+        with detector.streams.gathering():
+            if waits:
+                made.wait()
+            x.view(0, (4,), torch.float32).zero_()
+        told = races_of(detector)
+    assert len(told) == (not waits) and all("and allocate on stream 'compute'" in each for each in told)
+
+
 def test_two_reads_and_other_bytes_are_no_race() -> None:
     with detecting() as detector:
         x = torch.zeros(8)
