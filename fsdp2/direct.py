@@ -48,13 +48,26 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
     return DirectFile(fd)
 
 
+# Not in use by any thread; as many as threads have used at a time, for all files, of which there may be hundreds.
+_buffers: list[memoryview] = []
+
+
+def _buffer() -> memoryview:
+    try:
+        buffer = _buffers.pop()
+    except IndexError:
+        buffer = memoryview(b"")
+    if buffer.nbytes != PIECE:
+        buffer = memoryview(mmap.mmap(-1, PIECE))  # page-aligned, and unmapped when unreferenced
+    return buffer
+
+
 class DirectFile:
     """A file of which whole pages are written and read. Several threads may do so at the same time."""
 
     def __init__(self, fd: int):
         self._fd = fd
         self._refused = False
-        self._buffers: list[memoryview] = []  # not in use by any thread; at most one per thread
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> bool:
         """Write the bytes of `parts` one after the other from `offset`, which is page-aligned. Their total is a
@@ -65,7 +78,7 @@ class DirectFile:
         """
         if self._refused:
             return False
-        buffer, filled = self._buffer(), 0
+        buffer, filled = _buffer(), 0
         try:
             for part in parts:
                 while part.nbytes:
@@ -84,7 +97,7 @@ class DirectFile:
             self._refused = True
             return False
         finally:
-            self._buffers.append(buffer)
+            _buffers.append(buffer)
         return True
 
     def read(self, offset: int, into: memoryview) -> bool:
@@ -95,7 +108,7 @@ class DirectFile:
         """
         if self._refused:
             return False
-        buffer = self._buffer()
+        buffer = _buffer()
         try:
             while into.nbytes:
                 wanted = min(PIECE, -(-into.nbytes // PAGE) * PAGE)
@@ -110,14 +123,8 @@ class DirectFile:
             self._refused = True
             return False
         finally:
-            self._buffers.append(buffer)
+            _buffers.append(buffer)
         return True
-
-    def _buffer(self) -> memoryview:
-        try:
-            return self._buffers.pop()
-        except IndexError:
-            return memoryview(mmap.mmap(-1, PIECE))  # page-aligned, and unmapped when unreferenced
 
     def _write_whole(self, offset: int, values: memoryview) -> None:
         while values.nbytes:

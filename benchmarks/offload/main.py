@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SETTINGS = {
     "states and gradients": Offload(grads=True),
     "all": Offload(grads=True, params=True),
     "all, not overlapped": Offload(grads=True, params=True, overlap=False),
+    "states on disk": Offload(tier=Path(tempfile.gettempdir()) / "fsdp2-tier"),
 }
 
 

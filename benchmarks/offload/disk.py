@@ -1,0 +1,130 @@
+"""How fast is the optimizer's state on disk, beside the disk? See README.md beside this file.
+
+python benchmarks/offload/disk.py --tier /a/fast/disk
+python benchmarks/offload/disk.py --dry-run
+
+A step of AdamW reads and writes the state of all units. The bare disk reads and writes as many bytes, with as many
+threads and requests of the same size past the page cache, and nothing is done with them. Rounds of both alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks import common
+from fsdp2 import Offload, fully_shard, offload_optimizer
+
+RESULTS = Path(__file__).parent / "results"
+THREADS, PIECE = 4, 2 << 20  # of fsdp2.optim.on_disk and fsdp2.direct
+MIB = 2**20
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", type=Path, help="folder on the disk to measure (default: a temporary one)")
+    parser.add_argument("--units", type=int, default=12)
+    parser.add_argument(
+        "--dim", type=int, default=2048, help="a unit has dim^2 elements, and 8 bytes of state for each"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
+    parser.add_argument("--dry-run", action="store_true", help="smallest size, to see that it runs")
+    options = parser.parse_args()
+    if options.dry_run:
+        options.units, options.dim, options.rounds = 2, 512, 1
+    return options
+
+
+class Bare:
+    """Reads and writes `nbytes`, piece by piece."""
+
+    def __init__(self, folder: Path, nbytes: int):
+        self._pieces = range(0, nbytes // PIECE * PIECE or PIECE, PIECE)
+        self._fd, path = tempfile.mkstemp(dir=folder)
+        os.close(self._fd)
+        self._fd = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+        os.unlink(path)
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._buffers = [mmap.mmap(-1, PIECE) for _ in range(THREADS)]
+        for buffer in self._buffers:
+            buffer.write(os.urandom(PIECE))
+        os.posix_fallocate(self._fd, 0, self._pieces[-1] + PIECE)
+        self.run()
+
+    def run(self) -> None:
+        """Each piece is read by one thread, and then written."""
+        list(self._threads.map(self._every, range(THREADS)))
+
+    def _every(self, first: int) -> None:
+        for offset in self._pieces[first::THREADS]:
+            os.preadv(self._fd, [self._buffers[first]], offset)
+            os.pwritev(self._fd, [self._buffers[first]], offset)
+
+
+class Tier:
+    """Steps units whose state is on disk."""
+
+    def __init__(self, folder: Path, units: int, dim: int):
+        policy = Offload(tier=folder)
+        self.model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(units)))
+        for layer in self.model:
+            fully_shard(layer, offload_policy=policy)
+        fully_shard(self.model)
+        self.optimizer = offload_optimizer(torch.optim.AdamW, self.model.parameters(), fused=True)
+        for param in self.model.parameters():
+            param.grad = torch.ones_like(param)
+        self.run()
+
+    def run(self) -> None:
+        """A step, until everything is written."""
+        self.optimizer.step()
+        self.optimizer.wait()
+
+
+def main() -> None:
+    options = parse()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    nbytes = 8 * options.units * options.dim**2
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.tier or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        bare, tier = Bare(folder, nbytes), Tier(folder, options.units, options.dim)
+        seconds: dict[str, list[float]] = {"bare": [], "tier": []}
+        for _ in range(options.rounds):
+            for name, each in (("bare", bare), ("tier", tier)):
+                begin = time.perf_counter()
+                each.run()
+                seconds[name].append(time.perf_counter() - begin)
+    rows = []
+    for name, values in seconds.items():
+        rates = common.Spread.of([2 * nbytes / MIB / each for each in values])
+        rows.append([name, rates.format(0), common.ratios(seconds, "bare", name).format()])
+    result = {
+        "question": "bytes per second of the state on disk",
+        "command": " ".join(["python", "benchmarks/offload/disk.py", *sys.argv[1:]]),
+        **common.provenance("cpu"),
+        "workload": {"units": options.units, "dim": options.dim, "bytes": 2 * nbytes},
+        "seconds": seconds,
+    }
+    path = options.out or RESULTS / "disk.json"
+    common.write_json(path, result)
+    print(common.table(["", "MiB/s, read and written", "of the bare disk"], rows))
+    print(f"\nraw data: {path}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
