@@ -94,6 +94,11 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
     return store
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process, also those that others made. No public function lists them."""
+    return list(distributed_c10d._world.pg_map)
+
+
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of several submeshes of one mesh, in this order, and their process groups. (Slicing the
     root mesh by names would need names that exist there; flattened axes are not among them.)"""

@@ -7,6 +7,7 @@ say in ``seen/7/RANK`` what their /proc says.
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ class Collector:
         text = finding.text
         if finding.is_fault or (finding.kind == "late" and folder is not None):
             text = f"{text}\n{_write(folder or Path(), number, finding, answers, gone)}"
-        verdict = Finding(finding.kind, text, finding.agreed, finding.moved)
-        board.put(f"verdict/{number}", json.dumps([verdict.kind, text, dict(verdict.agreed), verdict.moved]))
+        verdict = replace(finding, text=text)
+        board.put(f"verdict/{number}", json.dumps(astuple(verdict)))
         board.drop([f"answer/{number - 1}/{rank}" for rank in range(board.size)] if number > 1 else [])
         return verdict
 

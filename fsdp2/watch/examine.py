@@ -100,12 +100,14 @@ class Finding:
         text: for a person.
         agreed: for each group, up to which place all its ranks have done the same.
         moved: what each waiting rank waits for, and its place in each group; equal in two findings if nothing moved.
+        gone: the ranks that are to blame because they are not alive.
     """
 
     kind: str
     text: str = ""
     agreed: Mapping[str, int] = field(default_factory=dict)
     moved: str = ""
+    gone: Sequence[int] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -135,7 +137,7 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
     moved = repr((sorted((rank, str(wait)) for rank, wait in waiting.items()), _places(groups)))
     culprits = {rank: gone[rank] for rank in missing if rank in gone}
     if culprits:
-        return Finding("gone", _of_gone(culprits, groups, answers, waiting), agreed, moved)
+        return Finding("gone", _of_gone(culprits, groups, answers, waiting), agreed, moved, tuple(culprits))
     idle = [rank for rank in missing if rank not in waiting]
     if idle:
         return Finding("late", _of_late(idle, groups, answers, waiting), agreed, moved)

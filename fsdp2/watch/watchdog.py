@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from weakref import ref
@@ -28,6 +29,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from fsdp2._torch import all_groups
 from fsdp2.watch.board import Board, open_board
 from fsdp2.watch.collecting import Collector
 from fsdp2.watch.current import current
@@ -79,7 +81,8 @@ class Watchdog:
     @property
     def is_alive(self) -> bool:
         """Whether it still watches the present process group."""
-        return not self._stop and self._pid == os.getpid() and self._world() is dist.group.WORLD
+        world = self._world()  # None if it was destroyed, and nothing else holds it
+        return not self._stop and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def ask(self) -> None:
         """Ask all ranks now. `num_rounds` grows when they have answered."""
@@ -185,7 +188,7 @@ class Watchdog:
         if finding.is_fault or (
             finding.kind == "late" and limit is not None and awaited is not None and waited > limit
         ):
-            self._fail(finding.text)
+            self._fail(finding.text, finding.gone)
         elif (
             finding.kind == "late"
             and awaited is not None
@@ -196,11 +199,13 @@ class Watchdog:
             _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
         self.num_rounds += 1
 
-    def _fail(self, why: str) -> None:
-        """End all waits of this process, with this error."""
+    def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
+        """End all waits of this process that are ours, or for one of these ranks, with this error."""
         if self.failure is None:
             self.failure = why
-            have_ended = [_end_waits(group, trail) for group, trail in trails()]
+            ours = {group for group, _ in trails()}
+            others = [group for group in all_groups() if not set(gone).isdisjoint(dist.get_process_group_ranks(group))]
+            have_ended = [_end_waits(group) for group in ours.union(others) if group.size() > 1]
             if not all(have_ended):
                 _log.error("%s", why)  # the wait may not end, so nothing may be raised
 
@@ -242,7 +247,7 @@ def _why_it_ends() -> str:
     return "has ended" if error is None else f"has ended after {type(error).__name__}: {error}"
 
 
-def _end_waits(group: dist.ProcessGroup, trail: Trail) -> bool:
+def _end_waits(group: dist.ProcessGroup) -> bool:
     """Make every wait in `group` raise; whether that is certain. The group is unusable afterwards.
 
     gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits."""
@@ -251,7 +256,8 @@ def _end_waits(group: dist.ProcessGroup, trail: Trail) -> bool:
         with suppress(RuntimeError, AttributeError):
             group.abort()
         return False
-    peer = (group.rank() + 1) % len(trail.ranks)
-    with suppress(RuntimeError):
-        group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
+    # Every peer: one that has closed its connections fails at once, which ends no wait for the others.
+    for peer in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
     return True

@@ -168,12 +168,13 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool]:
     return "no error", False
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("killed", "rank 1 was killed"),
-        pytest.param("first step", "has never done it", marks=pytest.mark.exhaustive),
-        pytest.param("one of two", "rank 1: Bad: too long", marks=pytest.mark.exhaustive),
+        ("first step", "has never done it"),
+        ("one of two", "rank 1: Bad: too long"),
     ],
 )
 def test_no_recovery(what: str, says: str, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def body(rank: int, fault: Fault, folder: str) -> dict[str, Any]:
     if error is not None:
         job.model.reset_iter_state()
     dog = watchdog()
-    assert (dog is None) == (fault.what == "off")
+    has_left = rank == fault.victim and fault.what == "destroy"
+    assert (dog is None) == (fault.what == "off" or has_left)
     if error is not None and rank == fault.victim and fault.what == "raise":
         sys.last_value = error  # as where nobody catches it
     if dog is not None:
@@ -104,10 +105,16 @@ def check(fault: Fault, outcomes: list[Outcome], folder: Path, right: list[Outco
         assert outcome.ok, (fault.name, rank, outcome)
         result = outcome.value
         kind, text = result["error"] or ("", "")
-        if fault.what in ("raise", "leave") and rank == fault.victim:
-            assert kind in ("ValueError", "Left")
+        if fault.what in ("raise", "leave", "destroy") and rank == fault.victim:
+            assert kind in ("ValueError", "Left", "CheckpointError")
+        elif fault.where == "save":
+            assert kind == "CheckpointError" and str(fault.victim) in text, (fault.name, rank, result["error"])
+            assert result["seconds"] < 30, (fault.name, rank, result["seconds"])
         elif fault.mesh == "tp" and kind == "RuntimeError":
-            assert "gloo" in text  # it was in a collective of torch's tensor parallelism, which knows no units
+            assert (
+                "gloo" in text or "pair closure" in text
+            )  # it was in a collective of torch's tensor parallelism, which knows no units
+            assert result["seconds"] < 30, (fault.name, rank, result["seconds"])
         else:
             explained.append(rank)
             assert kind == "CollectiveError", (fault.name, rank, result["error"])
@@ -124,6 +131,8 @@ def check(fault: Fault, outcomes: list[Outcome], folder: Path, right: list[Outco
             assert values == good[number], f"{fault.name}: rank {rank} was stepped wrongly before step {number}"
         has_stepped = fault.where == "optimizer" and rank == fault.victim  # and raised before that was counted
         assert result["values"][-1] == good[steps + has_stepped], f"{fault.name}: rank {rank} was stepped wrongly"
+    if fault.where == "save":
+        return
     assert explained
     reports = [json.loads(path.read_text()) for path in folder.glob("fsdp2-report-*.json")]
     assert any(report["kind"] in ("differ", "gone", "deadlock") for report in reports)
@@ -143,6 +152,7 @@ SAYS: dict[str, Callable[[Fault], list[str]]] = {
     "stop": lambda fault: [f"rank {fault.victim} is stopped"],
     "raise": lambda fault: [f"rank {fault.victim} has ended after ValueError: a bad batch"],
     "leave": lambda fault: [f"rank {fault.victim} has ended"],
+    "destroy": lambda fault: [f"rank {fault.victim} has destroyed its process groups"],
 }
 
 NONE = {
@@ -163,7 +173,11 @@ PLACES = ["forward", "backward", "reduction", "clip", "step", "optimizer", "betw
 EXHAUSTIVE = [
     Fault("order", first=True),
     Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,), first=True),
-    *(Fault(what, default=True) for what in ("order", "skip", "micro", "kill", "stop", "raise", "leave")),
+    *(Fault(what, default=True) for what in ("order", "skip", "micro", "kill", "stop", "raise", "leave", "destroy")),
+    *(Fault("destroy", "between", mesh, 4, 1) for mesh in ("fsdp", "hsdp", "tp")),
+    *(Fault(what, "save", mesh, 4, 2) for mesh in ("fsdp", "hsdp") for what in ("kill", "stop", "raise")),
+    Fault("stop", "reduction", "tp", 4, 2, first=True),
+    Fault("stop", "reduction", "fsdp", 4, 3, first=True),
     *(Fault("leave", where, mesh, 4, 1) for mesh in ("fsdp", "hsdp", "tp") for where in ("backward", "between")),
     *(
         Fault(what, where, mesh, ranks, victim)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import checkpoint, fully_shard
 
 GOOD_STEPS = 3
 
@@ -30,7 +30,7 @@ class Fault:
     Attributes:
         what: see `Job.misbehave`, and "order", "skip", "micro".
         where: "forward", "backward", "reduction", "clip", "step" (before it), "optimizer" (within it), "between" (two
-            steps).
+            steps), "save" (a checkpoint, which only jobs with this fault write).
         mesh: "fsdp", "hsdp", "tp".
         also: other ranks that do the same.
         first: in the first step instead, when no order is known yet.
@@ -135,6 +135,10 @@ class Job:
                 while not (self.folder / "reported").exists():
                     time.sleep(0.05)  # elsewhere
                 raise Left
+            case "destroy":
+                torch.distributed.destroy_process_group()
+                time.sleep(3.0)  # elsewhere
+                raise Left
             case "sleep":
                 time.sleep(2.0)
 
@@ -156,10 +160,26 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.num_steps += 1
+        if self.fault.where == "save":
+            extra = {"job": Saved(self)}
+            checkpoint.save(self.folder / "run", model=self.model, extra=extra, step=self.num_steps, timeout_s=5.0)
         self.at("between")
 
     def values(self) -> list[Tensor]:
         return [param.to_local().clone() for param in self.model.parameters() if isinstance(param, DTensor)]
+
+
+class Saved:
+    """A part of a checkpoint."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    def state_dict(self) -> dict[str, Any]:
+        self.job.at("save")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class Told(logging.Handler):
