@@ -20,7 +20,7 @@ from benchmarks.plan.ranks import on_ranks
 from benchmarks.plan.truth import Truth, measure, step
 from fsdp2.parallel import parallelize
 from fsdp2.plan import Machine, Plan, predict
-from fsdp2.plan.calibration import Node, machine_of, medians, things, times_of
+from fsdp2.plan.calibration import Node, calls_of, machine_of, medians, things, times_of
 from fsdp2.plan.cost import Call
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,8 +99,8 @@ def timed(operators: Mapping[str, Call], name: str, rounds: int) -> dict[str, tu
     model = parallelize(case.workload.build(), case.config, **case.options)
     optimizer = case.workload.optimizer(param for param in model.parameters() if param.requires_grad)
     batches = [case.workload.batch(case.workload.batch_size) for _ in range(case.workload.microbatches)]
-    parts = things(operators, device)
-    found = times_of({**parts, "step": lambda: step(case, model, optimizer, batches)}, device, rounds)
+    timed = {**things(device), "step": lambda: step(case, model, optimizer, batches)}
+    found = times_of(timed, calls_of(operators, device), device, rounds)
     steps = found.pop("step")
     return {clock: (medians(found, device, clock), [getattr(took, clock) for took in steps]) for clock in CLOCKS}
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter, process_time
 from typing import Any
 
@@ -28,12 +28,14 @@ from fsdp2.policies import HOST
 __all__ = ["calibrate"]
 
 WINDOW_S = 0.02  # how long one thing is repeated in one round
+_TURNS_S, _MAX_TURNS = 0.2, 20  # how long all operators are, in turn
 _DTYPES = (torch.float32, torch.bfloat16)
 _PRODUCT = 768  # rows and columns
 _ELEMENTS = 2**24
 _SMALL, _LARGE = 2**12, 2**23  # bytes of messages
 _UNITS = 16
 _CHAIN, _CHAIN_OPS = 16, 3 * 16  # forward, and two operators in backward for each
+_UPDATED, _UPDATES = 32, 4  # tensors that are updated in place, and operators for each
 _OF = "operator: "
 
 
@@ -73,7 +75,7 @@ def calibrate(
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
     node = Node(name, memory if memory is not None else _memory(device, world), ranks_per_node or world, world)
-    times = times_of(things(operators or {}, device), device, rounds)
+    times = times_of(things(device), calls_of(operators or {}, device), device, rounds)
     return machine_of(medians(times, device), node, device)
 
 
@@ -100,7 +102,7 @@ def machine_of(seconds: Mapping[str, float], node: Node, device: torch.device) -
         link_latency=0.0,
         network_latency=0.0,
         op_seconds=max(0.0, seconds["chain"] / _CHAIN_OPS - seconds["operator"]),
-        dtensor_seconds=max(0.0, seconds["DTensor"] - seconds["operator"]),
+        dtensor_seconds=max(0.0, (seconds["DTensors"] - seconds["tensors"]) / (_UPDATED * _UPDATES)),
         unit_seconds=max(0.0, (seconds["sharded"] - seconds["unsharded"]) / _UNITS),
         is_accelerator=device.type != "cpu",
         source=f"measured with {node.world} rank{'s' * (node.world > 1)}, torch {torch.__version__}",
@@ -117,20 +119,24 @@ def machine_of(seconds: Mapping[str, float], node: Node, device: torch.device) -
 # --- what is timed ----------------------------------------------------------------------------------------------------
 
 
-def things(operators: Mapping[str, Call], device: torch.device) -> dict[str, Callable[[], Any]]:
-    """What is timed, by name. Collective, because ranks have to agree on which operators can be repeated."""
-    found = {_OF + name: run for name, call in operators.items() if (run := _repeatable(call, device)) is not None}
-    found |= _rates(device) | {"unsharded": _step_of(_units(device), device)}
+def calls_of(operators: Mapping[str, Call], device: torch.device) -> dict[str, Callable[[], Any]]:
+    """The operators that can be called on new tensors."""
+    return {_OF + name: run for name, call in operators.items() if (run := _repeatable(call, device)) is not None}
+
+
+def things(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """What else is timed, by name. Collective."""
+    values = [torch.rand(8, device=device) for _ in range(_UPDATED)]
+    found = _rates(device) | {"unsharded": _step_of(_units(device), device), "tensors": partial(_update, values)}
     if not dist.is_initialized():
-        return found | {"sharded": found["unsharded"], "DTensor": found["operator"]}
+        return found | {"sharded": found["unsharded"], "DTensors": found["tensors"]}
     sharded = _units(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))["own"]
     for unit in sharded:
         fully_shard(unit, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     found["sharded"] = _step_of(sharded, device)
-    of_one = DTensor.from_local(torch.rand(8, device=device), mesh, [Shard(0)])
-    found["DTensor"] = lambda: of_one * 2.0
+    found["DTensors"] = partial(_update, [DTensor.from_local(value, mesh, [Shard(0)]) for value in values])
     return found | _messages(found["product torch.float32"], device)
 
 
@@ -155,6 +161,15 @@ def _rates(device: torch.device) -> dict[str, Callable[[], Any]]:
 
     found["chain"] = chain
     return found
+
+
+def _update(values: Sequence[torch.Tensor]) -> None:
+    """As optimizers do, in place."""
+    for value in values:
+        value.lerp_(value, 0.1)
+        value.mul_(1.0)
+        value.addcmul_(value, value, value=0.0)
+        value.add_(0.0)
 
 
 def _units(device: torch.device) -> nn.Sequential:
@@ -221,13 +236,24 @@ class Took:
     processor: float
 
 
-def times_of(timed: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[Took]]:
-    """What each takes on this rank, in each of some rounds, in which all are timed in turn. Each is repeated as often
-    as fits into a window, equally often on all ranks. Collective."""
+def times_of(
+    timed: Mapping[str, Callable[[], Any]], calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int
+) -> dict[str, list[Took]]:
+    """What each takes on this rank, in each of some rounds, in which all are timed in turn. Each of `timed` is repeated
+    as often as fits into a window. On the CPU `calls` are not, but all of them in turn are: in a step the caches hold
+    what other operators have left there. All equally often on all ranks. Collective."""
+    if device.type != "cpu":  # where one call is too short to be timed
+        timed, calls = {**timed, **calls}, {}
     first = _slowest([_time(run, 2, device).wall for run in timed.values()], device)
     times = [max(1, min(1000, int(WINDOW_S / each))) for each in first]
-    found: dict[str, list[Took]] = {name: [] for name in timed}
+    once = _slowest([sum(_time(run, 1, device).wall for run in calls.values())], device)[0]
+    turns = max(1, min(_MAX_TURNS, int(_TURNS_S / max(once, 1e-9))))
+    found: dict[str, list[Took]] = {name: [] for name in (*timed, *calls)}
     for _ in range(rounds):
+        _slowest([0.0], device)
+        taken = [[_time(run, 1, device) for run in calls.values()] for _ in range(turns)]
+        for name, each in zip(calls, zip(*taken, strict=True), strict=True):
+            found[name].append(Took(fmean(took.wall for took in each), fmean(took.processor for took in each)))
         for (name, run), count in zip(timed.items(), times, strict=True):
             _slowest([0.0], device)  # all begin together
             found[name].append(_time(run, count, device))
@@ -279,8 +305,10 @@ def _repeatable(call: Call, device: torch.device) -> Callable[[], Any] | None:
 
 def _made(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, Like):
-        made = torch.empty_strided(tree.shape, tree.stride, dtype=tree.dtype, device=device)
-        return made.uniform_() if tree.dtype.is_floating_point else made.zero_()
+        shape = [1 if step == 0 else size for size, step in zip(tree.shape, tree.stride, strict=True)]
+        made = torch.empty_strided(shape, tree.stride, dtype=tree.dtype, device=device)
+        made = made.uniform_() if tree.dtype.is_floating_point else made.zero_()
+        return made.expand(tree.shape)
     if isinstance(tree, tuple):
         return [_made(each, device) for each in tree]
     if isinstance(tree, dict):

@@ -21,6 +21,8 @@ _CPU_ATTENTION: dict[str, tuple[Any, tuple[int, ...], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, (0, 1, 2), 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, (0, 1, 2, 3), 7),
 }
+# These say where memory is, and neither read nor write it.
+_TOUCHES_NOTHING = ("empty", "new_empty", "set_", "resize_", "record_stream")
 _PLAIN = (torch.Tensor, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MANY = 12  # tensors in a name; of longer lists it has their number and bytes
 
@@ -84,6 +86,8 @@ class Cost:
     def _estimate(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: Sequence[torch.Tensor]
     ) -> float:
+        if function.__name__.startswith(_TOUCHES_NOTHING):
+            return 0.0
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         seconds = nbytes / self._machine.memory_bandwidth
         flops = _flops_of(function, args, kwargs, result)

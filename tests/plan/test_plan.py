@@ -23,7 +23,7 @@ from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compare, comparison_page, predict
 from fsdp2.plan.cli import main
-from fsdp2.plan.cost import Call, Like
+from fsdp2.plan.cost import Call, Cost, Like
 from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
@@ -400,6 +400,7 @@ def test_a_measured_machine(rank: int, world_size: int, tmp_path: Path) -> None:
             "mul.Tensor", (Like((64,), (1,), torch.float32), Like((64,), (1,), torch.float32)), {}
         ),
         "set_.source_Storage": Call("set_.source_Storage", (Like((64,), (1,), torch.float32),), {}),
+        "neg.default float32[8, 8]": Call("neg.default", (Like((8, 8), (0, 1), torch.float32),), {}),  # expanded
     }
     machine = calibrate(calls, name="here", rounds=1)
     machine.save(tmp_path / f"machine-{rank}.json")
@@ -407,10 +408,18 @@ def test_a_measured_machine(rank: int, world_size: int, tmp_path: Path) -> None:
     everyone: list[Machine | None] = [None] * world_size
     dist.all_gather_object(everyone, machine)
     assert everyone == [machine] * world_size
-    assert list(machine.operators) == ["mul.Tensor float32[64] float32[64] float32[64]"]
+    assert list(machine.operators) == ["mul.Tensor float32[64] float32[64] float32[64]", "neg.default float32[8, 8]"]
     assert 1e-7 < machine.operators["mul.Tensor float32[64] float32[64] float32[64]"] < 1e-2
     assert machine.link < 1e12 and 0 <= machine.overlap <= 1 and machine.unit_seconds > 0
     assert machine.flops_of(torch.float32) > 1e8 and machine.memory_bandwidth > 1e7
+
+
+def test_making_memory_takes_no_time() -> None:
+    """Operators that only say where memory is were planned as if they wrote it."""
+    cost, x = Cost(replace(IDLE, memory_bandwidth=1.0)), torch.ones(4)
+    assert cost.seconds_of(torch.ops.aten.neg.default, (x,), {}, x, [x, x]) == 32
+    assert cost.seconds_of(torch.ops.aten.empty.memory_format, ([4],), {}, x, [x]) == 0
+    assert cost.seconds_of(torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0
 
 
 def test_what_was_measured_counts() -> None:
