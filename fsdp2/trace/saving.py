@@ -5,6 +5,7 @@ The only file that uses matplotlib, which is an optional dependency (``pip insta
 
 import json
 from importlib import import_module
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def _exposed(timeline: Timeline) -> str:
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
-    """Chrome's trace format: a process for each timeline, a thread for each lane, a counter for memory.
+    """Chrome's trace format: a process for each timeline, a thread for each lane, a counter for memory. Events of a
+    thread may not overlap in part, so a lane whose spans do has further threads.
 
     Source: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
@@ -67,11 +69,17 @@ def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     for process, timeline in enumerate(timelines):
         where = {"pid": process}
         found.append({"ph": "M", "name": "process_name", **where, "args": {"name": timeline.title}})
-        for thread, lane in enumerate(LANES):
-            found.append({"ph": "M", "name": "thread_name", **where, "tid": thread, "args": {"name": lane}})
-        for span in timeline.spans:
+        ends: dict[tuple[str, int], float] = {}
+        for span in sorted(timeline.spans, key=lambda span: (LANES.index(span.lane), span.begin_s)):
+            row = next(row for row in count() if ends.get((span.lane, row), 0.0) <= span.begin_s)
+            where_in = {**where, "tid": LANES.index(span.lane) + row * len(LANES)}
+            if (span.lane, row) not in ends:
+                name = f"{span.lane} {row + 1}" if row else span.lane
+                order = {"sort_index": LANES.index(span.lane)}
+                found.append({"ph": "M", "name": "thread_name", **where_in, "args": {"name": name}})
+                found.append({"ph": "M", "name": "thread_sort_index", **where_in, "args": order})
+            ends[span.lane, row] = span.end_s
             times = {"ts": span.begin_s * 1e6, "dur": span.seconds * 1e6}
-            where_in = {**where, "tid": LANES.index(span.lane)}
             found.append({"ph": "X", "name": span.name or span.lane, "cat": span.lane, **where_in, **times})
         for sample in timeline.samples:
             at = {"ts": sample.at_s * 1e6}
