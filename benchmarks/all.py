@@ -72,6 +72,7 @@ BENCHMARKS = {
         "checkpoint/main.py", ("--rounds 4",), "--rounds 1 --blocks 2 --dim 256", "cpu_2ranks.json"
     ),
     "offload": Benchmark("offload/main.py", ("--rounds 12 --dim 64",), "--rounds 2 --warmup 1 --dim 64"),
+    "plan": Benchmark("plan/main.py", ("--of counts", "--of times"), "--of counts --short"),
     "planning": Benchmark("checkpoint/planning.py", ("",), None),
     "init": Benchmark("init/main.py", ("",), "--ranks 2 --paper 8 --dtypes fp32 --ways fsdp2 meta", "cpu_0.1B.json"),
 }

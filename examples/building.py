@@ -71,15 +71,15 @@ def muon(options: Options, model: LM) -> torch.optim.Optimizer:
 
 
 def build_monitor(options: Options, model: LM, optimizer: torch.optim.Optimizer, leads: bool) -> Monitor:
-    """What `--monitor` names, below the folder of the run; without it nothing is measured."""
+    """What `--track` names, below the folder of the run; without it nothing is measured."""
     kinds = {
         "jsonl": lambda: JsonLines(options.out / "monitor.jsonl"),
         "tensorboard": lambda: TensorBoard(options.out / "tensorboard"),
         "wandb": lambda: WandB(project="fsdp2", dir=options.out),
         "mlflow": MLflow,
     }
-    writers = [kinds[name]() for name in options.monitor if leads]
-    return Monitor(model, optimizer, writers, every=options.log_every if options.monitor else options.steps + 1)
+    writers = [kinds[name]() for name in options.track if leads]
+    return Monitor(model, optimizer, writers, every=options.log_every if options.track else options.steps + 1)
 
 
 def local_part(batch: Batch, meshes: Meshes) -> tuple[Tensor, Tensor, Tensor | None]:

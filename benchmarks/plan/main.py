@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from benchmarks import common
 from benchmarks.plan.cases import CASES, TIMED, Case
 from benchmarks.plan.ranks import on_ranks
@@ -143,17 +145,30 @@ def times_table(found: Mapping[str, Any]) -> str:
     return common.table([*header, "by rates alone", "load"], rows)
 
 
+def tables() -> list[str]:
+    """Those of README.md, from the results that are there."""
+    made = {"counts": counts_table, "times": times_table}
+    paths = [(kind, RESULTS / f"cpu_{kind}.json") for kind in made]
+    return [made[kind](json.loads(path.read_text())[kind]) for kind, path in paths if path.exists()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     common.add_size_options(parser)
     parser.add_argument("--of", choices=("counts", "times"), default="counts", help="what is compared")
     parser.add_argument("--cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument(
+        "--show", action="store_true", help="print the tables of the results that are there, and no more"
+    )
     parser.add_argument("--add", action="store_true", help="keep what the file has of other cases")
     parser.add_argument("--rounds", type=int, default=7, help="of times")
     few = {"cases": ["gpt"], "rounds": 3}
     dry = {"cases": ["experts"], "rounds": 1}
     options = common.apply_size_options(parser, few, dry)
     warnings.simplefilter("ignore")
+    if options.show:
+        print("\n\n".join(tables()))
+        return
     if options.of == "counts":
         found = compare_counts(options.cases or list(CASES))
         shown = counts_table(found)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp2.errors import FSDPError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.prediction import Plan, predict
@@ -152,20 +151,14 @@ def compare(
     if machine.is_accelerator and "activation_budget" not in options:
         others.append((workload, asked.config, {**options, "activation_budget": 0}))
     for other_workload, other, chosen in others:
+        sizes = other_workload.batch_size, other_workload.microbatches
+        name = Plan(other.resolve(world_size), machine, *sizes, asked.rehearsal, chosen).name
+        if name in seen:
+            continue
+        seen.add(name)
         try:
-            named = Plan(
-                other.resolve(world_size),
-                machine,
-                other_workload.batch_size,
-                other_workload.microbatches,
-                asked.rehearsal,
-                chosen,
-            )
-            if named.name in seen:
-                continue
-            seen.add(named.name)
             plans.append(predict(other_workload, other, machine, world_size, **chosen))
-        except FSDPError as error:
-            failed.append((named.name, str(error)))
+        except Exception as error:  # the model's own, too: it may not allow what was changed
+            failed.append((name, str(error)))
     plans.sort(key=lambda plan: (not plan.fits, -plan.tokens_per_second / plan.config.tensor))
     return Comparison(asked, plans, failed)

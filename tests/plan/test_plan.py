@@ -314,6 +314,20 @@ def test_alternatives(tmp_path: Path) -> None:
     assert hopeless.best is None and f"What buys most is '{least.name}'" in hopeless.advice
 
 
+class Pairs(Mlps):
+    """It takes no odd number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, 2, x.shape[1])).flatten(0, 1)
+
+
+def test_a_change_that_the_model_does_not_allow_is_listed() -> None:
+    """Its own error was that of the whole comparison: attention whose heads cannot be divided, say."""
+    workload = Workload(lambda: Pairs(32, depth=2), lambda size: torch.ones(size, 32), square, torch.optim.SGD, 2)
+    (failed,) = compare(workload, ParallelConfig(shard=1), CPU, 1).failed
+    assert "2 x 1" in failed[0] and "shape '[-1, 2, 32]' is invalid" in failed[1]
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import _commit
 from benchmarks.fake import FakeRank, collectives_of, in_fake_rank
 from benchmarks.memory.tracking import Kind, Tracker, timeline
+from benchmarks.plan.main import tables
 from fsdp2._torch import all_gather_flat
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
@@ -237,6 +238,19 @@ def test_a_limited_process_trains_the_same_model(tmp_path: Path) -> None:
     assert "| limited, on disk |" in printed
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert len({tuple(each["losses"]) for each in runs.values()}) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("of", ["counts", "times"])
+def test_plans_are_compared(tmp_path: Path, of: str) -> None:
+    out = tmp_path / "out.json"
+    printed = run(ROOT / "benchmarks/plan/main.py", "--dry-run", "--of", of, "--out", out)
+    assert "| experts |" in printed and list(json.loads(out.read_text())[of]) == ["experts"]
+
+
+def test_the_tables_of_plans_are_those_of_the_results() -> None:
+    text = (ROOT / "benchmarks/plan/README.md").read_text()
+    assert tables() and all(table in text for table in tables())
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.distributed.run import parse_args
 
 from tests.helpers.examples import (
     EXAMPLES,
@@ -139,6 +140,14 @@ def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, F
     )
 
 
+def test_torchrun_leaves_the_options_of_examples_alone() -> None:
+    """It reads beginnings of its own options behind the script too: with ``--monitor`` no job began."""
+    options = {each for path in EXAMPLES.glob("*.py") for each in re.findall(r'"(--[a-z][a-z-]+)"', path.read_text())}
+    assert {"--track", "--plan", "--steps"} <= options
+    for option in sorted(options):
+        assert parse_args(["script.py", option, "value"]).training_script_args == [option, "value"]
+
+
 def test_all_sharding_options_together(tmp_path: Path) -> None:
     options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
     job = run(
@@ -152,7 +161,7 @@ def test_all_sharding_options_together(tmp_path: Path) -> None:
         "5",
         "--keep",
         "2",
-        "--monitor",
+        "--track",
         "jsonl",
     )
     assert job.status == 0, job.errors
