@@ -50,7 +50,7 @@ def guard_state_dict(module: nn.Module, unit: Unit) -> None:
             owners.append(unit)
         return
     module.__dict__[_OWNERS] = [unit]
-    module.register_state_dict_pre_hook(_reshard)
+    module.register_state_dict_pre_hook(_before_save)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_refresh)
 
@@ -92,9 +92,9 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return unit_for(module).post_forward(module, output)
 
 
-def _reshard(module: nn.Module, *_: Any) -> None:
+def _before_save(module: nn.Module, *_: Any) -> None:
     for unit in owners_of(module):
-        unit.reshard_all()
+        unit.reshard_all(to_change=False)
 
 
 def _before_load(
@@ -108,7 +108,8 @@ def _before_load(
     errors: list[str],
 ) -> None:
     _errors_of_loads[module] = errors
-    _reshard(module)
+    for unit in owners_of(module):
+        unit.reshard_all()
 
 
 def _refresh(module: nn.Module, *_: Any) -> None:

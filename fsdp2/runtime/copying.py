@@ -23,7 +23,7 @@ _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so fa
 def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
     """A deep copy of `module`, of the same (swapped) class, without gradients. Reshards it first."""
     unit = unit_for(module)
-    unit.reshard_all()
+    unit.reshard_all(to_change=False)
     for group in (*unit.groups, *unit.borrowed):
         for param in group.params:
             if id(param.sharded) not in memo:

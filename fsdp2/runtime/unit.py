@@ -264,14 +264,17 @@ class Unit:
                     to = Phase.SMALLER if to_smaller and group.smaller is not None else to
                     group.reshard(self.context.memory, to)
 
-    def reshard_all(self) -> None:
-        """Free all unsharded parameters, used or kept: the sharded ones will be read or changed."""
+    def reshard_all(self, to_change: bool = True) -> None:
+        """Free all unsharded parameters, used or kept: the sharded ones will be changed. If they will only be read,
+        which one rank may do alone, what is kept of frozen parameters stays: all ranks must know alike what to
+        gather."""
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
                 group.settle()
                 group.reshard(self.context.memory)
-                group.forget_kept(self.context.memory)
+                if to_change:
+                    group.forget_kept(self.context.memory)
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
