@@ -58,12 +58,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, auto_shard, checkpoint, transformer_blocks
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, ZeroPolicy, auto_shard, checkpoint, transformer_blocks
 from fsdp2.init import deferred
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's folder: configuration, tokenizer
 NOT_COPIED = ("*.index.json", "checkpoint.json")  # these speak of the weights
 RESULT = "model"  # in --out
+KEEPS: dict[str, Any] = {"device": True, "host": "host"}  # as ZeroPolicy calls it
 LOG_EVERY = 10
 
 
@@ -87,6 +88,7 @@ class Options:
     seq_len: int
     lr: float
     bf16: bool
+    keep_frozen: str
     seed: int
     device: str
     check: bool
@@ -118,6 +120,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     add("--seq-len", type=int, default=128, help="tokens per sequence")
     add("--lr", type=float, default=1e-2, help="learning rate, constant")
     add("--bf16", action="store_true", help="compute in bfloat16; what is trained stays float32")
+    add("--keep-frozen", choices=("no", "device", "host"), default="no", help="where gathered frozen weights stay")
     add("--seed", type=int, default=0, help="decides the first LoRA matrices and the batches")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one")
     add("--check", action="store_true", help="load the result with transformers and compare its logits")
@@ -211,7 +214,8 @@ def build(options: Options, base: Path, world: World, device: torch.device) -> F
     if options.bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    auto_shard(model, transformer_blocks(), mesh=mesh, mp_policy=policy)
+    zero = None if options.keep_frozen == "no" else ZeroPolicy(keep_frozen=KEEPS[options.keep_frozen])
+    auto_shard(model, transformer_blocks(), mesh=mesh, mp_policy=policy, zero=zero)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "still on the meta device": that is what replay is for

@@ -145,7 +145,8 @@ def fully_shard(
     offload = own_offload_policy(offload_policy, roles.device)
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
     placing = Placing(roles, shard_placement_fn, precision, offload)
-    placing.allows_extensions = reshard_to is None or isinstance(reshard_to, bool)
+    keeps_on_host = zero is not None and zero.keep_frozen == "host"
+    placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
     drafts = [_draft(each, placing, ignored, reshard_to) for each in _apart(modules)]
     _check_tiled(drafts)
     note_ignored(ignored_params or ())
@@ -212,13 +213,13 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     while planned:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
-        keep = Keep.FROZEN if zero is not None and zero.keep_frozen and not param.requires_grad else Keep.NOTHING
+        keep = Keep.wanted(zero, not param.requires_grad)
         new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
         groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
     _move_buffers(draft.managed, device)
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
     for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
-        group.smaller, group.keep = draft.smaller[group.roles], keep
+        group.smaller, group.keep = None if keep is Keep.HOST else draft.smaller[group.roles], keep
     for each in draft.tied:
         _share(each, unit)
     install_step_hooks()

@@ -116,8 +116,8 @@ class Placing:
             raise UnsupportedError(f"'{fqn}' has hooks for its all-gather, but nothing is gathered on {roles.mesh}")
         if not self.allows_extensions:
             raise UnsupportedError(
-                f"'{fqn}' has hooks for its all-gather, which do not work with an int for reshard_after_forward; pass "
-                "a bool"
+                f"'{fqn}' has hooks for its all-gather, which work neither with an int for reshard_after_forward nor "
+                'with keep_frozen="host"; pass a bool'
             )
 
     @staticmethod

@@ -344,8 +344,11 @@ class ZeroPolicy:
             backward, so that backward gathers only among them (ZeRO++'s hpZ).
         shard_replicas: with stage 3 and a replicate axis, also shard the parameters, their gradients and the optimizer
             state over the replicas. A step gathers them once over the replicas; all other gathers stay within one.
-        keep_frozen: parameters that do not require gradients stay gathered after their first use (LoRA on a base model
-            that fits). Their sharded form may then be changed only through `load_state_dict`, or before `reshard`.
+        keep_frozen: parameters that do not require gradients when `fully_shard` is called stay gathered after their
+            first use (LoRA on a base model that fits). ``"host"``: each rank keeps them in host memory, whole and in
+            the compute dtype (page-locked where there is an accelerator), and copies them from there where it would
+            gather. Their sharded form may then be changed only through `load_state_dict`, by operators on the DTensors,
+            or in `full_params`, and on all ranks; they are gathered again after that.
 
     Raises:
         ArgumentError: a stage that does not exist, or fields that contradict each other.
@@ -364,7 +367,7 @@ class ZeroPolicy:
     shard_size: int | None = None
     secondary_shard_size: int | None = None
     shard_replicas: bool = False
-    keep_frozen: bool = False
+    keep_frozen: bool | Literal["host"] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
@@ -372,7 +375,8 @@ class ZeroPolicy:
         _check_size("shard_size", self.shard_size)
         _check_size("secondary_shard_size", self.secondary_shard_size)
         _check_bool("ZeroPolicy: shard_replicas", self.shard_replicas)
-        _check_bool("ZeroPolicy: keep_frozen", self.keep_frozen)
+        if not isinstance(self.keep_frozen, bool) and self.keep_frozen != "host":
+            raise ArgumentError(f"ZeroPolicy: keep_frozen: expected a bool or 'host', got {self.keep_frozen!r}")
         if self.stage != 3 and (self.secondary_shard_size is not None or self.shard_replicas):
             raise ArgumentError(
                 f"ZeroPolicy: secondary_shard_size and shard_replicas need stage 3, since parameters stay whole in "
@@ -382,6 +386,8 @@ class ZeroPolicy:
             raise ArgumentError("ZeroPolicy: give secondary_shard_size or shard_replicas, not both")
         if self.stage == 0 and self.shard_size is not None:
             raise ArgumentError("ZeroPolicy: stage 0 shards nothing, so shard_size has no meaning")
+        if self.stage == 0 and self.keep_frozen == "host":
+            raise ArgumentError("ZeroPolicy: stage 0 gathers nothing, so there is nothing to keep in host memory")
 
 
 @dataclass(frozen=True)

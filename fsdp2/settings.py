@@ -220,10 +220,9 @@ class Settings:
         """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).
         Recursive. They are still gathered again. For CUDA graphs, and to avoid allocations."""
         for unit in _units(self, recurse):
-            frozen = unit.settings.zero is not None and unit.settings.zero.keep_frozen
             for group in unit.groups:
-                is_frozen = frozen and not any(param.sharded.requires_grad for param in group.params)
-                otherwise = Keep.FROZEN if is_frozen else Keep.NOTHING
+                is_frozen = not any(param.sharded.requires_grad for param in group.params)
+                otherwise = Keep.wanted(unit.settings.zero, is_frozen)
                 group.keep = Keep.STORAGE if boolean("enable", enable) else otherwise
 
     def set_post_optim_event(self, event: torch.Event) -> None:

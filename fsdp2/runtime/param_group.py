@@ -24,8 +24,10 @@ from fsdp2._torch import backward_is_running, version
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
+from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
+from fsdp2.runtime.host_copy import HostCopy
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.shard_memory import FlatShard, flat_shards, in_memory_order, lay_together
 from fsdp2.runtime.slot import SlotTable
@@ -61,6 +63,14 @@ class Keep(Enum):
     NOTHING = "nothing"
     STORAGE = "storage"  # the memory, at the same address
     FROZEN = "frozen"  # the memory and its contents, while no parameter requires a gradient
+    HOST = "host"  # a copy in host memory, while no parameter requires a gradient
+
+    @staticmethod
+    def wanted(zero: ZeroPolicy | None, is_frozen: bool) -> "Keep":
+        """What a group of frozen, or other, parameters keeps."""
+        if zero is None or not zero.keep_frozen or not is_frozen:
+            return Keep.NOTHING
+        return Keep.HOST if zero.keep_frozen == "host" else Keep.FROZEN
 
 
 class ParamGroup:
@@ -100,6 +110,7 @@ class ParamGroup:
         # at the last forward whose backward may still come, only for parameters whose unsharded form shares memory.
         self._kept_at: list[int] | None = None
         self._used_at: list[int] | None = None
+        self._host: HostCopy | None = None
         self._shards: list[torch.Tensor] = []
         self.flat_shards: list[FlatShard] = []
         self._under_way: Callable[[], None] | None = None
@@ -148,17 +159,29 @@ class ParamGroup:
             memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
             if self._unsharded is None:
                 self._unsharded = UnshardedStorage(self.params, self.channel)
-            if self.phase is Phase.SMALLER:
-                assert self.smaller is not None
-                finish = self._unsharded.start_smaller(self.smaller.shard)
-            else:
-                versions = self._versions() if self.roles.sharded_replicas else []
-                finish = self._unsharded.start(self._shards, self.flat_shards, versions)
+            finish, then_keep = self._start(self._unsharded)
             if streams.lazy:
-                self._under_way = finish
+                self._under_way = partial(_both, finish, then_keep)
             else:
                 finish()
                 self._under_way = partial(streams.wait, streams.record())
+                then_keep()
+
+    def _start(self, unsharded: UnshardedStorage) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Start to fill the unsharded parameters. Returns what completes them, and what is to be done behind that."""
+        if self.phase is Phase.SMALLER:
+            assert self.smaller is not None
+            return unsharded.start_smaller(self.smaller.shard), _nothing
+        stays = self.keep is Keep.HOST and not any(param.sharded.requires_grad for param in self.params)
+        versions = self._versions() if stays or self.roles.sharded_replicas else []
+        if self._host is not None and stays and self._host.versions == versions:
+            return unsharded.start_from(self._host), _nothing
+        self._host = None
+        keep = partial(self._copy_to_host, versions) if stays else _nothing
+        return unsharded.start(self._shards, self.flat_shards, versions), keep
+
+    def _copy_to_host(self, versions: list[int]) -> None:
+        self._host = HostCopy(self.params, versions)
 
     def settle(self, gathering: bool = False) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
@@ -264,6 +287,7 @@ class ParamGroup:
 
     def forget_kept(self, memory: ReleasedMemory) -> None:
         """Sharded parameters will change: free what was kept of the unsharded ones."""
+        self._host = None
         if self.phase is Phase.SHARDED and self._unsharded is not None and self._kept_at is not None:
             self._kept_at = None
             memory.release(self._unsharded.storage)
@@ -315,6 +339,8 @@ class ParamGroup:
             self.flat_shards = flat_shards(self.params)
             if self._unsharded is not None:
                 self._unsharded.forget_shards()
+        if any(changed):
+            self._host = None
         if any(changed) and self._unsharded is not None:
             # `_unsharded` is kept until the next unshard: a graph may hold its parameters, and it matches again if they
             # are converted back by then.
@@ -363,6 +389,15 @@ class ParamGroup:
     def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
         """The sharded parameter, or a replacement from a loader."""
         return param.held if self.phase is Phase.SHARDED else param.sharded
+
+
+def _nothing() -> None:
+    """Nothing is to be done behind a gather."""
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
 
 def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:

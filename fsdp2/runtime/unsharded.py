@@ -19,6 +19,7 @@ from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.extended import ExtendedGather
 from fsdp2.runtime.gather import Gather
+from fsdp2.runtime.host_copy import HostCopy
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
@@ -161,6 +162,17 @@ class UnshardedStorage:
         for extended in self._extended.values():
             extended.take_inner()  # again, to free the rest of what `_take` allocated
         return partial(self._finish, gather.start(self.copies), ())
+
+    def start_from(self, kept: HostCopy) -> Callable[[], None]:
+        """Copy instead of gathering; returns as `start` does."""
+        return partial(self._copy_from, kept)
+
+    def _copy_from(self, kept: HostCopy) -> None:
+        self._early.alloc()
+        self._late.alloc()
+        for extended in self._extended.values():
+            extended.take_inner()
+        kept.copy_to(self._params)
 
     def _finish(self, finish_gather: Callable[[], None], extended: Iterable[ExtendedGather]) -> None:
         self._late.alloc()

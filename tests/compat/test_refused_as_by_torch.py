@@ -267,7 +267,7 @@ def test_a_wrong_argument_changes_nothing(rank: int, world_size: int) -> None:
         (lambda: ZeroPolicy(shard_size=0), "shard_size: expected a number of ranks or None, got 0"),
         (lambda: ZeroPolicy(secondary_shard_size="2"), "secondary_shard_size: .*got '2'"),
         (lambda: ZeroPolicy(shard_replicas="yes"), "shard_replicas: expected a bool, got 'yes'"),
-        (lambda: ZeroPolicy(keep_frozen=1), "keep_frozen: expected a bool, got 1"),
+        (lambda: ZeroPolicy(keep_frozen=1), "keep_frozen: expected a bool or 'host', got 1"),
         (lambda: CPUOffloadPolicy(pin_memory=None), "pin_memory: expected a bool, got None"),
         (lambda: DataParallelMeshDims(shard=("dp", 1)), r"shard: expected names of axes or None, got \('dp', 1\)"),
     ],

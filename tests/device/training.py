@@ -102,6 +102,18 @@ def prefetches_two(model: Any, device: str) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
 
 
+def freezes_weights(model: Any) -> None:
+    """The weights of each block stay as they are; its biases are trained, in the same unit."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("weight"))
+
+
+def tiles_layers(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            fsdp2.tile(module, 3)
+
+
 def in_background(
     policy: Offload, in_backward: bool = False, clips: bool = True, zeroes: bool = False, **more: Any
 ) -> Feature:
@@ -159,6 +171,11 @@ FEATURES = {
     "not overlapped": in_background(Offload(overlap=False)),
     "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
     "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
+    "frozen weights in host memory": Feature({"zero": ZeroPolicy(keep_frozen="host")}, change=freezes_weights),
+    "frozen weights in host memory, mixed precision": Feature(
+        {"zero": ZeroPolicy(keep_frozen="host"), **mixed()}, change=freezes_weights, backwards=2
+    ),
+    "layers in tiles": Feature(change=tiles_layers, backwards=2),
     "prefetched": Feature(prepare=prefetches_two),
     "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
     "hook on a stream": Feature(prepare=hooks_beside),

@@ -37,11 +37,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is that of another stream",
         PARAM_GROUP,
-        "            if streams.lazy:\n                self._under_way = finish\n"
+        "            if streams.lazy:\n                self._under_way = partial(_both, finish, then_keep)\n"
         "            else:\n                finish()\n"
-        "                self._under_way = partial(streams.wait, streams.record())\n",
+        "                self._under_way = partial(streams.wait, streams.record())\n"
+        "                then_keep()\n",
         "            finish()\n        self._under_way = partial(streams.wait, streams.record())\n",
         "plain",
+    ),
+    Mutant(
+        "gather: frozen parameters are copied to the host on the compute stream",
+        PARAM_GROUP,
+        "                then_keep()\n",
+        "        then_keep()\n",
+        "frozen",
     ),
     Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(resharded)", "pass", "kept"),
     Mutant(

@@ -166,6 +166,23 @@ def kept(rank: int, look: Look) -> list[Tensor]:
     return trained(model, rank)
 
 
+def frozen(rank: int, look: Look) -> list[Tensor]:
+    """Frozen weights beside trained ones: gathered once, then copied from host memory until something changes them."""
+    for block in (model := net()):
+        block[0].requires_grad_(False)
+    model = sharded(model, zero=ZeroPolicy(keep_frozen="host"))
+    seen = trained(model, rank)
+    with torch.no_grad():
+        model[1][0].weight.mul_(0.5)
+    return seen + trained(model, rank)
+
+
+def tiled(rank: int, look: Look) -> list[Tensor]:
+    for block in (model := net()):
+        fsdp2.tile(block[2], 3)
+    return trained(sharded(model), rank)
+
+
 def inner(rank: int, look: Look) -> list[Tensor]:
     """Shards that are cut over the replicas too."""
     zero = ZeroPolicy(3, shard_size=2, shard_replicas=True)
@@ -446,6 +463,8 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "over_nccl": (2, over_nccl),
     "wire_over_nccl": (2, wire_over_nccl),
     "staging": (2, staging),
+    "frozen": (2, frozen),
+    "tiled": (2, tiled),
     "hsdp": (4, hsdp),
     "partials": (4, partials),
     "smaller": (4, smaller),

@@ -80,7 +80,7 @@ LAYERS: list[tuple[str, ...]] = [
         "runtime.unreduced",
         "runtime.unsharded",
     ),
-    ("runtime.extended", "runtime.reduction"),
+    ("runtime.extended", "runtime.host_copy", "runtime.reduction"),
     ("runtime.gather",),
     ("runtime.shard_memory",),
     ("runtime.channel",),
@@ -164,6 +164,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "attributes",
         "runtime.param_group:ParamGroup",
     ): "the forms of its parameters, and who uses, keeps and changes them: one truth",
+    ("class lines", "runtime.param_group:ParamGroup"): "the same",
     ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and two of ours",
     (
         "class lines",
