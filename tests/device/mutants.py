@@ -44,6 +44,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "staged_states": ("states in host memory, loaded", "states in host memory, zeroed"),
     "stepped_by_host": ("states and gradients in host memory", "all in host memory"),
     "activations": ("activations", "activations, in part"),
+    "frozen": ("frozen weights in host memory",),
     "hooked": ("hook on a stream",),
     "optimized_aside": ("optimizer on a stream",),
     "over_nccl": ("coalesced",),
