@@ -223,12 +223,14 @@ def rehearse(
 
     Raises:
         ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
-        UnsupportedError: an operator cannot run on fake tensors, or there are pipeline stages.
+        UnsupportedError: an operator cannot run on fake tensors; or there are pipeline stages, or state in files.
         OrderError: this process has a process group.
     """
     config = config.resolve(world_size)
     if config.pipeline > 1:
         raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
+    if getattr(options.get("offload_policy"), "folders", ()):
+        raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
     comm = NcclComm() if machine.is_accelerator else GlooComm()
     model = _build(workload)
     with events.record() as log, warnings.catch_warnings():

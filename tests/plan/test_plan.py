@@ -24,7 +24,7 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compare, comparison_page, predict
 from fsdp2.plan.cli import main
 from fsdp2.plan.cost import Call, Cost, Like
-from fsdp2.policies import ZeroPolicy
+from fsdp2.policies import Offload, ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
@@ -346,6 +346,8 @@ def test_what_cannot_be_planned_says_why() -> None:
         predict(Workload(lambda: Mlps().to("cpu"), batch, square), ParallelConfig(), CPU, 2)
     with pytest.raises(ArgumentError, match=r"3 \(replicate\)"):
         predict(of_mlps(), ParallelConfig(replicate=3), CPU, 8)
+    with pytest.raises(UnsupportedError, match="plans no files"):
+        predict(LINEARS, BLOCKS, CPU, 2, offload_policy=Offload(tier="/nowhere"))
     with pytest.raises(UnsupportedError, match="pipeline = 1"):
         predict(of_mlps(), ParallelConfig(pipeline=2), CPU, 8)
     with pytest.raises(ArgumentError, match="batch_size"):
