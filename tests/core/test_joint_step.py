@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import agree_on_step, fully_shard
+from fsdp2 import agree_on_step
+from tests.helpers.faults import sharded
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 
@@ -52,19 +51,8 @@ class Model(nn.Module):
 
 def build(kind: str, ranks: int) -> Model:
     torch.manual_seed(0)
-    model = Model()
-    if kind == "fsdp":
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    elif kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        for block in model.blocks:
-            parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = whole["dp"]
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    model: Model = sharded(Model(), kind, ranks)
+    return model
 
 
 class Training:

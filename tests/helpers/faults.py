@@ -87,7 +87,11 @@ class Model(nn.Module):
 
 def build(mesh_kind: str, ranks: int) -> Any:
     torch.manual_seed(0)
-    model = Model()
+    return sharded(Model(), mesh_kind, ranks)
+
+
+def sharded(model: Any, mesh_kind: str, ranks: int) -> Any:
+    """A model with `blocks` of `up` and `down`, sharded over a mesh that has these ranks."""
     if mesh_kind == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     elif mesh_kind == "hsdp":
