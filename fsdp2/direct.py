@@ -10,7 +10,8 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 __all__ = ["PAGE", "PIECE", "DirectFile", "memory_at", "open_direct"]
 
@@ -78,8 +79,8 @@ class DirectFile:
         """
         if self._refused:
             return False
-        buffer, filled = _buffer(), 0
-        try:
+        with self._buffer() as buffer:
+            filled = 0
             for part in parts:
                 while part.nbytes:
                     taken = part[: PIECE - filled]
@@ -91,14 +92,7 @@ class DirectFile:
                         offset += filled
                         filled = 0
             self._write_whole(offset, buffer[:filled])
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            self._refused = True
-            return False
-        finally:
-            _buffers.append(buffer)
-        return True
+        return not self._refused
 
     def read(self, offset: int, into: memoryview) -> bool:
         """Fill `into` with the bytes from `offset`, which is page-aligned. The file has the whole of the last page.
@@ -108,8 +102,7 @@ class DirectFile:
         """
         if self._refused:
             return False
-        buffer = _buffer()
-        try:
+        with self._buffer() as buffer:
             while into.nbytes:
                 wanted = min(PIECE, -(-into.nbytes // PAGE) * PAGE)
                 count = min(os.preadv(self._fd, [buffer[:wanted]], offset), into.nbytes)
@@ -117,14 +110,20 @@ class DirectFile:
                     raise OSError(errno.EIO, f"the file ends at byte {offset}, {into.nbytes} bytes too early")
                 into[:count] = buffer[:count]
                 offset, into = offset + count, into[count:]
+        return not self._refused
+
+    @contextmanager
+    def _buffer(self) -> Iterator[memoryview]:
+        """A buffer for the block; notes if the file system refuses what the block does, which ends it."""
+        buffer = _buffer()
+        try:
+            yield buffer
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
             self._refused = True
-            return False
         finally:
             _buffers.append(buffer)
-        return True
 
     def _write_whole(self, offset: int, values: memoryview) -> None:
         while values.nbytes:
