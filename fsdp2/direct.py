@@ -22,9 +22,12 @@ PIECE = 2 << 20  # bytes that a thread writes or reads at a time, and the size o
 REFUSALS = (errno.EINVAL, errno.ENOTSUP)
 
 
+_FROM_HERE_ON = ctypes.c_char * (1 << 62)  # one type for all sizes: making one takes as long as planning a read
+
+
 def memory_at(address: int, nbytes: int) -> memoryview:
     """These bytes of memory, whose owner the caller keeps alive."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    return memoryview(_FROM_HERE_ON.from_address(address)).cast("B")[:nbytes]
 
 
 def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":

@@ -5,16 +5,15 @@ and their order, from which a box resulted, do not matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """The elements ``start[d] <= index[d] < start[d] + shape[d]`` in every dim `d`.
 
     >>> Box((2, 0), (2, 5)).intersect(Box((3, 1), (9, 2)))

@@ -7,7 +7,7 @@ reads (load, verify, describe, convert) works on catalogs.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
@@ -16,8 +16,7 @@ from fsdp2.placement.box import Box
 __all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensorInfo:
+class StoredTensorInfo(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:

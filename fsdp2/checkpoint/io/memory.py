@@ -26,7 +26,7 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are its memory, in order, where the CPU can see it."""
     if isinstance(tensor, DiskTensor):
         return False
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,7 @@ from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
+from fsdp2.direct import memory_at
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range_within
@@ -381,7 +382,7 @@ def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
         return
     itemsize = target.element_size()
     start, end = here[0] * itemsize, here[1] * itemsize
-    memory = bytes_of(target)[there[0] * itemsize : there[1] * itemsize]
+    memory = memory_at(target.data_ptr() + there[0] * itemsize, end - start)
     for at in range(start // RUN * RUN, end, RUN):
         low, high = max(at, start), min(at + RUN, end)
         yield _Direct(source, low, memory[low - start : high - start])

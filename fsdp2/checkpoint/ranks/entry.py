@@ -1,6 +1,6 @@
 """A rank's part of a tensor, with its place in the whole. Layer: checkpoint."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from fsdp2.placement.tiling import Tiling
 __all__ = ["Entry"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:

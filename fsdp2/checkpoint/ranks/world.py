@@ -41,16 +41,16 @@ class World:
     def place(self, tensor: DTensor, name: str, ranks: tuple[int, ...]) -> "Place":
         """Where this rank's part of a DTensor belongs, in a model that `ranks` have. Cached, because models have many
         tensors of the same kind."""
-        meshes = self._first_equal(tensor.device_mesh)
+        meshes = self.first_equal(tensor.device_mesh)
         # Ids, not meshes and ranks: hashing thousands of ranks per tensor would take as long as everything else.
         key = (id(meshes), id(ranks), tensor.placements, tensor.shape, local_tensor(tensor).shape)
         if key not in self._places:
             self._places[key] = self._place(tensor, name, ranks), ranks
         return self._places[key][0]
 
-    def _first_equal(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    def first_equal(self, mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
         """The mesh with its root, or those of an earlier tensor that are equal: without `mesh=`, each call of
-        `fully_shard` makes a mesh."""
+        `fully_shard` makes a mesh, and torch gives results of operators the mesh of an earlier one."""
         if id(mesh) not in self._meshes:
             both = (mesh, root_mesh(mesh))
             self._meshes[id(mesh)] = self._equal_meshes.setdefault(both, both), mesh

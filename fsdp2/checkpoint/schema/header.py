@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.errors import ArgumentError, CorruptError
@@ -29,8 +29,7 @@ ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 INT = frozenset({int})
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
@@ -126,18 +125,17 @@ def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], i
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
         raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
-    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    are_lists = isinstance(shape, list) and isinstance(offsets, list)
+    if not are_lists or not _are_sizes(shape + offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
     if len(shape) > MAX_DIMS:
         raise CorruptError(f"{file}: '{name}' has {len(shape)} dims; expected at most {MAX_DIMS}, as torch has")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def _are_sizes(value: Any) -> bool:
-    """Whether this is a list of numbers that may be sizes. Numbers of more than 63 bits cannot, and would make torch
-    fail."""
-    are_ints = isinstance(value, list) and INT.issuperset(map(type, value))
-    return are_ints and min(value, default=0) >= 0 and max(value, default=0) < 1 << 63
+def _are_sizes(values: list[Any]) -> bool:
+    """Whether these are numbers that may be sizes. Numbers of more than 63 bits cannot, and would make torch fail."""
+    return not values or (INT.issuperset(map(type, values)) and min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _short(value: Any) -> str:

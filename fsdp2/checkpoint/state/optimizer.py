@@ -162,7 +162,7 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
     parameter's mesh."""
     param = like.outside
     if isinstance(tensor, DTensor):
-        if isinstance(param, DTensor) and _is_cut_alike(tensor, param):  # by far the most frequent case
+        if isinstance(param, DTensor) and _is_cut_alike(tensor, param, world):  # by far the most frequent case
             local = outside_autograd(local_tensor(tensor))
             return Entry(name, local, like.tiling, like.box, tensor, like.copy), "param"
         entry = entry_of(name, tensor, world, ranks)
@@ -184,10 +184,10 @@ def _entry(name: str, tensor: torch.Tensor, like: Entry, world: World, ranks: tu
     )
 
 
-def _is_cut_alike(tensor: DTensor, param: DTensor) -> bool:
+def _is_cut_alike(tensor: DTensor, param: DTensor, world: World) -> bool:
     own, of_param = spec_of(tensor), spec_of(param)
     return (
-        own.mesh is of_param.mesh
+        world.first_equal(own.mesh) is world.first_equal(of_param.mesh)
         and own.placements == of_param.placements
         and own.shape == of_param.shape
         and local_tensor(tensor).shape == local_tensor(param).shape
