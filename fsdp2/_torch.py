@@ -6,7 +6,7 @@ function names the private API and why no public one is enough.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from operator import attrgetter
 from sys import getrefcount
@@ -97,6 +97,23 @@ def store_of(group: dist.ProcessGroup | None) -> Any:
 def all_groups() -> list[dist.ProcessGroup]:
     """All process groups of this process, also those that others made. No public function lists them."""
     return list(distributed_c10d._world.pg_map)
+
+
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """End all collectives of `groups`, on backends that can. NCCL's communicators are aborted together, because the
+    abort of one may wait for another (https://github.com/pytorch/pytorch/issues/119797). No public function does that.
+    """
+    nccl: Any = None
+    if dist.is_nccl_available():
+        with suppress(RuntimeError):
+            nccl = groups[0]._get_backend(torch.device("cuda"))
+    are_nccl = nccl is not None and isinstance(nccl, dist.ProcessGroupNCCL)
+    if are_nccl:
+        nccl._group_start()
+    for group in groups:
+        group.abort()
+    if are_nccl:
+        nccl._group_end()
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -62,6 +62,7 @@ from fsdp2.events import profiler_range
 from fsdp2.placement.tiling import Tiling, spread_replicas
 from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
+from fsdp2.watch.current import current
 
 __all__ = ["Saved", "save"]
 
@@ -220,6 +221,20 @@ def _tiling_for_writing(entry: Entry) -> Tiling:
     return spread_replicas(entry.tiling, entry.local.element_size())
 
 
+def _wait_for(devices: set[torch.device]) -> None:
+    """Wait until the values have come to what the process knows, and are what it believes.
+
+    Raises:
+        CheckpointError: communication has failed.
+    """
+    wait_for(devices)
+    if current.failure is not None and any(device.type != "cpu" for device in devices):
+        raise CheckpointError(
+            "steps may have been queued behind the exchange that failed, and have used what it left: these values are "
+            f"lost. Resume from the last checkpoint. The failure: {current.failure}"
+        )
+
+
 @dataclass(frozen=True)
 class _Job:
     """One save of one rank."""
@@ -278,7 +293,7 @@ class _Job:
             pieces = {
                 section: list(owned_pieces(own, tilings[section], world.rank)) for section, own in entries.items()
             }
-        wait_for({entry.local.device for own in entries.values() for entry in own.values()})
+        _wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
         nonce = self.agreement.nonce()

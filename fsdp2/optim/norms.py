@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp2._torch import foreach_norm, local_of, spec_of
 from fsdp2.adjacent import runs_of
-from fsdp2.watch.current import waiting
-from fsdp2.watch.exchange import Exchange
+from fsdp2.watch.exchange import Exchange, at_once
 
 __all__ = ["by_device_and_dtype", "norm_of"]
 
@@ -242,15 +241,15 @@ def _power(
 def _all_reduced(parts: Sequence[torch.Tensor], norm_type: float, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Each part summed (or the maximum, or the minimum) over `group`, in one all-reduce."""
     sent = torch.stack(list(parts))
-    exchange = Exchange("all-reduce of norms", None, group, sent.numel(), sent.nbytes, sent.dtype)
+    exchange = Exchange("all-reduce of norms", None, group, sent.numel(), sent.nbytes, sent.dtype, sent.device)
     if abs(norm_type) != inf:
-        with exchange, waiting(exchange):
+        with at_once(exchange):
             dist.all_reduce(sent, group=group)
         return list(sent)
     # Backends differ in how MAX treats NaN, so NaN is sent as infinity, and flags mark where.
     sign = 1.0 if norm_type == inf else -1.0
     sent = torch.stack([(sign * sent).nan_to_num(nan=inf, posinf=inf, neginf=-inf), sent.isnan().to(sent)])
-    with exchange, waiting(exchange):
+    with at_once(exchange):
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
     return list(torch.where(sent[1] > 0, torch.nan, sign * sent[0]))
 

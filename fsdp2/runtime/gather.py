@@ -74,7 +74,7 @@ class Gather:
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
-        self._exchange = Exchange("all-gather", channel.fqn, axis.group, *self._travels)
+        self._exchange = Exchange("all-gather", channel.fqn, axis.group, *self._travels, fulls[0].device)
         self._mark()
 
     def _mark(self) -> None:

@@ -29,7 +29,7 @@ from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import OptionalPolicy, UnitSettings
 from fsdp2.runtime.param_group import ParamGroup, Phase
-from fsdp2.watch.exchange import Exchange
+from fsdp2.watch.exchange import Exchange, at_once
 
 
 class Member(Protocol):
@@ -216,7 +216,8 @@ def _sums(rows: Sequence[Sequence[bool]], roles: MeshRoles) -> list[list[int]]:
 
 def _sum_over(axis: Axis, sums: torch.Tensor) -> None:
     emit("agreement", "", sums.numel(), sums.nbytes, sums.dtype, axis.size)
-    with Exchange("agreement on optional units", None, axis.group, sums.numel(), sums.nbytes, sums.dtype):
+    what = "agreement on optional units"
+    with at_once(Exchange(what, None, axis.group, sums.numel(), sums.nbytes, sums.dtype, sums.device)):
         dist.all_reduce(sums, group=axis.group)
 
 

@@ -105,7 +105,9 @@ class ReductionPlan:
         """The reduction of `numel` elements over `group`, which is about to start."""
         found = self._exchanges.get((what, group))
         if found is None:
-            found = Exchange(what, self.channel.fqn, group, numel, numel * dtype.itemsize, dtype)
+            found = Exchange(
+                what, self.channel.fqn, group, numel, numel * dtype.itemsize, dtype, self.channel.roles.device
+            )
             self._exchanges[what, group] = found
         if found.fqn is not self.channel.fqn:
             found.rename(self.channel.fqn)

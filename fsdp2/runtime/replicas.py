@@ -19,8 +19,7 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.watch.current import waiting
-from fsdp2.watch.exchange import Exchange
+from fsdp2.watch.exchange import Exchange, at_once
 
 _WORD = 8  # bytes
 
@@ -39,8 +38,8 @@ class _Replicated:
         flag = torch.tensor([len(ours)], device=self.roles.device)
         shard_group = self.roles.shard_group
         if shard_group is not None:
-            exchange = Exchange("comparison of replicas", None, shard_group)
-            with exchange, waiting(exchange):
+            exchange = Exchange("comparison of replicas", None, shard_group, device=flag.device)
+            with at_once(exchange):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=shard_group)
         if not flag.item():
             return ""
@@ -95,8 +94,8 @@ def _differing(roles: MeshRoles, checksums: Sequence[Sequence[torch.Tensor]]) ->
     """For each list of checksums that differs from the first replica's: its index, and the replicas that differ."""
     ours = torch.stack([_combined(each) for each in checksums]).to(roles.device)
     gathered = [ours.clone() for _ in range(roles.replicate_size)]  # a fake process group does not change them
-    exchange = Exchange("comparison of replicas", None, roles.replicate.group, len(ours))
-    with exchange, waiting(exchange):
+    exchange = Exchange("comparison of replicas", None, roles.replicate.group, len(ours), device=ours.device)
+    with at_once(exchange):
         dist.all_gather(gathered, ours, group=roles.replicate.group)
     table = torch.stack(gathered)
     differs = (table != table[0]).T.tolist()

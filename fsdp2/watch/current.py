@@ -1,26 +1,14 @@
-"""What the training thread of this process waits for. Layer: watch.
+"""What this process waits for. Layer: watch.
 
-Written by the training thread around each wait and read by the watchdog: two attributes, because waits are many.
+Written by the training thread around each wait and read by the watchdog: two attributes, because waits are many. Waits
+of streams, which do not block the thread, are in `Current.queued`.
 """
 
 from time import monotonic
 from typing import Protocol
 
 from fsdp2.watch.board import Board
-
-
-class Awaited(Protocol):
-    """What can be waited for.
-
-    Attributes:
-        what: the operation.
-        fqn: the unit; None if it is about no unit.
-        group_name: the process group's.
-    """
-
-    what: str
-    fqn: str | None
-    group_name: str
+from fsdp2.watch.queued import Awaited, Queued, Waiting
 
 
 class Joint(Protocol):
@@ -38,22 +26,33 @@ class Joint(Protocol):
 
 
 class Current:
-    """The wait that is under way.
+    """The waits that are under way.
 
     Attributes:
-        awaited: None while nothing is waited for.
-        since: when the last wait began, on the clock of `time.monotonic`.
+        awaited: what the training thread waits for; None while it does not.
+        since: when its last wait began, on the clock of `time.monotonic`.
         has_failed: it has ended with an error, which is being explained.
+        queued: the waits of streams.
+        failure: the report, once a fault was found; every later error of communication is this one.
         step: the step that all ranks make or none, while one is under way.
     """
 
-    __slots__ = ("awaited", "has_failed", "since", "step")
+    __slots__ = ("awaited", "failure", "has_failed", "queued", "since", "step")
 
     def __init__(self) -> None:
         self.awaited: Awaited | None = None
         self.since = 0.0
         self.has_failed = False
+        self.queued = Queued()
+        self.failure: str | None = None
         self.step: Joint | None = None
+
+    def oldest(self, after_s: float = 0.0) -> Waiting | None:
+        """The oldest wait, that of the training thread or of a stream, if it has lasted for `after_s`."""
+        awaited, since, queued = self.awaited, self.since, self.queued.oldest(after_s)
+        if awaited is not None and (queued is None or self.has_failed or since <= queued.since):
+            return Waiting(awaited, since) if monotonic() - since >= after_s else None
+        return queued
 
 
 current = Current()

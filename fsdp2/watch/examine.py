@@ -38,6 +38,8 @@ class Past:
 
     def place_of(self, wait: "Wait") -> int:
         """Where what `wait` is about was begun; the last entry, if it is about all that was done."""
+        if wait.place >= 0:
+            return wait.place
         found = [place for place, each in enumerate(self.entries, self.first) if each[:2] == (wait.what, wait.unit)]
         return found[-1] if found else self.end - 1
 
@@ -48,6 +50,7 @@ class Wait:
 
     Attributes:
         has_failed: the backend has ended the wait with an error.
+        place: of its entry in the group, for a wait of a stream; -1 for one of the process.
     """
 
     group: str
@@ -55,6 +58,7 @@ class Wait:
     unit: str | None
     seconds: float
     has_failed: bool = False
+    place: int = -1
 
     def __str__(self) -> str:
         whose = "" if self.unit is None else f" of unit '{self.unit or '(root)'}'"
@@ -188,7 +192,7 @@ def _blockers(
     groups: Mapping[str, Mapping[int, Past]], waiting: Mapping[int, Wait], gone: Mapping[int, str]
 ) -> dict[int, set[int]]:
     """For each waiting rank those for which it waits: members of the group that have not come to what it waits for. If
-    its wait has failed, those that are gone as well: what they had begun did not end."""
+    its wait has failed, or is one of a stream, those that are gone as well: what they had begun did not end."""
     found: dict[int, set[int]] = {}
     for waiter, wait in waiting.items():
         pasts = groups.get(wait.group, {})
@@ -196,7 +200,7 @@ def _blockers(
             place = pasts[waiter].place_of(wait)
             others = set(_ranks_of(pasts)) - {waiter}
             absent = {rank for rank in others if rank not in pasts or pasts[rank].end <= place}
-            found[waiter] = absent | (others & gone.keys() if wait.has_failed else set())
+            found[waiter] = absent | (others & gone.keys() if wait.has_failed or wait.place >= 0 else set())
     return found
 
 

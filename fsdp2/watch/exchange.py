@@ -1,6 +1,7 @@
 """`Exchange`: one kind of communication, as it is recorded, waited for and explained when it fails. Layer: watch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 import torch
@@ -23,6 +24,7 @@ class Exchange:
         what: the operation.
         fqn: of the unit; None if it is about no unit.
         numel, nbytes, dtype: as in `fsdp2.events.Event`.
+        device: of what travels; None: the CPU. On others a wait does not block the process.
 
     Attributes:
         fqn: the unit.
@@ -38,6 +40,7 @@ class Exchange:
     __slots__ = (
         "__weakref__",
         "_axis",
+        "_device",
         "_entry",
         "_number",
         "_numbers",
@@ -56,6 +59,7 @@ class Exchange:
         numel: int = 0,
         nbytes: int = 0,
         dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ):
         self.what = what
         self.fqn = fqn
@@ -67,7 +71,8 @@ class Exchange:
         self._number = number_of(self._entry)
         self.begin_like: Callable[[], Pending] | None = None
         self.trail.known[self._number] = self
-        watchdog()
+        # Without a watchdog (fake groups, fake tensors) there may be no such device.
+        self._device = None if watchdog() is None or device is None or device.type == "cpu" else device
 
     @property
     def mark(self) -> int:
@@ -82,7 +87,24 @@ class Exchange:
         self.begin_like = None  # its messages would carry the old mark
         self.trail.known[self._number] = self
 
+    @property
+    def place(self) -> int:
+        """Where its last entry is in the trail, if a wait for it does not block the process; else -1."""
+        return -1 if self._device is None else self.trail.position - 1
+
+    def pass_wait(self, place: int) -> None:
+        """The process has come past the wait for the entry at `place`; the current stream may not have."""
+        if self._device is not None:
+            current.queued.add(self, place, self._device)
+
+    def _error(self, found: str) -> CollectiveError:
+        rank, size = self._axis
+        whose = "" if self.fqn is None else f"unit '{self.fqn}': "
+        return CollectiveError(f"{whose}{self.what} failed on rank {rank} of {size} of its group: {found}")
+
     def __enter__(self) -> "Exchange":
+        if current.failure is not None:
+            raise self._error(current.failure)
         if current.step is not None:
             current.step.begin_exchange()
         self._numbers.append(self._number)
@@ -100,25 +122,23 @@ class Exchange:
         if dog is not None and settings().is_on and _is_of_backend(error):
             with waiting(self, has_failed=True):
                 found = dog.explain()
-        rank, size = self._axis
-        whose = "" if self.fqn is None else f"unit '{self.fqn}': "
-        message = f"{whose}{self.what} failed on rank {rank} of {size} of its group: "
         if found is None:
             found = (
                 f"{error}. Another rank died, or did something else: did all ranks run the same modules in the same "
                 "order?"
             )
-        raise CollectiveError(message + found) from error
+        raise self._error(found) from error
 
 
 class Arrival:
     """What an `Exchange` waits for, as a `Pending` of its own."""
 
-    __slots__ = ("_exchange", "_pending")
+    __slots__ = ("_exchange", "_pending", "_place")
 
     def __init__(self, exchange: Exchange, pending: Pending):
         self._exchange = exchange
         self._pending = pending
+        self._place = exchange.place
 
     def wait(self) -> None:
         """See `Pending`."""
@@ -131,6 +151,15 @@ class Arrival:
             raise
         finally:
             current.awaited = None
+        self._exchange.pass_wait(self._place)
+
+
+@contextmanager
+def at_once(exchange: Exchange) -> Iterator[None]:
+    """Around the start of a communication and the wait for it, in one call."""
+    with exchange, waiting(exchange):
+        yield
+    exchange.pass_wait(exchange.place)
 
 
 def _is_of_backend(error: RuntimeError) -> bool:

@@ -76,6 +76,8 @@ def compare_order(ends_step: bool = False, groups: Iterable[dist.ProcessGroup] |
     Raises:
         CollectiveError: ranks have done different things; on all of them.
     """
+    if current.failure is not None:
+        raise CollectiveError(current.failure)
     wanted = None if groups is None else set(groups)
     held: list[_Held] = []
     dog = watchdog() if settings().is_on else None

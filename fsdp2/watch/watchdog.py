@@ -29,7 +29,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import all_groups
+from fsdp2._torch import abort, all_groups
 from fsdp2.watch.board import Board, open_board
 from fsdp2.watch.collecting import Collector
 from fsdp2.watch.current import current
@@ -52,14 +52,12 @@ class Watchdog:
 
     Attributes:
         board: for the training thread.
-        failure: the report, once a fault was found; every later error of communication is this one.
         agreed: for each group, up to which entry all ranks were last found to have done the same.
         num_rounds: questions that were answered.
     """
 
     def __init__(self, world: dist.ProcessGroup, board: Board):
         self.board = board.clone()
-        self.failure: str | None = None
         self.agreed: dict[str, int] = {}
         self.num_rounds = 0
         self.later: deque[tuple[str, int, int]] = deque()
@@ -73,10 +71,16 @@ class Watchdog:
         self._before: Finding | None = None
         self._told = 0.0  # the wait that was last reported as late
         self._collector = Collector(board)
+        current.failure = None
         board.arrive(identity())
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def failure(self) -> str | None:
+        """The report, once a fault was found."""
+        return current.failure
 
     @property
     def is_alive(self) -> bool:
@@ -146,12 +150,11 @@ class Watchdog:
     def _must_ask(self) -> bool:
         if self._wanted:
             return True
-        since = current.since
-        if current.awaited is None:
+        wait = current.oldest(settings().stall_after_s)
+        if wait is None:
             return False
         about, seconds = self._next_ask
-        limit = seconds if about == since else settings().stall_after_s
-        return time.monotonic() - since >= limit
+        return about != wait.since or time.monotonic() - wait.since >= seconds
 
     def _compare_later(self) -> None:
         """Compare what has been noted with what other ranks noted at the same places, without waiting for them."""
@@ -170,43 +173,35 @@ class Watchdog:
 
     def _answer(self) -> Answer:
         pasts = {trail.name: _past(trail) for _, trail in trails()}
-        awaited, since = current.awaited, current.since
-        wait = None
-        if awaited is not None:
-            seconds = round(time.monotonic() - since, 1)
-            wait = Wait(awaited.group_name, awaited.what, awaited.fqn, seconds, current.has_failed)
+        oldest, wait = current.oldest(), None
+        if oldest is not None:
+            awaited, seconds = oldest.awaited, round(time.monotonic() - oldest.since, 1)
+            wait = Wait(awaited.group_name, awaited.what, awaited.fqn, seconds, current.has_failed, oldest.place)
         return Answer(self._board.rank, pasts, wait, _stack_of_main())
 
     def _act(self, finding: Finding) -> None:
         """Do what the verdict says."""
         self.agreed.update(finding.agreed)
         self._before = finding
-        since, awaited = current.since, current.awaited
+        wait = current.oldest()
+        since = current.since if wait is None else wait.since
         waited = time.monotonic() - since
         self._next_ask = since, waited + (1.0 if finding.kind == "unclear" else min(max(waited, 1.0), _MOST_S))
         limit = settings().give_up_after_s
-        if finding.is_fault or (
-            finding.kind == "late" and limit is not None and awaited is not None and waited > limit
-        ):
+        if finding.is_fault or (finding.kind == "late" and limit is not None and wait is not None and waited > limit):
             self._fail(finding.text, finding.gone)
-        elif (
-            finding.kind == "late"
-            and awaited is not None
-            and self._told != since
-            and waited >= settings().stall_after_s
-        ):
+        elif finding.kind == "late" and wait is not None and self._told != since and waited >= settings().stall_after_s:
             self._told = since
             _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
         self.num_rounds += 1
 
     def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
         """End all waits of this process that are ours, or for one of these ranks, with this error."""
-        if self.failure is None:
-            self.failure = why
+        if current.failure is None:
+            current.failure = why
             ours = {group for group, _ in trails()}
             others = [group for group in all_groups() if not set(gone).isdisjoint(dist.get_process_group_ranks(group))]
-            have_ended = [_end_waits(group) for group in ours.union(others) if group.size() > 1]
-            if not all(have_ended):
+            if not _end_waits([group for group in ours.union(others) if group.size() > 1]):
                 _log.error("%s", why)  # the wait may not end, so nothing may be raised
 
 
@@ -247,17 +242,21 @@ def _why_it_ends() -> str:
     return "has ended" if error is None else f"has ended after {type(error).__name__}: {error}"
 
 
-def _end_waits(group: dist.ProcessGroup) -> bool:
-    """Make every wait in `group` raise; whether that is certain. The group is unusable afterwards.
+def _end_waits(groups: Sequence[dist.ProcessGroup]) -> bool:
+    """End every wait in `groups`; whether that is certain. The groups are unusable afterwards.
 
     gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits."""
-    backends = dist.get_backend_config(group)
-    if "gloo" not in backends:
-        with suppress(RuntimeError, AttributeError):
-            group.abort()
-        return False
-    # Every peer: one that has closed its connections fails at once, which ends no wait for the others.
-    for peer in set(range(group.size())) - {group.rank()}:
+    others = []
+    for group in groups:
+        backends = dist.get_backend_config(group)
+        if "gloo" in backends:
+            # Every peer: one that has closed its connections fails at once, which ends no wait for the others.
+            for peer in set(range(group.size())) - {group.rank()}:
+                with suppress(RuntimeError):
+                    group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
+        if any(not part.endswith("gloo") for part in backends.split(",")):
+            others.append(group)
+    if others:
         with suppress(RuntimeError):
-            group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
-    return True
+            abort(others)
+    return not others

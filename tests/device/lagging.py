@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["BACKENDS", "compiler", "counts", "library", "register", "set_delays"]
+__all__ = ["BACKENDS", "compiler", "counts", "library", "occupy", "register", "set_delays"]
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parents[2] / "build" / "lagging_device"
@@ -103,6 +103,11 @@ def register() -> Any:
 def set_delays(seed: int, max_us: int = 300) -> None:
     """Wait for all streams; from now on some are late, by up to `max_us` microseconds an operation."""
     register().set_delays(seed, max_us)
+
+
+def occupy(seconds: float) -> None:
+    """A long computation on the current stream."""
+    register().occupy(seconds)
 
 
 def counts() -> dict[str, int]:

@@ -35,6 +35,7 @@ class Fault:
         also: other ranks that do the same.
         first: in the first step instead, when no order is known yet.
         default: with the settings that hold if nobody sets any.
+        device: where it trains.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Fault:
     also: tuple[int, ...] = ()
     first: bool = False
     default: bool = False
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -85,19 +87,19 @@ class Model(nn.Module):
         return x
 
 
-def build(mesh_kind: str, ranks: int) -> Any:
+def build(mesh_kind: str, ranks: int, device: str = "cpu") -> Any:
     torch.manual_seed(0)
-    return sharded(Model(), mesh_kind, ranks)
+    return sharded(Model().to(device), mesh_kind, ranks, device)
 
 
-def sharded(model: Any, mesh_kind: str, ranks: int) -> Any:
+def sharded(model: Any, mesh_kind: str, ranks: int, device: str = "cpu") -> Any:
     """A model with `blocks` of `up` and `down`, sharded over a mesh that has these ranks."""
     if mesh_kind == "fsdp":
-        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
     elif mesh_kind == "hsdp":
-        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     else:
-        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        whole = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in model.blocks:
             parallelize_module(block, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = whole["dp"]
@@ -113,7 +115,7 @@ class Job:
         self.rank = rank
         self.fault = fault
         self.folder = Path(folder)
-        self.model = build(fault.mesh, fault.ranks)
+        self.model = build(fault.mesh, fault.ranks, fault.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.optimizer.register_step_post_hook(lambda *_: self.at("optimizer"))
         self.model.within = self.at
@@ -157,9 +159,9 @@ class Job:
             if number == 2:
                 (self.folder / "fault").write_text(f"{os.getpid()} {time.time()}")
             torch.manual_seed(100 * self.num_steps + 10 * number + (self.rank if self.fault.mesh != "tp" else 0))
-            self.model(torch.randn(4, 8)).square().sum().backward()
+            self.model(torch.randn(4, 8).to(self.fault.device)).square().sum().backward()
         self.at("clip")
-        fsdp2.clip_grad_norm_(self.model.parameters(), 1.0)
+        float(fsdp2.clip_grad_norm_(self.model.parameters(), 1.0))  # as a loop that logs it
         self.at("step")
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -170,7 +172,7 @@ class Job:
         self.at("between")
 
     def values(self) -> list[Tensor]:
-        return [param.to_local().clone() for param in self.model.parameters() if isinstance(param, DTensor)]
+        return [param.to_local().cpu().clone() for param in self.model.parameters() if isinstance(param, DTensor)]
 
 
 class Saved:

@@ -52,6 +52,7 @@ class Case:
 
     Attributes:
         store: "agent": the ranks' store is in another process, as under torchrun; "rank 0": it dies with rank 0.
+        device: a module that gives each rank an accelerator; see `ranks_pool.Pool`.
     """
 
     body: Callable[..., Any]
@@ -60,6 +61,7 @@ class Case:
     kill: Kill | None = None
     store: str = "agent"
     limit_s: float = 30.0
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,11 @@ def _rank(number: int, case: Case, port: int, rank: int, tell: int) -> Any:
     else:
         store = dist.PrefixStore(str(number), dist.TCPStore("127.0.0.1", port, is_master=False))
     limit = timedelta(seconds=case.limit_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
+    backends = "gloo"
+    if case.device:
+        module = importlib.import_module(case.device)
+        module.register()
+        backends = module.BACKENDS
+    dist.init_process_group(backends, store=store, rank=rank, world_size=case.world_size, timeout=limit)
     dist.barrier()  # a rank that is killed at once would fail the others here, where nothing is tested
     return case.body(rank, *case.args)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from fsdp2.watch import trail as trail_module
+from fsdp2.watch.current import Current
 from fsdp2.watch.examine import Answer, Finding, Past, Wait, examine
 from fsdp2.watch.neighbours import Fate, fate_of, identity
 from fsdp2.watch.order import _is_due
+from fsdp2.watch.queued import Waiting
 from fsdp2.watch.trail import Entry, Trail, entry_of, number_of
 
 A, B, C = (Entry("all-gather", unit, 16, 64, "torch.float32") for unit in "abc")
@@ -176,6 +178,45 @@ def test_a_rank_that_has_ended_after_its_part_is_not_to_blame() -> None:
     assert found(zero, one, gone={1: "has ended"}).kind == "fine"
     failed = replace(zero, wait=Wait("g", "all-gather", "a", 0.0, has_failed=True))
     assert found(failed, one, gone={1: "has ended"}).kind == "gone", "its message did not come after all"
+
+
+def test_a_stream_waits_for_its_own_entry() -> None:
+    """A process whose waits do not block it has begun the same all-gather again. Rank 1 has made the first one: as far
+    as processes know; if it has ended, its device may not."""
+    zero, one = answer(0, A, B, A, wait="all-gather"), answer(1, A)
+    of_stream = replace(zero, wait=Wait("g", "all-gather", "a", 3.0, place=0))
+    assert found(zero, one).kind == "late"
+    assert found(of_stream, one).kind == "fine"
+    assert found(of_stream, one, gone={1: "has ended"}).kind == "gone"
+    assert found(replace(zero, wait=Wait("g", "all-gather", "a", 3.0, place=2)), one).kind == "late"
+
+
+def test_the_oldest_wait_is_what_is_waited_for() -> None:
+    """Of a stream or of the process; one that has failed comes first."""
+    now, has_come = time.monotonic(), [False, False]
+    streams = [Waiting(JustWaiting(str(number)), now - 3.0 + number, number) for number in range(2)]
+    waits = Current()
+    for number, wait in enumerate(streams):
+        event = SimpleNamespace(query=lambda number=number: has_come[number])
+        waits.queued._waits.append((cast(Any, event), wait))
+    assert waits.oldest() == waits.oldest(2.5) == streams[0] and waits.oldest(3.5) is None
+    waits.awaited, waits.since = JustWaiting("host"), now - 2.5
+    assert waits.oldest() == streams[0]
+    waits.has_failed = True
+    assert waits.oldest() == (waits.awaited, now - 2.5, -1)
+    waits.has_failed, has_come[0] = False, True
+    assert waits.oldest() == (waits.awaited, now - 2.5, -1) and waits.oldest(2.7) is None
+    waits.awaited = None
+    assert waits.oldest() == streams[1] and len(waits.queued._waits) == 1
+    has_come[1] = True
+    assert waits.oldest() is None
+
+
+@dataclass
+class JustWaiting:
+    what: str
+    fqn: str | None = "a"
+    group_name: str = "g"
 
 
 def test_a_rank_that_runs_and_gives_no_answer_is_late() -> None:

@@ -2,13 +2,17 @@
 //
 // As with NCCL: a collective starts when the current stream has come to it, runs on the group's own stream, and `wait`
 // makes the current stream wait, not the host. The handle keeps the tensors alive until `wait`.
+// A collective whose peer is lost, or does something else (see `compare_collectives`), does not end until `abort` ends all
+// of the group: then streams go on without results, nothing is raised where a stream waits, and later collectives raise.
 #include "lagging.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace lagging {
@@ -43,18 +47,30 @@ std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
   return hosts;
 }
 
+// Whether ranks compare what they are about to do: gloo ends the process where ranks send different sizes.
+std::atomic<bool> g_compares{false};
+
+using FlagPtr = std::shared_ptr<std::atomic<bool>>;
+
+void raise_aborted(bool aborted) {
+  if (aborted) {
+    C10_THROW_ERROR(DistBackendError, "the lagging group was aborted");
+  }
+}
+
 class LaggingWork final : public c10d::Work {
  public:
-  LaggingWork(SignalPtr done, Tensors kept, bool blocks_host)
-      : done_(std::move(done)), kept_(std::move(kept)), blocks_host_(blocks_host) {}
+  LaggingWork(SignalPtr done, FlagPtr failed, Tensors kept, bool blocks_host)
+      : done_(std::move(done)), failed_(std::move(failed)), kept_(std::move(kept)), blocks_host_(blocks_host) {}
 
   bool isCompleted() override { return done_->is_set(); }
-  bool isSuccess() const override { return true; }
+  bool isSuccess() const override { return !*failed_; }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds) override {
     if (blocks_host_) {
       wait_on_host(done_);
       raise_failure();
+      raise_aborted(*failed_);
     } else {
       wait_on(current_stream(), done_);
     }
@@ -66,6 +82,7 @@ class LaggingWork final : public c10d::Work {
 
  private:
   SignalPtr done_;
+  FlagPtr failed_;
   Tensors kept_;
   bool blocks_host_;
 };
@@ -85,12 +102,27 @@ void sum_rows(const Tensors& rows, const Tensor& output, bool average) {
 class LaggingGroup final : public Backend {
  public:
   LaggingGroup(c10::intrusive_ptr<Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_stream()), sending_(new_stream()) {}
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), stream_(new_stream()), sending_(new_stream()),
+        aborted_(std::make_shared<Signal>(stream_)) {}
 
   const std::string getBackendName() const override { return "laggingccl"; }
   bool supportsCoalescing() const override { return false; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return issued_; }
+
+  // gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits.
+  void abort() override {
+    aborted_->set();
+    for (int peer = 0; peer < size_; peer++) {
+      try {
+        Tensors nothing{at::zeros({1})};
+        if (peer != rank_) {
+          gloo_->recv(nothing, peer, kAbortTag)->wait(std::chrono::milliseconds(1));
+        }
+      } catch (const std::exception&) {
+      }
+    }
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return issue("broadcast", tensors, [=, own = on_host(tensors)](Backend& gloo) mutable {
@@ -196,6 +228,8 @@ class LaggingGroup final : public Backend {
   }
 
  private:
+  static constexpr int kAbortTag = 0x4c414701;
+
   // gloo has no average.
   static bool as_sum(ReduceOp& op) {
     const bool average = op == ReduceOp::AVG;
@@ -223,16 +257,48 @@ class LaggingGroup final : public Backend {
 
   WorkPtr issue(const char* what, Tensors touched, std::function<void(Backend&)> work, bool blocks_host = false,
                 StreamId stream = 0) {
+    raise_aborted(aborted_->is_set());
     issued_++;
     stream = stream == 0 ? stream_ : stream;
     wait_on(stream, record(current_stream()));
-    enqueue(stream, what, [gloo = gloo_, work = std::move(work)] { work(*gloo); });
-    return c10::make_intrusive<LaggingWork>(record(stream), std::move(touched), blocks_host);
+    auto failed = std::make_shared<std::atomic<bool>>(false);
+    const bool compares = g_compares && stream == stream_;
+    const auto first = touched.empty() ? 0 : static_cast<int64_t>(touched[0].nbytes());
+    const auto kind = static_cast<int64_t>(std::hash<std::string>()(what)) + first;
+    enqueue(stream, what, [gloo = gloo_, aborted = aborted_, failed, compares, kind, work = std::move(work)] {
+      try {
+        raise_aborted(aborted->is_set());
+        if (compares && !are_alike(*gloo, kind)) {
+          aborted->wait();
+        }
+        raise_aborted(aborted->is_set());
+        work(*gloo);
+      } catch (const std::exception& error) {
+        if (!aborted->is_set() && !is_lost_peer(error.what())) {
+          throw;
+        }
+        aborted->wait();
+        *failed = true;
+      }
+    });
+    return c10::make_intrusive<LaggingWork>(record(stream), failed, std::move(touched), blocks_host);
+  }
+
+  static bool are_alike(Backend& gloo, int64_t kind) {
+    auto own = at::full({1}, kind, at::kLong);
+    auto all = at::empty({gloo.getSize()}, at::kLong);
+    gloo._allgather_base(all, own, c10d::AllgatherOptions())->wait();
+    return all.eq(own).all().item<bool>();
+  }
+
+  static bool is_lost_peer(const std::string& what) {
+    return what.find("Connection") != std::string::npos || what.find("pair closure") != std::string::npos;
   }
 
   c10::intrusive_ptr<Backend> gloo_;
   StreamId stream_;
   StreamId sending_;  // gloo's send ends when the other rank receives, which may itself send first
+  SignalPtr aborted_;
   uint64_t issued_ = 0;
 };
 
@@ -245,8 +311,13 @@ c10::intrusive_ptr<Backend> make_group(const c10::intrusive_ptr<Backend>& gloo) 
 PYBIND11_MODULE(lagging_device, m) {
   py::module_::import("torch.distributed");
   m.def("make_group", &make_group);
+  m.def("compare_collectives", [] { g_compares = true; });
   m.def("set_delays", &set_delays, py::arg("seed"), py::arg("max_us"));
   m.def("synchronize", &synchronize_all);
+  m.def("occupy", [](double seconds) {
+    auto pause = [seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
+    enqueue(current_stream(), "occupy", pause, false);
+  });
   m.def("reset_peak", &reset_peak);
   m.def("manual_seed", [](uint64_t seed) { default_generator().set_current_seed(seed); });
   m.def("get_rng_state", [] { return default_generator().get_state(); });

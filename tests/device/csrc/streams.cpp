@@ -65,7 +65,11 @@ class Queue {
   };
 
   void run() {
-    at::set_num_threads(1);
+    {
+      static std::mutex mutex;  // in a forked process the first call makes a pool anew, for which torch takes no lock
+      std::lock_guard<std::mutex> lock(mutex);
+      at::set_num_threads(1);
+    }
     at::AutoDispatchBelowADInplaceOrView below;  // kernels only, for the whole thread
     while (true) {
       Item item;
