@@ -135,6 +135,16 @@ def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], t
     assert metrics(out, "loss") == metrics(merged[0], "loss")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path, where: str) -> None:
+    """Where the frozen weights stay changes no bit of the result."""
+    job = run("finetune.py", *SHORT, "--out", tmp_path, "--keep-frozen", where)
+    assert job.status == 0, job.errors
+    expected, actual = (load_file(folder / "model" / "model.safetensors") for folder in (merged[0], tmp_path))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected.keys() | actual.keys())
+
+
 def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     job = run(
         "finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lora", "4", "--steps", "30", ranks=None
