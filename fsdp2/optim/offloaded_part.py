@@ -52,7 +52,7 @@ class OffloadedPart:
 
     Attributes:
         params: the parameters.
-        seen: grows with each gather of the parameters, so its order is that of forward.
+        seen: grows with the first gather of the parameters after each step, so its order is that of forward.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class OffloadedPart:
         assert isinstance(plan.offload, Offload)
         self.params = [param for each in lists for param in each]
         self.seen = next(_gathers)
+        self._is_gathered = False  # since its last step
         self._unit_group = ref(unit_group)
         self._policy = plan.offload
         self._streams = streams_for(plan.roles.device)
@@ -138,11 +139,12 @@ class OffloadedPart:
         unit_group = self._unit_group()
         if unit_group is not None:
             unit_group.changing = self._unit_needs
+        self._is_gathered = False
 
     def _unit_needs(self, gathering: bool) -> None:
         """The unit's group is about to use the shards."""
-        if gathering:
-            self.seen = next(_gathers)
+        if gathering and not self._is_gathered:  # backward gathers again, in another order
+            self.seen, self._is_gathered = next(_gathers), True
         if gathering and not self._streams.lazy:
             # The all-gather stream waits, and no other: compute goes on. Whoever else looks at a parameter finds it
             # pending, and waits on a stream of his own.

@@ -10,6 +10,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from fsdp2.optim.staged import StagedState
 from tests.helpers.optimizers import CASES, Optim, assert_same
 from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
+from tests.races.detector import detecting
 
 SETTINGS = {
     "states": Offload(),
@@ -259,9 +261,11 @@ def test_loads_between_step_and_use(rank: int, world_size: int, setting: str, tm
     assert_same(optimizer, reference)
 
 
+@pytest.mark.parametrize("has_streams", [False, True])
 @on_ranks(2)
-def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int) -> None:
-    """From the second step on, also where modules run in another order than they were made in."""
+def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int, has_streams: bool) -> None:
+    """From the second step on, also where modules run in another order than they were made in. (With streams it was the
+    order of backward, so that the next forward waited for all steps: each gather counted.)"""
 
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -285,10 +289,11 @@ def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int) -
             return super().step(closure)
 
     optimizer = offload_optimizer(Noting, model.parameters(), lr=0.1, elementwise=True)
-    for step in range(2):
-        model(batch(step, rank)).sum().backward()
-        optimizer.step()
-    optimizer.wait()
+    with detecting() if has_streams else nullcontext():
+        for step in range(2):
+            model(batch(step, rank)).sum().backward()
+            optimizer.step()
+        optimizer.wait()
     assert order[4:] == [local(layer.weight.detach()).data_ptr() for layer in reversed(model.layers)]
 
 
