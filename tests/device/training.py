@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy, comm
 from fsdp2.comm.nccl import NcclComm
+from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.helpers.extensions import InPieces
 from tests.helpers.meshes import shared_mesh
@@ -49,6 +50,7 @@ class Feature:
         of_one_graph: the backwards of a step are all of one forward.
         evaluates: between backward and step there is a forward without gradients, for which the host does not wait.
         zeroes: gradients are kept from step to step.
+        finalizes: the program waits for the reductions itself, by a handle.
         aside: the first step of the optimizer runs on a stream of its own, which only the next forward waits for.
     """
 
@@ -69,6 +71,7 @@ class Feature:
     clips: bool = False
     evaluates: bool = False
     zeroes: bool = False
+    finalizes: bool = False
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
     on_device: Callable[..., torch.optim.Optimizer] | None = None
 
@@ -130,7 +133,38 @@ def in_background(
     return Feature(options, clips=clips and not in_backward, zeroes=zeroes, optimizer=reference, on_device=make)
 
 
+def stepped_in_backward(params: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer = fsdp2.local_optimizer(torch.optim.AdamW, params, **options)
+    fsdp2.step_in_backward(optimizer)
+    return optimizer
+
+
+def with_matrices(params: Any, lr: float, foreach: bool) -> torch.optim.Optimizer:
+    """Muon for the matrices, on their owners."""
+    held = list(params)
+    groups = [
+        {"params": [param for param in held if param.ndim == 2]},
+        {"params": [param for param in held if param.ndim != 2], "kind": torch.optim.AdamW, "lr": lr},
+    ]
+    return fsdp2.optim.matrix_optimizer(torch.optim.Muon, groups, lr=lr)
+
+
+def in_8_bits(params: Any, lr: float, foreach: bool) -> torch.optim.Optimizer:
+    return fsdp2.optim.AdamW8bit(params, lr=lr)
+
+
 ALL = Offload(grads=True, params=True)
+FOLDER = lagging.BUILT.with_name("offloaded")  # files there have no names
+ON_DISK = Offload(tier=FOLDER)
+GRADS_ON_DISK = Offload(grads=True, tier=FOLDER)
+ALL_ON_DISK = Offload(grads=True, params=True, tier=FOLDER)
+FROZEN_ON_HOST = ZeroPolicy(keep_frozen="host")
+
+
+def adapts_tiles(model: Any) -> None:
+    """A frozen base in tiles, with trained biases."""
+    freezes_weights(model)
+    tiles_layers(model)
 
 
 def in_pieces(model: Any) -> None:
@@ -169,13 +203,36 @@ FEATURES = {
     # Not clipped: the norm is summed up in another order where gradients are in two places.
     "half in host memory": in_background(Offload(grads=True, params=True, fraction=0.5), clips=False),
     "not overlapped": in_background(Offload(overlap=False)),
+    "states on disk": in_background(ON_DISK),
+    "states on disk, stepped in backward": in_background(ON_DISK, in_backward=True),
+    "states on disk, zeroed": in_background(ON_DISK, clips=False, zeroes=True),
+    "states on disk, mixed precision": in_background(ON_DISK, **mixed()),
+    "states on disk, gradients in host memory": in_background(GRADS_ON_DISK),
+    "states on disk, gradients in host memory, mixed precision": in_background(GRADS_ON_DISK, **mixed()),
+    "states on disk, all else in host memory": in_background(ALL_ON_DISK),
+    "states on disk, all else in host memory, mixed precision": in_background(ALL_ON_DISK, **mixed()),
+    "states on disk, all else in host memory, stepped in backward": in_background(ALL_ON_DISK, in_backward=True),
+    # Not clipped, as above.
+    "half of the states on disk": in_background(Offload(fraction=0.5, tier=FOLDER), clips=False),
+    "stepped in backward": Feature(optimizer=stepped_in_backward),
+    "states in 8 bits": Feature(optimizer=in_8_bits),
+    "whole matrices": Feature(optimizer=with_matrices),
     "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
     "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
-    "frozen weights in host memory": Feature({"zero": ZeroPolicy(keep_frozen="host")}, change=freezes_weights),
+    "frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights),
     "frozen weights in host memory, mixed precision": Feature(
-        {"zero": ZeroPolicy(keep_frozen="host"), **mixed()}, change=freezes_weights, backwards=2
+        {"zero": FROZEN_ON_HOST, **mixed()}, change=freezes_weights, backwards=2
     ),
+    "frozen weights in host memory, all else too": Feature(
+        {"zero": FROZEN_ON_HOST, "offload_policy": CPUOffloadPolicy()}, change=freezes_weights, backwards=2
+    ),
+    "frozen weights in host memory, states on disk": replace(
+        in_background(ON_DISK, zero=FROZEN_ON_HOST), change=freezes_weights
+    ),
+    "frozen tiles in host memory": Feature({"zero": FROZEN_ON_HOST}, change=adapts_tiles, backwards=2),
     "layers in tiles": Feature(change=tiles_layers, backwards=2),
+    "layers in tiles, mixed precision": Feature(mixed(), change=tiles_layers, backwards=2),
+    "layers in tiles, states on disk": replace(in_background(ON_DISK), change=tiles_layers),
     "prefetched": Feature(prepare=prefetches_two),
     "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
     "hook on a stream": Feature(prepare=hooks_beside),
@@ -186,6 +243,9 @@ FEATURES = {
     "optimizer on a stream": Feature(aside=True),
     "grad scaler": Feature(scaled=True),
     "extension": Feature(change=in_pieces),
+    "finalized": Feature(
+        prepare=lambda model, device: model.set_manual_backward_finalization(True), finalizes=True, backwards=2
+    ),
 }
 
 SECONDARY = ZeroPolicy(3, secondary_shard_size=2)
@@ -195,6 +255,10 @@ ON_FOUR = {
     "replicas, mixed precision": Feature(mixed(), replicas=2),
     "replicas, reduced in 16 bits": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, replicas=2),
     "replicas, accumulation": Feature(replicas=2, backwards=3, all_reduces_each=False),
+    "replicas, frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights, replicas=2),
+    "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2),
+    "replicas, states on disk": replace(in_background(ON_DISK), replicas=2),
+    "replicas, whole matrices": Feature(optimizer=with_matrices, replicas=2),
     "smaller mesh": Feature({"reshard_after_forward": 2}),
     "secondary shards": Feature({"zero": SECONDARY}),
     "secondary shards, int8 gather": Feature(
@@ -212,7 +276,7 @@ def sharded(feature: Feature, device: str, world_size: int) -> nn.Module:
     model = Stack(dim=16, hidden=hidden, depth=feature.depth, use_reentrant=feature.reentrant).to(device)
     feature.change(model)
     options = dict(feature.options)
-    if "zero" not in options:
+    if options.get("zero") in (None, FROZEN_ON_HOST):
         options["mesh"] = mesh_for(feature, device, world_size)
     if device == "cpu" and "offload_policy" in options:
         is_all = isinstance(options["offload_policy"], CPUOffloadPolicy)
@@ -260,6 +324,10 @@ def train(model: Any, feature: Feature, device: str, rank: int, steps: int = 3) 
                 loss = model(inputs[step][number]).square().mean()
             scaler.scale(loss).backward(retain_graph=feature.of_one_graph)
             results.append(loss.detach())
+        if feature.finalizes:
+            handle = model.finalize_backward(async_op=True)
+            inputs[step][0].square()  # while gradients are under way
+            handle.wait()
         if feature.evaluates:
             with torch.no_grad():
                 results.append(model(inputs[step][0]))
