@@ -554,8 +554,10 @@ def _prefetched(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
 
 def _make_room_for_recomputation(context: Context[Unit]) -> None:
     """Before a unit is recomputed, reshard all recomputed units but the last: the backwards of the last two follow at
-    once, and need not gather them again."""
+    once, and need not gather them again. So that two are in memory, nothing else is."""
     while len(context.recomputed) > 1:
         unit = context.recomputed.popleft()()
         if unit is not None and unit.stage is Stage.IDLE:
             unit._reshard_after_forward()
+    if context.recomputed:
+        context.memory.free_all()
