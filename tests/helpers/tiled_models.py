@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard, tile
 
-__all__ = ["DIM", "OUT", "VOCAB", "Small", "assert_same", "equalise", "local", "pair", "run", "tokens_of"]
+__all__ = ["DIM", "OUT", "VOCAB", "Small", "assert_same", "equalise", "local", "pair", "row_error", "run", "tokens_of"]
 
 VOCAB, DIM, OUT = 51, 12, 37  # neither ranks nor tiles divide them
 
@@ -53,12 +55,23 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local()
 
 
+@cache
+def row_error() -> float:
+    """By how much a row of a matrix product may differ from the same row among fewer: not at all on most CPUs, where
+    tests hold tiles to the bits of the whole layer; on some, by the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, DIM, generator=generator) for rows in (24, OUT))
+    whole = linear(x, weight)
+    alike = (torch.equal(linear(x, weight[:rows]), whole[:, :rows]) for rows in range(2, OUT))
+    return 0.0 if all(alike) else 1e-6
+
+
 def assert_same(whole: nn.Module, tiled: nn.Module, atol: float = 0.0) -> None:
     """The same parameters and gradients. `atol`: for biases, and what comes before the inputs of a tiled Linear."""
     pairs = zip(whole.named_parameters(), tiled.named_parameters(), strict=True)
     for (name, one), (other_name, other) in pairs:
         assert name == other_name and one.placements == other.placements and one.shape == other.shape
-        exact = 0.0 if name == "head.weight" else atol
+        exact = row_error() if name == "head.weight" else atol
         torch.testing.assert_close(local(other), local(one), rtol=0, atol=exact, msg=name)
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None:
@@ -69,7 +82,8 @@ def assert_same(whole: nn.Module, tiled: nn.Module, atol: float = 0.0) -> None:
 def run(models: tuple[Any, Any], rank: int, step: int = 0, atol: float = 1e-6) -> None:
     """One batch; the parameters are equal before it."""
     outputs = [each(tokens_of(step, rank)) for each in models]
-    assert torch.equal(*outputs) and outputs[0].is_contiguous() == outputs[1].is_contiguous()
+    torch.testing.assert_close(*outputs, rtol=0, atol=row_error())
+    assert outputs[0].is_contiguous() == outputs[1].is_contiguous()
     for output in outputs:
         output.float().square().mean().backward()
     assert_same(*models, atol=atol)
