@@ -197,7 +197,7 @@ class Place:
             self._there.untyped_storage().resize_(self._nbytes)
             self.memory = self._there
         else:
-            self.memory = torch.empty(self._nbytes, dtype=torch.uint8)
+            self.memory = torch.empty(self._nbytes, dtype=torch.uint8, device=HOST)
         return self._chunks(self._file.fill, self.memory)
 
     def move_there(self) -> None:
@@ -271,7 +271,7 @@ class DiskTensor(torch.Tensor):
     def in_memory(self) -> torch.Tensor:
         """A copy."""
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride(), strict=True))
-        buffer = torch.empty(last + 1 if self.numel() else 0, dtype=self.dtype)
+        buffer = torch.empty(last + 1 if self.numel() else 0, dtype=self.dtype, device=HOST)
         if self.numel():
             self.place.read(self._start(), memory_at(buffer.data_ptr(), buffer.nbytes))
         return buffer.as_strided(self.shape, self.stride())

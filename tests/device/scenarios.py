@@ -1,34 +1,28 @@
-"""What is done on the lagging device beside training: memory is counted, checkpoints are saved and loaded, failures are
-reset. Each takes (rank, world_size, seed) and asserts."""
+"""What is done on the lagging device beside training: memory is counted, models are initialised, failures are reset.
+Each takes (rank, world_size, seed) and asserts."""
 
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.run import background
 from fsdp2.parallel import ring_attention, shard_sequence
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
+from tests.device.scenarios_of_files import SCENARIOS_OF_FILES
+from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
 from tests.device.training import FEATURES, Feature, mesh_of, sharded, train
 from tests.helpers.parity_models import Stack, batch
 
 __all__ = ["SCENARIOS"]
-
-ADAM = Feature(optimizer=torch.optim.AdamW)
 
 
 def two_units(rank: int, world_size: int, seed: int) -> None:
@@ -51,87 +45,6 @@ def two_units(rank: int, world_size: int, seed: int) -> None:
             counts = lagging.counts()
     assert 1.9 * unit_bytes <= counts["peak"] - before <= 3.1 * unit_bytes
     assert counts["allocated"] - before < 0.1 * unit_bytes
-
-
-@contextmanager
-def shared_folder(rank: int) -> Iterator[Path]:
-    """A new folder that all ranks know."""
-    made = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(made, 0, device=torch.device("cpu"))
-    yield Path(made[0])
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(made[0])
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [param.to_local().detach().cpu() for param in model.parameters()]  # type: ignore[attr-defined]
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def inputs(rank: int, device: str) -> list[torch.Tensor]:
-    """Of two steps, already on the device, so that the steps do not wait for it."""
-    return [batch(step, rank, 16).to(device) for step in range(2)]
-
-
-def stream_of(seed: int) -> torch.Stream:
-    """The program's own current stream: in every second seed not the default one, which other threads have."""
-    return torch.Stream(DEVICE) if seed % 2 else torch.accelerator.current_stream()
-
-
-def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for one, other in zip(left, right, strict=True):
-        assert torch.equal(one, other)
-
-
-def saves(rank: int, world_size: int, seed: int, in_background: bool) -> None:
-    """What is saved are the values of the step before, although the device is late and training goes on."""
-    expected = sharded(ADAM, "cpu", world_size)
-    expected_optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1, foreach=False)
-    first, second = inputs(rank, "cpu")
-    one_step(expected, expected_optimizer, first)
-    with shared_folder(rank) as folder, late(seed, 1000), stream_of(seed):
-        model = sharded(ADAM, DEVICE, world_size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-        xs = inputs(rank, DEVICE)
-        background._arena.clear()  # it holds the same values of the last seed
-        one_step(model, optimizer, xs[0])
-        handle = checkpoint.save(folder / "saved", model=model, optimizer=optimizer, async_op=in_background)
-        one_step(model, optimizer, xs[1])
-        handle.wait()
-        loaded = sharded(ADAM, "cpu", world_size)
-        loaded_optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1, foreach=False)
-        checkpoint.load(folder / "saved", model=loaded, optimizer=loaded_optimizer)
-        trained = values(model)
-    assert_same(values(loaded), values(expected))
-    one_step(loaded, loaded_optimizer, second)
-    assert_same(values(loaded), trained)
-
-
-def saved(rank: int, world_size: int, seed: int) -> None:
-    saves(rank, world_size, seed, in_background=False)
-
-
-def saved_in_background(rank: int, world_size: int, seed: int) -> None:
-    saves(rank, world_size, seed, in_background=True)
-
-
-def loaded(rank: int, world_size: int, seed: int) -> None:
-    """Parameters are filled although the device still writes to them, and the next forward computes with them."""
-    expected = sharded(ADAM, "cpu", world_size)
-    train(expected, ADAM, "cpu", rank, steps=1)
-    with shared_folder(rank) as folder:
-        checkpoint.save(folder / "saved", model=expected)
-        with late(seed, 1000), stream_of(seed):
-            model = sharded(ADAM, DEVICE, world_size)
-            one_step(model, torch.optim.SGD(model.parameters(), lr=0.1), inputs(rank, DEVICE)[0])
-            checkpoint.load(folder / "saved", model=model)
-            assert_same(train(model, ADAM, DEVICE, rank), train(expected, ADAM, "cpu", rank))
 
 
 def states_loaded(rank: int, world_size: int, seed: int) -> None:
@@ -285,6 +198,26 @@ def activations_in_part(rank: int, world_size: int, seed: int) -> None:
         assert_same(grads(DEVICE), expected)
 
 
+def repeated(rank: int, world_size: int, seed: int) -> None:
+    """A second backward of a graph begins to gather while compute is still within the last unit of the first one, whose
+    memory it may not get."""
+    feature = FEATURES["two backwards of a graph"]
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        model = sharded(feature, device, world_size)
+        if device == DEVICE:
+            first = model.blocks[0]  # its backward runs last
+            first.register_full_backward_pre_hook(lambda *_: lagging.occupy(0.03))
+        loss = model(batch(0, rank, 16).to(device)).square().mean()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        return [param.grad.to_local().cpu() for param in model.parameters()]
+
+    expected = gradients("cpu")
+    with late(seed):
+        assert_same(gradients(DEVICE), expected)
+
+
 def materialized(rank: int, world_size: int, seed: int) -> None:
     """Values of a model that was sharded on the meta device are those of the CPU, from the same seed."""
 
@@ -372,11 +305,10 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations changed in place": activations_changed,
     "activations, in part": activations_in_part,
     "two units": two_units,
-    "saved": saved,
-    "saved in the background": saved_in_background,
-    "loaded": loaded,
     "states in host memory, loaded": states_loaded,
     "failed": failed,
+    "backward, repeated": repeated,
+    **SCENARIOS_OF_FILES,
     "materialized": materialized,
     "seeded": seeded,
     "random numbers": random_numbers,

@@ -22,6 +22,7 @@ from tests.device.ranks import DEVICE, late
 from tests.helpers.extensions import InPieces
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import Stack, batch
+from tests.races.nets import customise
 
 __all__ = ["FEATURES", "ON_FOUR", "Feature", "check", "differs", "expected_of", "mesh_of", "sharded", "train"]
 
@@ -229,10 +230,10 @@ FEATURES = {
     "frozen weights in host memory, states on disk": replace(
         in_background(ON_DISK, zero=FROZEN_ON_HOST), change=freezes_weights
     ),
-    "frozen tiles in host memory": Feature({"zero": FROZEN_ON_HOST}, change=adapts_tiles, backwards=2),
+    "frozen tiles in host memory": Feature({"zero": FROZEN_ON_HOST}, change=adapts_tiles, backwards=2, depth=1),
     "layers in tiles": Feature(change=tiles_layers, backwards=2),
-    "layers in tiles, mixed precision": Feature(mixed(), change=tiles_layers, backwards=2),
-    "layers in tiles, states on disk": replace(in_background(ON_DISK), change=tiles_layers),
+    "layers in tiles, mixed precision": Feature(mixed(), change=tiles_layers, backwards=2, depth=1),
+    "layers in tiles, states on disk": replace(in_background(ON_DISK), change=tiles_layers, depth=1),
     "prefetched": Feature(prepare=prefetches_two),
     "predicted": Feature(prepare=lambda model, device: model.set_auto_forward_prefetch()),
     "hook on a stream": Feature(prepare=hooks_beside),
@@ -243,6 +244,7 @@ FEATURES = {
     "optimizer on a stream": Feature(aside=True),
     "grad scaler": Feature(scaled=True),
     "extension": Feature(change=in_pieces),
+    "custom collectives": Feature(prepare=lambda model, device: customise(model)),
     "finalized": Feature(
         prepare=lambda model, device: model.set_manual_backward_finalization(True), finalizes=True, backwards=2
     ),
@@ -256,7 +258,7 @@ ON_FOUR = {
     "replicas, reduced in 16 bits": Feature({"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, replicas=2),
     "replicas, accumulation": Feature(replicas=2, backwards=3, all_reduces_each=False),
     "replicas, frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights, replicas=2),
-    "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2),
+    "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2, depth=1),
     "replicas, states on disk": replace(in_background(ON_DISK), replicas=2),
     "replicas, whole matrices": Feature(optimizer=with_matrices, replicas=2),
     "smaller mesh": Feature({"reshard_after_forward": 2}),

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import pytest
 import torch
@@ -111,6 +111,7 @@ class Detector(TorchDispatchMode):
         self._under_way: dict[dist.Work, Clock] = {}  # their ends
         self._finished: set[dist.Work] = set()  # of these, without the program's wait
         self._of_host: set[tuple[int, int]] = set()
+        self._resized_at_host: WeakSet[torch.UntypedStorage] = WeakSet()
         self._functional: WeakKeyDictionary[torch.UntypedStorage, Clock] = WeakKeyDictionary()
 
     # --- operators ---------------------------------------------------------------------------------------------------
@@ -252,6 +253,7 @@ class Detector(TorchDispatchMode):
                     pass  # nobody has used a new block
 
     def _add(self, kind: str, operation: Operation, other: Operation | None, tensor: torch.Tensor, nbytes: int) -> None:
+        self.finish_works()  # if it is of these, the program goes on with the right values, as after other races
         start = tensor.data_ptr()
         self.report.add(Race(kind, operation, other, nbytes), (start, start + tensor.nbytes))
 
@@ -329,11 +331,16 @@ class Detector(TorchDispatchMode):
         self._forget_dropped()
         before = storage.nbytes()
         if before:
-            self._block_of(storage)
+            block = self._block_of(storage)
+            if (block.start, block.end) in self._of_host:
+                self._resized_at_host.add(storage)
             self._forget(id(storage))
         result = self._resize(storage, nbytes)  # moves the memory even to a size that it has
         if nbytes:
-            block = self._block_of(storage, new_on=stream)
+            at_host = storage in self._resized_at_host
+            block = self._block_of(storage, new_on=None if at_host else stream)
+            if at_host:
+                self._of_host.add((block.start, block.end))
             if before:
                 self._memory.allocate(block.start, block.end, filled=True)  # with a copy of what it held
         self.resized.note(id(storage), nbytes, stream)

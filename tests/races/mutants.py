@@ -247,6 +247,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("offload: the host does not wait", REDUCTION, "done.synchronize()", "pass", "offload"),
     Mutant(
+        "offload: the host does not wait after a forward without gradients",
+        CONTEXT,
+        "copied.synchronize()",
+        "pass",
+        "offload",
+    ),
+    Mutant(
         "offload: the gradient that is copied is not kept",
         REDUCTION,
         "        self._kept.append(grad)\n",
@@ -344,6 +351,31 @@ MUTANTS: tuple[Mutant, ...] = (
         "        super().wait()\n",
         "        if not self.works:\n            super().wait()\n        self.complete()\n",
         "plain",
+    ),
+    Mutant(
+        "comm: what a collective of the user's reads is not kept",
+        "comm.custom",
+        "            kept.append(source)\n",
+        "",
+        "custom",
+        harmless=WORK_HOLDS,
+    ),
+    # --- whole matrices ---
+    Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "matrices"),
+    Mutant(
+        "exchange: it starts before all is in the buffer",
+        "optim.exchange",
+        "        foreach_copy(to, what)\n        self.inward.start()",
+        "        self.inward.start()\n        foreach_copy(to, what)",
+        "matrices",
+    ),
+    Mutant(
+        "exchange: what is sent is not kept",
+        "optim.exchange",
+        "            self._buffers = sent, received\n",
+        "            self._buffers = received, received\n",
+        "matrices",
+        harmless=WORK_HOLDS,
     ),
     # --- checkpoints ---
     Mutant("staging: the host does not wait", "checkpoint.run.background", "    wait_for(ends)", "    pass", "staging"),

@@ -6,7 +6,7 @@ from tests.races.mutant import Mutant
 
 __all__ = ["OF_OFFLOAD"]
 
-PART, ACTIVATIONS = "optim.offloaded_part", "extras.activations"
+PART, DISK, ACTIVATIONS = "optim.offloaded_part", "optim.on_disk", "extras.activations"
 STEP = """\
                 without_hooks(self._inner.step)(self._inner)
             except BaseException:
@@ -118,6 +118,29 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
         "            self._staged.store()",
         "            with self._streams.reducing():\n                self._staged.store()",
         "staged_states",
+    ),
+    Mutant(
+        "states: who looks does not wait",
+        "optim.offloaded",
+        "        self.wait()\n        self._times_shown += 1\n        state: d",
+        "        self._times_shown += 1\n        state: d",
+        "staged_states",
+    ),
+    # --- states in files ---
+    Mutant(
+        "disk: files are written while the device copies",
+        DISK,
+        "self._there.to(HOST)",
+        "self._there.to(HOST, non_blocking=True)",
+        "states_on_disk",
+    ),
+    Mutant(
+        "disk: the copy to the device does not block",
+        DISK,
+        "self._there.copy_(self.memory)",
+        "self._there.copy_(self.memory, non_blocking=True)",
+        "states_on_disk",
+        harmless="memory that is not pinned has been read when the copy returns",
     ),
     # --- activations in host memory ---
     Mutant(

@@ -37,7 +37,7 @@ def mutated(mutant: Mutant) -> Iterator[None]:
     new, before = codes_in(compile(text, module.__file__, "exec")), {}
     for function in functions_of(module):
         code = function.__code__
-        other = new.get(code.co_qualname)
+        other = new.get((code.co_qualname, code.co_argcount))
         if other is not None and (other.co_code, names_of(other)) != (code.co_code, names_of(code)):
             before[function] = code
             function.__code__ = other
@@ -53,12 +53,12 @@ def names_of(code: CodeType) -> object:
     return code.co_names, code.co_varnames, [each for each in code.co_consts if not isinstance(each, CodeType)]
 
 
-def codes_in(code: CodeType) -> dict[str, CodeType]:
-    """The code of each function in a module, by qualified name."""
+def codes_in(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    """The code of each function in a module, by qualified name and number of arguments (a property has two)."""
     found = {}
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            found |= {each.co_qualname: each} | codes_in(each)
+            found |= {(each.co_qualname, each.co_argcount): each} | codes_in(each)
     return found
 
 
@@ -69,6 +69,8 @@ def functions_of(module: ModuleType) -> Iterator[FunctionType]:
         if isinstance(value, type) and value.__module__ == module.__name__:
             members = list(vars(value).values())
         for member in members:
+            if isinstance(member, property):
+                member = member.fget
             while hasattr(member, "__wrapped__"):
                 member = member.__wrapped__
             if isinstance(member, FunctionType) and member.__module__ == module.__name__:

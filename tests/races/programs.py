@@ -5,45 +5,28 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
-import fsdp2.optim.offloaded_part as offloaded_part
-import fsdp2.optim.run as run_of_optimizers
-import fsdp2.runtime.shard_memory as shard_memory
-from fsdp2 import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Offload,
-    ZeroPolicy,
-    fully_shard,
-    offload_optimizer,
-    step_in_backward,
-)
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
-from fsdp2.policies import standing_for_host
 from tests.helpers.extensions import InPieces
-from tests.races.detector import HOME, Detector, detecting
-from tests.races.host import host_memory
+from tests.races.detector import Detector, detecting
+from tests.races.nets import Look, Recomputed, batch, customise, mesh_of, net, results, sharded, step, trained
+from tests.races.programs_of_offload import OF_OFFLOAD
 from tests.races.staging import staged
 
 __all__ = ["PROGRAMS", "num_ranks", "run"]
-
-Look = Detector | None  # None: nobody looks
 
 
 class OverNccl(NcclComm):
@@ -51,59 +34,6 @@ class OverNccl(NcclComm):
 
     direct_min_bytes = 1024
     has_average = False
-
-
-def net(num: int = 3) -> nn.Sequential:
-    """Weights take the direct lane, biases the packed one."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 32)) for _ in range(num)])
-
-
-class Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-def sharded(model: nn.Sequential, **options: Any) -> Any:
-    for block in model:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def mesh_of(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def step(model: Any, rank: int, number: int) -> None:
-    model(batch(rank, number)).square().mean().backward()
-
-
-def trained(model: Any, rank: int, steps: int = 3) -> list[Tensor]:
-    """The first of each pair of microbatches is not reduced."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number in range(steps):
-        model.set_requires_gradient_sync(False)
-        step(model, rank, 2 * number)
-        model.set_requires_gradient_sync(True)
-        step(model, rank, 2 * number + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return results(model)
-
-
-def results(model: nn.Module) -> list[Tensor]:
-    return [param.to_local().clone() for param in model.parameters()]  # type: ignore[operator]
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
 
 
 def plain(rank: int, look: Look) -> list[Tensor]:
@@ -210,123 +140,6 @@ def extension(rank: int, look: Look) -> list[Tensor]:
     return [param.grad.to_local().clone() for param in model.parameters()]
 
 
-def offload(rank: int, look: Look) -> list[Tensor]:
-    """Sharded parameters, gradients and optimizer in host memory, and an evaluation before each step."""
-    with nullcontext(CPUOffloadPolicy(pin_memory=False)) if look is None else host_memory(look) as policy:
-        model = sharded(net(), offload_policy=policy, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        for number in range(3):
-            step(model, rank, number)
-            with torch.no_grad():
-                model(batch(rank, number))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=number != 1)
-        return results(model)
-
-
-def at_once(task: Callable[[], None], threads: int | None) -> Future[None]:
-    """`submit` for the detector, which does not see other threads: streams are what it looks at."""
-    future: Future[None] = Future()
-    task()
-    future.set_result(None)
-    return future
-
-
-def stepped_aside(rank: int, look: Look) -> list[Tensor]:
-    """Units are stepped on a stream of their own, behind the next forward and behind backward; a look in between."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloaded_part, "submit", at_once)
-        seen = []
-        for in_backward in (False, True):
-            model = sharded(net(5), offload_policy=Offload(), reshard_after_forward=not in_backward)
-            optimizer = offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-            if in_backward:
-                step_in_backward(optimizer)
-            for number in range(3):
-                step(model, rank, number)
-                optimizer.step()
-                optimizer.zero_grad()
-                if number == 1:
-                    seen += [param.detach().square().to_local() for param in model[0].parameters()]
-            seen += results(model)
-        return seen
-
-
-@contextmanager
-def moves(look: Look) -> Iterator[None]:
-    """What the library keeps in host memory is there, and what it runs in other threads runs at once."""
-    if look is None:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch, host_memory(look), standing_for_host(HOME):
-        for module in (run_of_optimizers, shard_memory):
-            patch.setattr(module, "can_carve", lambda tensor: False)  # as on an accelerator
-        patch.setattr(offloaded_part, "submit", at_once)
-        patch.setattr(Tensor, "is_cpu", property(look.belongs_to_host))
-        yield
-
-
-def trained_aside(policy: Offload, rank: int, look: Look) -> list[Tensor]:
-    """With an evaluation before a step, a look at parameters and state, a state that is loaded, and gradients that are
-    zeroed."""
-    with moves(look):
-        model = sharded(net(4), offload_policy=policy)
-        optimizer = offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-        seen: list[Tensor] = []
-        saved = None
-        for number in range(6):
-            step(model, rank, number)
-            if number == 2:
-                with torch.no_grad():
-                    model(batch(rank, number))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=number != 4)
-            if number == 1:
-                seen += [param.detach().square().to_local() for param in model[0].parameters()]
-                seen += [state["momentum_buffer"].to_local().clone() for state in optimizer.state.values()]
-                saved = copy.deepcopy(optimizer.state_dict())
-            if number == 2:
-                assert saved is not None
-                optimizer.load_state_dict(saved)
-        return [*seen, *results(model)]
-
-
-def staged_states(rank: int, look: Look) -> list[Tensor]:
-    """The device steps, on copies of states that rest in host memory."""
-    return trained_aside(Offload(), rank, look)
-
-
-def stepped_by_host(rank: int, look: Look) -> list[Tensor]:
-    """The host steps copies of the parameters; and parameters that it has."""
-    return [
-        *trained_aside(Offload(grads=True), rank, look),
-        *trained_aside(Offload(grads=True, params=True), rank, look),
-    ]
-
-
-def activations(rank: int, look: Look) -> list[Tensor]:
-    """Saved activations are in host memory for a while: all, and as many as a budget requires. One backward ends early,
-    when what the block before has saved is under way."""
-    grads = []
-    with moves(look):
-        for budget in (0, 4 * 32 * 4):
-            model = net(4)
-            fsdp2.offload_activations([*model], budget=budget, min_bytes=0)
-            x = batch(rank, 0)
-            for number in range(3):
-                out, middle = x, x
-                for block in model:
-                    out, middle = block(out), out
-                loss = out.square().mean()
-                if number == 1:
-                    grads += torch.autograd.grad(loss, middle)
-                else:
-                    loss.backward()
-                del out, middle, loss
-            grads += [param.grad.clone() for param in model.parameters()]
-    return grads
-
-
 def evaluated(rank: int, look: Look) -> list[Tensor]:
     """Forwards without gradients, an average of the parameters, and prediction of the order."""
     model = sharded(net(4))
@@ -425,6 +238,27 @@ def wire_over_nccl(rank: int, look: Look) -> list[Tensor]:
         return trained(sharded(net(), mp_policy=MixedPrecisionPolicy(reduce_scatter_dtype=torch.bfloat16)), rank)
 
 
+def custom(rank: int, look: Look) -> list[Tensor]:
+    """Collectives of the user's."""
+    model = sharded(net())
+    customise(model)
+    return trained(model, rank)
+
+
+def matrices(rank: int, look: Look) -> list[Tensor]:
+    """Whole matrices travel to their owners and back."""
+    model = sharded(net())
+    weights = [param for param in model.parameters() if param.ndim == 2]
+    biases = [param for param in model.parameters() if param.ndim == 1]
+    groups = [{"params": weights}, {"params": biases, "kind": torch.optim.AdamW}]
+    optimizer = fsdp2.optim.matrix_optimizer(torch.optim.Muon, groups, lr=0.02)
+    for number in range(3):
+        step(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results(model)
+
+
 def staging(rank: int, look: Look) -> list[Tensor]:
     """The values of two saves are copied to the host while training goes on."""
     model = sharded(net())
@@ -450,11 +284,7 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "int8": (2, int8),
     "wire": (2, wire),
     "extension": (2, extension),
-    "offload": (2, offload),
-    "stepped_aside": (2, stepped_aside),
-    "staged_states": (2, staged_states),
-    "stepped_by_host": (2, stepped_by_host),
-    "activations": (2, activations),
+    **OF_OFFLOAD,
     "evaluated": (2, evaluated),
     "listed": (2, listed),
     "hooked": (2, hooked),
@@ -462,6 +292,8 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "finalized": (2, finalized),
     "over_nccl": (2, over_nccl),
     "wire_over_nccl": (2, wire_over_nccl),
+    "custom": (2, custom),
+    "matrices": (2, matrices),
     "staging": (2, staging),
     "frozen": (2, frozen),
     "tiled": (2, tiled),

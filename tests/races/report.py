@@ -19,6 +19,7 @@ from tests.races.memory import Operation, Stack
 __all__ = ["Race", "Report", "is_of_library", "where"]
 
 ROOT = Path(__file__).parents[2]
+LIBRARY, CHECKPOINTS = str(ROOT / "fsdp2"), str(ROOT / "fsdp2" / "checkpoint")
 MOST_FRAMES = 14
 MOST_SHOWN = 8
 _is_told: dict[CodeType, bool] = {}
@@ -40,9 +41,10 @@ def where() -> Stack:
 
 
 def is_of_library(stack: Stack) -> bool:
-    """Whether the innermost frame is one of fsdp2; but not of its checkpoints, which fill memory from files, unseen."""
-    path = stack[0][0] if stack else ""
-    return path.startswith(str(ROOT / "fsdp2")) and not path.startswith(str(ROOT / "fsdp2" / "checkpoint"))
+    """Whether the innermost frame is one of fsdp2; but not within its checkpoints, which fill memory from files,
+    unseen."""
+    paths = [path for path, _, _ in stack]
+    return bool(paths) and paths[0].startswith(LIBRARY) and not any(path.startswith(CHECKPOINTS) for path in paths)
 
 
 @dataclass(frozen=True)
