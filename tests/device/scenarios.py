@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -20,9 +22,11 @@ from tests.device.ranks import DEVICE, late
 from tests.device.scenarios_of_files import SCENARIOS_OF_FILES
 from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
 from tests.device.training import FEATURES, Feature, mesh_of, sharded, train
-from tests.helpers.parity_models import Stack, batch
+from tests.helpers.optional_models import POLICIES, VisionLanguage, shard, who_has_images
+from tests.helpers.optional_models import inputs as images_of
+from tests.helpers.parity_models import Block, Stack, batch, local
 
-__all__ = ["SCENARIOS"]
+__all__ = ["SCENARIOS", "SCENARIOS_ON_FOUR"]
 
 
 def two_units(rank: int, world_size: int, seed: int) -> None:
@@ -299,6 +303,50 @@ def context_parallel(rank: int, world_size: int, seed: int) -> None:
             torch.testing.assert_close(left.cpu(), shard_sequence(right, host, 2))
 
 
+def optional(rank: int, world_size: int, seed: int) -> None:
+    """Units that some ranks do not run."""
+    policy = [*POLICIES.values()][seed % len(POLICIES)]
+
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = shard(VisionLanguage().to(device), policy, mesh=mesh_of(device, (world_size,), ("shard",)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        pairs = [images_of(step, rank, ranks) for step, ranks in enumerate(who_has_images(world_size))]
+        for given in [[each if each is None else each.to(device) for each in pair] for pair in pairs]:
+            model(*given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [local(param).detach().cpu() for param in model.parameters()]
+
+    expected = trained("cpu")
+    with late(seed):
+        assert_same(trained(DEVICE), expected)
+
+
+def pipelined(rank: int, world_size: int, seed: int) -> None:
+    """torch's pipeline of two stages, each sharded over two ranks."""
+
+    def trained(device: str) -> list[torch.Tensor]:
+        mesh = mesh_of(device, (2, 2), ("pipeline", "shard"))
+        index, column = mesh.get_local_rank("pipeline"), mesh.get_local_rank("shard")
+        torch.manual_seed(0)
+        module: Any = [nn.Sequential(Block(16, 11), Block(16, 11)) for _ in range(2)][index].to(device)
+        for each in (*module, module):
+            fsdp2.fully_shard(each, mesh=mesh["shard"])
+        stage = PipelineStage(module, index, 2, torch.device(device), group=mesh.get_group("pipeline"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
+        for x in [torch.cat([batch(step, column, 16)] * 4).to(device) for step in range(2)]:
+            schedule.step(target=x) if index else schedule.step(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(module)
+
+    expected = trained("cpu")
+    with late(seed):
+        assert_same(trained(DEVICE), expected)
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
@@ -314,4 +362,6 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "random numbers": random_numbers,
     "gathered": gathered,
     "context parallel": context_parallel,
+    "optional units": optional,
 }
+SCENARIOS_ON_FOUR = {"pipelined": pipelined}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.device.ranks import SEEDS, on_device_ranks
-from tests.device.scenarios import SCENARIOS
+from tests.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
 from tests.device.training import FEATURES, ON_FOUR, check
 
 
@@ -26,3 +26,10 @@ def test_features_on_four(rank: int, world_size: int, name: str) -> None:
 def test_scenarios(rank: int, world_size: int, name: str) -> None:
     for seed in range(SEEDS):
         SCENARIOS[name](rank, world_size, seed)
+
+
+@on_device_ranks(4)
+@pytest.mark.parametrize("name", SCENARIOS_ON_FOUR)
+def test_scenarios_on_four(rank: int, world_size: int, name: str) -> None:
+    for seed in range(SEEDS):
+        SCENARIOS_ON_FOUR[name](rank, world_size, seed)
