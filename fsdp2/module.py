@@ -168,6 +168,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         left = places_left(self, fn, recurse)
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.move_groups()
+        if unit.context is not None:
+            unit.context.follow_compute()  # a backward may gather the shards next
         mark_left(self, left, recurse)
         for param, grad_dtype in explicit:
             param.sharded.grad_dtype = grad_dtype

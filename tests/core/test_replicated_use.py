@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, fully_shard
 from tests.helpers.parity_models import batch, local
 from tests.helpers.ranks import on_ranks
+from tests.races.detector import detecting
 
 KINDS = ["stage0", "scalar"]
 
@@ -175,6 +176,16 @@ def test_moved_between_forward_and_backward(rank: int, world_size: int, kind: st
         loss.backward()
         gradients.append([param.grad.to_local() for param in model.parameters()])
         assert all(map(torch.equal, gradients[0], gradients[-1]))
+
+
+@on_ranks(2)
+def test_moved_with_streams(rank: int, world_size: int) -> None:
+    """The gathers of the backward wait until the shards are there. (They waited for forward only.)"""
+    with detecting():
+        model = routed("scalar")
+        loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
+        there_and_back(model)
+        loss.backward()
 
 
 @on_ranks(2, 4)
