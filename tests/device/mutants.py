@@ -68,10 +68,10 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "gather: copied out too early, and only then",
         "runtime.gather",
-        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn, self._axis)\n'
+        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn)\n'
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n",
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
-        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn, self._axis)\n'
+        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn)\n'
         "        if self._packed is not None:\n",
         "plain",
     ),
@@ -144,7 +144,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint: values are read before the step has come",
         "checkpoint.saving",
-        "        wait_for({entry.local.device for own in entries.values() for entry in own.values()})\n",
+        "        _wait_for({entry.local.device for own in entries.values() for entry in own.values()})\n",
         "        pass\n",
         "saved",
     ),
