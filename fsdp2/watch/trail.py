@@ -5,7 +5,7 @@ recorded as a number that is the same in every process, so that recording costs 
 entries is compared by a hash of their numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -164,6 +164,12 @@ def trail_of(group: dist.ProcessGroup) -> Trail:
 def trails() -> list[tuple[dist.ProcessGroup, Trail]]:
     """All groups of more than one rank in which this process has exchanged something."""
     return [(group, trail) for group, trail in list(_trails.items()) if len(trail.ranks) > 1]
+
+
+def forget_other_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Only `groups` exist; a model that is still there may keep others, which were destroyed."""
+    for group in set(_trails) - set(groups):
+        del _trails[group]
 
 
 def forget_old_entries() -> None:

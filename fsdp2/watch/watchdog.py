@@ -36,7 +36,7 @@ from fsdp2.watch.current import current
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
 from fsdp2.watch.neighbours import identity
 from fsdp2.watch.settings import settings
-from fsdp2.watch.trail import Trail, entry_of, trails
+from fsdp2.watch.trail import Trail, entry_of, forget_other_groups, trails
 
 _TICK_S = 0.5
 _FAST_S = 0.01  # after a rank has failed in a step that all make or none
@@ -71,7 +71,8 @@ class Watchdog:
         self._before: Finding | None = None
         self._told = 0.0  # the wait that was last reported as late
         self._collector = Collector(board)
-        current.failure = None
+        current.failure = None  # if there was one, it was of other groups
+        forget_other_groups(all_groups())
         board.arrive(identity())
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
         self._thread.start()
@@ -197,7 +198,7 @@ class Watchdog:
 
     def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
         """End all waits of this process that are ours, or for one of these ranks, with this error."""
-        if current.failure is None:
+        if current.failure is None and self.is_alive:  # else there may be new groups, which are not to blame
             current.failure = why
             ours = {group for group, _ in trails()}
             others = [group for group in all_groups() if not set(gone).isdisjoint(dist.get_process_group_ranks(group))]

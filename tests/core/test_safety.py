@@ -152,6 +152,31 @@ def test_reset_after_a_rank_died(tmp_path: Path) -> None:
     assert survivor.value is True and victim.how == "died", survivor
 
 
+def begins_again(rank: int, folder: str) -> bool:
+    fsdp2.safety(stall_after_s=0.3, report_folder=folder)
+    model = build("fsdp", 2)
+    model.order = [0, 1, 2] if rank == 0 else [1, 0, 2]
+    with pytest.raises(fsdp2.CollectiveError, match="did different things"):
+        model(torch.randn(4, 8)).sum().backward()
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    again = build("fsdp", 2)
+    again(torch.randn(4, 8)).sum().backward()
+    torch.distributed.barrier()
+    dog = watchdog()
+    return dog is not None and dog.failure is None
+
+
+def test_new_process_groups_after_a_fault(tmp_path: Path) -> None:
+    """What failed were the old ones. Their watchdog may be about to say so: a race, so several at a time."""
+    folders = [tmp_path / str(number) for number in range(8)]
+    for folder in folders:
+        folder.mkdir()
+    for outcomes in run_cases([Case(begins_again, 2, (str(folder),), limit_s=LIMIT_S) for folder in folders]):
+        assert all(outcome.ok and outcome.value for outcome in outcomes), outcomes
+
+
 def unheard(rank: int, folder: str, machines: bool) -> tuple[str, list[str]]:
     """A step after rank 1 has stopped, on another machine than rank 0, or its watchdog has no time to answer."""
     os.chdir(folder)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fsdp2.watch import trail as trail_module
@@ -210,6 +211,15 @@ def test_the_oldest_wait_is_what_is_waited_for() -> None:
     assert waits.oldest() == streams[1] and len(waits.queued._waits) == 1
     has_come[1] = True
     assert waits.oldest() is None
+
+
+def test_captured_waits_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is captured nothing waits, and a query would spoil the capture. (There is no CUDA here.)"""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    waits = Current().queued
+    waits._waits.append((cast(Any, None), Waiting(JustWaiting("before"), 0.0, 0)))
+    waits.add(JustWaiting("captured"), 1, torch.device("cuda"))
+    assert waits.oldest(0.0) is None
 
 
 @dataclass
