@@ -232,10 +232,10 @@ class Detector(TorchDispatchMode):
                     for other, nbytes in self._memory.read(start, end, operation, clock):
                         if moves if other is None else access is Access.UPDATE:
                             continue  # padding travels with the rows; of an update the write is reported
-                        self._add("read", operation, other, tensor, nbytes)
+                        self._add(Race("read", operation, other, nbytes), tensor, moves)
                 if access is not Access.READ:
                     for other, nbytes in self._memory.write(start, end, operation, clock):
-                        self._add("write", operation, other, tensor, nbytes)
+                        self._add(Race("write", operation, other, nbytes), tensor, moves)
 
     def _note_outputs(self, result: Any, operation: Operation, filled: bool) -> None:
         self._forget_dropped()
@@ -252,10 +252,11 @@ class Detector(TorchDispatchMode):
                 for _ in self._memory.write(block.start, block.end, operation, self.streams.clocks[operation.stream]):
                     pass  # nobody has used a new block
 
-    def _add(self, kind: str, operation: Operation, other: Operation | None, tensor: torch.Tensor, nbytes: int) -> None:
-        self.finish_works()  # if it is of these, the program goes on with the right values, as after other races
+    def _add(self, race: Race, tensor: torch.Tensor, moves: bool) -> None:
+        if not moves:  # while a message is issued, the other rank may wait for it in the same way
+            self.finish_works()  # if it is of these, the program goes on with the right values, as after other races
         start = tensor.data_ptr()
-        self.report.add(Race(kind, operation, other, nbytes), (start, start + tensor.nbytes))
+        self.report.add(race, (start, start + tensor.nbytes))
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
