@@ -41,6 +41,7 @@ __all__ = ["HOME", "Detector", "FreedMemory", "detecting"]
 
 
 HOME = torch.device("cpu", 0)  # host memory, see `host.py`
+COMMUNICATION = "communication of"  # begins the names of the streams of process groups
 
 
 class FreedMemory(Exception):
@@ -168,7 +169,7 @@ class Detector(TorchDispatchMode):
 
     def _communicate(self, effects: Effects, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = next((dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject)), None)
-        stream = f"communication of {group.group_name if group is not None else 'a group'}"
+        stream = f"{COMMUNICATION} {group.group_name if group is not None else 'a group'}"
         if effects.is_blocking(args, kwargs):
             stream = self.streams.current  # as NCCL does
         merge(self.streams.clocks.setdefault(stream, {}), self.streams.clocks[self.streams.current])
@@ -253,8 +254,10 @@ class Detector(TorchDispatchMode):
                     pass  # nobody has used a new block
 
     def _add(self, race: Race, tensor: torch.Tensor, moves: bool) -> None:
-        if not moves:  # while a message is issued, the other rank may wait for it in the same way
-            self.finish_works()  # if it is of these, the program goes on with the right values, as after other races
+        # The program goes on with the right values, as after other races. A message that races with an operator must be
+        # issued first: the other rank may wait for it in the same way.
+        if not moves or (race.other is not None and race.other.stream.startswith(COMMUNICATION)):
+            self.finish_works()
         start = tensor.data_ptr()
         self.report.add(race, (start, start + tensor.nbytes))
 
