@@ -111,7 +111,8 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
     if are_nccl:
         nccl._group_start()
     for group in groups:
-        group.abort()
+        with suppress(RuntimeError):  # that backend cannot; the others still end
+            group.abort()
     if are_nccl:
         nccl._group_end()
 
