@@ -53,6 +53,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "matrices": ("whole matrices",),
     "states_on_disk": ("states on disk, looked at", "states on disk", "states on disk, all else in host memory"),
     "staging": ("saved in the background",),
+    "replicated": ("stage 0",),
     "saved twice": ("saved twice in the background",),
     "ring": ("context parallel",),
     "two units": ("two units",),
@@ -264,6 +265,13 @@ MORE: tuple[Mutant, ...] = (
         "ring",
     ),
     Mutant(
+        "unshard_sequence: the gather is not waited for",
+        "parallel.context_sharding",
+        "source.view(-1), mesh.get_group()).wait()",
+        "source.view(-1), mesh.get_group())",
+        "ring",
+    ),
+    Mutant(
         "reshard: memory is freed at once, on the gather stream",
         PARAM_GROUP,
         "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
@@ -274,6 +282,7 @@ MORE: tuple[Mutant, ...] = (
 )
 
 SAME_VALUES = "a race, but the gather writes the values that compute reads there: between steps it waits for compute"
+OF_CPU = "in the CPU's messages, which this device does not use"
 # Why a mutant that matters to the detector changes no number here.
 HARMLESS: dict[str, str] = {
     "gather: no wait for kept memory": SAME_VALUES,
@@ -283,7 +292,10 @@ HARMLESS: dict[str, str] = {
     "checkpoint: a buffer is reused before its copy is done": "a blocking copy of this device ends when it returns; on "
     "CUDA one to another dtype is two operations",
     "activations: used and freed while a copy reads them": "what was copied to the host too late is not used",
-    "comm: messages are not waited for": "in the CPU's messages, which this device does not use",
+    "comm: messages are not waited for": OF_CPU,
+    "comm: the sum is gathered before it is there": OF_CPU,
+    "comm: the gathered sum is not waited for": OF_CPU,
+    "comm: the sum is gathered before it is copied": OF_CPU,
 }
 # Mutants that something else shows than the program of the detector.
 ELSEWHERE: dict[str, tuple[str, ...]] = {

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.parallel import ring_attention, shard_sequence
+from fsdp2.parallel import ring_attention, shard_sequence, unshard_sequence
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.device.scenarios_of_files import SCENARIOS_OF_FILES
@@ -285,7 +285,7 @@ def gathered(rank: int, world_size: int, seed: int) -> None:
 
 
 def context_parallel(rank: int, world_size: int, seed: int) -> None:
-    """Ring attention gives the rows that attention of the whole sequence has, and their gradients. (In float64; the
+    """Ring attention, gathered, gives what attention of the whole sequence has, and its gradients. (In float64; the
     CPU's own kernel is another one, so that the last bits differ.)"""
     whole = [
         torch.randn(2, 2, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(4)
@@ -293,14 +293,14 @@ def context_parallel(rank: int, world_size: int, seed: int) -> None:
     leaves = [each.clone().requires_grad_() for each in whole[:3]]
     output = F.scaled_dot_product_attention(*leaves, is_causal=True)
     expected = [output.detach(), *torch.autograd.grad(output, leaves, whole[3])]
-    host = mesh_of("cpu", (world_size,), ("shard",))
+    host, mesh = (mesh_of(device, (world_size,), ("shard",)) for device in ("cpu", DEVICE))
     with late(seed):
         query, key, value, gradient = (shard_sequence(each, host, 2).to(DEVICE) for each in whole)
         parts = [each.requires_grad_() for each in (query, key, value)]
-        output = ring_attention(*parts, mesh=mesh_of(DEVICE, (world_size,), ("shard",)), is_causal=True)
+        output = ring_attention(*parts, mesh=mesh, is_causal=True)
         actual = [output.detach(), *torch.autograd.grad(output, parts, gradient)]
         for left, right in zip(actual, expected, strict=True):
-            torch.testing.assert_close(left.cpu(), shard_sequence(right, host, 2))
+            torch.testing.assert_close(unshard_sequence(left, mesh, 2).cpu(), right)
 
 
 def optional(rank: int, world_size: int, seed: int) -> None:

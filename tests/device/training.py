@@ -218,6 +218,7 @@ FEATURES = {
     "stepped in backward": Feature(optimizer=stepped_in_backward),
     "states in 8 bits": Feature(optimizer=in_8_bits),
     "whole matrices": Feature(optimizer=with_matrices),
+    "stage 0": Feature({"zero": ZeroPolicy(0)}, backwards=2),
     "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),
     "stage 2": Feature({"zero": ZeroPolicy(2)}, backwards=2),
     "frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights),

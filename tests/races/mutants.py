@@ -352,6 +352,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if not self.works:\n            super().wait()\n        self.complete()\n",
         "plain",
     ),
+    Mutant("comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "replicated"),
+    Mutant(
+        "comm: the gathered sum is not waited for",
+        "comm.gloo",
+        "self.comm.all_gather([self.whole], self.group).wait()",
+        "self.gathering = self.comm.all_gather([self.whole], self.group)",
+        "replicated",
+    ),
+    Mutant(
+        "comm: the sum is gathered before it is copied",
+        "comm.gloo",
+        "        self.whole.row(self.group.rank()).copy_(self.sum)\n"
+        "        self.comm.all_gather([self.whole], self.group).wait()",
+        "        gathering = self.comm.all_gather([self.whole], self.group)\n"
+        "        self.whole.row(self.group.rank()).copy_(self.sum)\n"
+        "        gathering.wait()",
+        "replicated",
+    ),
     Mutant(
         "comm: what a collective of the user's reads is not kept",
         "comm.custom",

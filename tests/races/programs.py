@@ -18,6 +18,7 @@ import fsdp2
 import fsdp2.checkpoint.run.background as background
 import fsdp2.comm
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard
+from fsdp2.comm import gloo
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from tests.helpers.extensions import InPieces
@@ -111,6 +112,11 @@ def tiled(rank: int, look: Look) -> list[Tensor]:
     for block in (model := net()):
         fsdp2.tile(block[2], 3)
     return trained(sharded(model), rank)
+
+
+def replicated(rank: int, look: Look) -> list[Tensor]:
+    """An all-reduce that is a reduce-scatter and a gather."""
+    return trained(sharded(net(), zero=ZeroPolicy(0)), rank)
 
 
 def inner(rank: int, look: Look) -> list[Tensor]:
@@ -301,6 +307,7 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "partials": (4, partials),
     "smaller": (4, smaller),
     "inner": (4, inner),
+    "replicated": (4, replicated),
 }
 
 
@@ -317,6 +324,7 @@ def run(name: str, rank: int, look: bool) -> list[Tensor]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GlooComm, "direct_min_bytes", 1024)
+        patch.setattr(gloo, "_WHOLE_BYTES", 1024)
         if not look:
             return PROGRAMS[name][1](rank, None)
         with detecting() as detector:
