@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -122,6 +123,21 @@ def test_a_model_is_dropped_while_messages_are_under_way(rank: int, world_size: 
         dist.barrier()
     plain = Fused()
     model = shard_blocks(fsdp2, copy.deepcopy(plain))
+    step(model, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, step))
+
+
+@on_ranks(2)
+def test_the_next_gather_waits_for_what_a_dropped_model_was_sent(rank: int, world_size: int) -> None:
+    """The other rank has not begun to send yet. A receive that is freed before its message comes blocks those after."""
+    plain = Fused()
+    dropped: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
+    dist.barrier()
+    time.sleep(0.3 * rank)
+    dropped.blocks[1].unshard(async_op=True)
+    del dropped
+    gc.collect()
     step(model, rank)
     assert_gradients(model, mean_gradients(plain, world_size, step))
 
