@@ -58,11 +58,11 @@ def test_a_slow_host_hides_no_missing_wait(rank: int, world_size: int) -> None:
         torch.accelerator.current_stream().synchronize()
         return total.item() != 1000
 
-    count = 0
-    for seed in range(SEEDS):
+    count, num = 0, 4 * SEEDS
+    for seed in range(num):
         with late(seed, 3000):
             count += is_wrong()
-    assert count >= SEEDS // 5
+    assert count >= num // 5  # two in five are expected; which, depends on the streams that tests before have taken
     for seed in range(SEEDS):
         side = torch.Stream(DEVICE)
         with late(seed), side:
