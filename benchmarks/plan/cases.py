@@ -175,14 +175,14 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def vit() -> nn.Module:
+def vit(sizes: dict[str, int] = SMALL, pixels: int = 32) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SMALL))
+    return ViTForImageClassification(ViTConfig(image_size=pixels, patch_size=8, **sizes))
 
 
-def images(size: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.ones(size, 3, 32, 32), "labels": torch.zeros(size, dtype=torch.long)}
+def images(size: int, pixels: int = 32) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.ones(size, 3, pixels, pixels), "labels": torch.zeros(size, dtype=torch.long)}
 
 
 TENSOR_PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -273,6 +273,12 @@ TIMED: dict[str, Case] = {
     "gpt, replicated": Case(of_larger(), ParallelConfig(replicate=2, shard=1)),
     "llama": Case(Workload(transformers_model("llama", **LARGER, num_key_value_heads=2), longer, batch_size=2)),
     "bert, wider": Case(Workload(lambda: bert(LARGER, 128), longer, batch_size=2)),
+    "qwen2, bf16, checkpointed": Case(
+        Workload(transformers_model("qwen2", **LARGER, num_key_value_heads=2), longer, batch_size=2),
+        ParallelConfig(mixed_precision="bf16", activation_checkpointing="full"),
+    ),
+    "vit, wider": Case(Workload(lambda: vit(LARGER, 96), lambda size: images(size, 96), batch_size=2)),
+    "gpt, HSDP": Case(of_larger(), ParallelConfig(replicate=2), ranks=4),
     "experts": Case(Workload(lambda: Mixture(256, 4), lambda size: torch.ones(size, 256), square, batch_size=256)),
     "mlps, tensor": Case(
         Workload(lambda: Mlps(512, 4), lambda size: torch.ones(size, 512), square, batch_size=512),

@@ -5,7 +5,7 @@ rounds, and the median counts, because others may use the machine.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, median
@@ -28,6 +28,7 @@ from fsdp2.policies import HOST
 __all__ = ["calibrate"]
 
 WINDOW_S = 0.02  # how long one thing is repeated in one round
+_MESSAGES_S = 0.2  # and one of `_MESSAGES`, which vary more
 _TURNS_S, _MAX_TURNS = 0.2, 20  # how long all operators are, in turn
 _DTYPES = (torch.float32, torch.bfloat16)
 _PRODUCT = 768  # rows and columns
@@ -37,6 +38,7 @@ _UNITS = 16
 _CHAIN, _CHAIN_OPS = 16, 3 * 16  # forward, and two operators in backward for each
 _UPDATED, _UPDATES = 32, 4  # tensors that are updated in place, and operators for each
 _OF = "operator: "
+_MESSAGES = ("small message", "large message", "compute", "small message beside it", "large message beside it")
 
 
 def calibrate(
@@ -110,9 +112,12 @@ def machine_of(seconds: Mapping[str, float], node: Node, device: torch.device) -
     )
     if node.world == 1:
         return found
-    small, large, alone, both = (seconds[key] for key in ("small message", "large message", "compute", "both"))
+    small, large, compute, *beside = (seconds[key] for key in _MESSAGES)
+    small_more, large_more = (max(0.0, each - compute) for each in beside)
+    # On the CPU a message takes longer beside compute, of which ranks are never through at the same time.
+    small, large = max(small, small_more), max(large, large_more)
     rate = _LARGE * (node.world - 1) / node.world / max(large - small, 1e-9)
-    hidden = min(1.0, max(0.0, (alone + large - both) / min(alone, large)))
+    hidden = 1.0 - large_more / large
     return replace(found, link=rate, network=rate, link_latency=small / (node.world - 1), overlap=hidden)
 
 
@@ -198,13 +203,8 @@ def _messages(product: Callable[[], Any], device: torch.device) -> dict[str, Cal
         return lambda: comm.all_gather([operand], group)
 
     small, large = gather(_SMALL), gather(_LARGE)
-    begin = perf_counter()
-    for _ in range(3):
-        large().wait()
-    took = (perf_counter() - begin) / 3
-    begin = perf_counter()
-    product()
-    repeat = torch.tensor(max(1, round(took / (perf_counter() - begin))), device=device)
+    took, once = (min(_time(run, 1, device).wall for _ in range(5)) for run in (lambda: large().wait(), product))
+    repeat = torch.tensor(max(1, round(took / once)), device=device)
     dist.all_reduce(repeat, dist.ReduceOp.MAX)
     times = int(repeat)
 
@@ -212,17 +212,13 @@ def _messages(product: Callable[[], Any], device: torch.device) -> dict[str, Cal
         for _ in range(times):
             product()
 
-    def both() -> None:
-        pending = large()
+    def beside(message: Callable[[], Pending]) -> None:
+        pending = message()
         compute()
         pending.wait()
 
-    return {
-        "small message": lambda: small().wait(),
-        "large message": lambda: large().wait(),
-        "compute": compute,
-        "both": both,
-    }
+    runs = lambda: small().wait(), lambda: large().wait(), compute, partial(beside, small), partial(beside, large)
+    return dict(zip(_MESSAGES, runs, strict=True))
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -245,13 +241,14 @@ def times_of(
     if device.type != "cpu":  # where one call is too short to be timed
         timed, calls = {**timed, **calls}, {}
     first = _slowest([_time(run, 2, device).wall for run in timed.values()], device)
-    times = [max(1, min(1000, int(WINDOW_S / each))) for each in first]
+    windows = [_MESSAGES_S if name in _MESSAGES else WINDOW_S for name in timed]
+    times = [max(1, min(1000, int(window / each))) for window, each in zip(windows, first, strict=True)]
     once = _slowest([sum(_time(run, 1, device).wall for run in calls.values())], device)[0]
     turns = max(1, min(_MAX_TURNS, int(_TURNS_S / max(once, 1e-9))))
     found: dict[str, list[Took]] = {name: [] for name in (*timed, *calls)}
     for _ in range(rounds):
         _slowest([0.0], device)
-        taken = [[_time(run, 1, device) for run in calls.values()] for _ in range(turns)]
+        taken = [_in_turn(calls.values(), device) for _ in range(turns)]
         for name, each in zip(calls, zip(*taken, strict=True), strict=True):
             found[name].append(Took(fmean(took.wall for took in each), fmean(took.processor for took in each)))
         for (name, run), count in zip(timed.items(), times, strict=True):
@@ -264,6 +261,16 @@ def medians(times: Mapping[str, Sequence[Took]], device: torch.device, clock: st
     """Of the slowest rank, by one clock of `Took`. Collective."""
     own = [median(getattr(took, clock) for took in each) for each in times.values()]
     return dict(zip(times, _slowest(own, device), strict=True))
+
+
+def _in_turn(calls: Iterable[Callable[[], Any]], device: torch.device) -> list[Took]:
+    """Each once. All results are kept until the end, as in a step, so that operators get new memory from the system."""
+    kept: list[Any] = []
+
+    def keep(run: Callable[[], Any]) -> None:
+        kept.append(run())
+
+    return [_time(partial(keep, run), 1, device) for run in calls]
 
 
 def _time(run: Callable[[], Any], times: int, device: torch.device) -> Took:
