@@ -40,8 +40,10 @@ class Comparison:
             return "Of these, what you asked for is the fastest that fits."
         if self.best is not None:
             gain = self.best.tokens_per_second / self.asked.tokens_per_second - 1
-            reason = f"{gain:+.0%} tokens/s" if self.asked.fits else "which fits; what you asked for does not"
-            return f"Choose '{self.best.name}': {reason}, peak {amount(self.best.device_bytes)}."
+            peak = f"peak {amount(self.best.device_bytes)}"
+            if self.asked.fits:
+                return f"Choose '{self.best.name}': {gain:+.0%} tokens/s, {peak}."
+            return f"What you asked for does not fit. Choose '{self.best.name}': {peak}."
         least = min(self.plans, key=lambda plan: plan.device_bytes)
         saved = self.asked.device_bytes - least.device_bytes
         missing = least.device_bytes - least.machine.memory
