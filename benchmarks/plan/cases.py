@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from benchmarks.common import GPT
-from fsdp2 import Offload, offload_optimizer
+from fsdp2 import Offload, ZeroPolicy, offload_optimizer
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import Workload
 
@@ -208,6 +208,9 @@ CASES: dict[str, Case] = {
     "gpt, kept after forward": Case(of_gpt(), ParallelConfig(reshard_after_forward=False)),
     "gpt, tied": Case(of_gpt(lambda: gpt(tied=True))),
     "gpt, frozen": Case(of_gpt(lambda: gpt(frozen=True))),
+    "gpt, frozen, gathered once": Case(
+        of_gpt(lambda: gpt(frozen=True)), options={"zero": ZeroPolicy(keep_frozen="host")}
+    ),
     "gpt, 3 microbatches": Case(of_gpt(microbatches=3)),
     "gpt, SGD": Case(of_gpt(optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))),
     "gpt, replicated": Case(of_gpt(), ParallelConfig(replicate=2, shard=1)),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.policies import HOST
+from fsdp2.policies import HOST, host
 from fsdp2.runtime.parameter import ManagedParameter
 
 
@@ -22,7 +22,7 @@ class HostCopy:
             self._flats = []
             for whole in _wholes(params):
                 pins = whole.device.type != HOST.type
-                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=HOST, pin_memory=pins)
+                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=host(), pin_memory=pins)
                 self._flats.append(flat.copy_(whole, non_blocking=True))
 
     @property

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.memory.tracking import Kind, Tracker, allocated, timeline
-from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, of_gpt, of_mlps, square
+from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, gpt, of_gpt, of_mlps, square
 from benchmarks.plan.truth import Truth, measure
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.parallel import ParallelConfig
@@ -272,6 +272,19 @@ def test_steps_in_the_background_overlap() -> None:
     assert max(compute, host) <= both.seconds < 0.95 * (compute + host)
     in_turn = predict(LINEARS, replace(BLOCKS, cpu_offload=True), machine, 8)
     assert both.seconds < in_turn.seconds
+
+
+def test_a_frozen_base_on_the_host() -> None:
+    """It was counted as memory of the device."""
+    workload = of_gpt(lambda: gpt(frozen=True))
+    base = sum(param.nbytes for param in gpt(frozen=True).parameters() if not param.requires_grad)
+    gathered, copied = (
+        predict(workload, ParallelConfig(), MACHINES["h100"], 8, zero=ZeroPolicy(keep_frozen=keep))
+        for keep in (False, "host")
+    )
+    assert gathered.host_bytes == 0 and copied.host_bytes == base
+    assert copied.sent["all_gather"] < gathered.sent["all_gather"] / 20
+    assert copied.peak.total <= gathered.peak.total
 
 
 def test_activations_on_the_host() -> None:
