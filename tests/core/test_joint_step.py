@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,6 +123,20 @@ def test_other_meshes(rank: int, world_size: int, kind: str) -> None:
     """Ranks that have failed begin nothing more over the replicas; ranks that have not stop at one place, between two
     sums of tensor parallelism."""
     check(kind, rank, world_size, {2: ((2, 3), "forward"), 3: ((0, 1), "backward")})
+
+
+@on_ranks(4)
+def test_a_rank_goes_on_to_where_its_partner_waits(rank: int, world_size: int) -> None:
+    """Rank 0 learns of the failure before it gathers what rank 1 has gathered already, and rank 1 waits for its part of
+    a sum of tensor parallelism behind that."""
+    training = Training("tp", rank, world_size)
+    assert training.step(0) == ""
+    if rank == 0:
+        training.model.at = lambda place: time.sleep(1.0) if place == "forward" else None
+    training.failing = "forward" if rank > 1 else ""
+    assert training.step(1) in ("rank 2: Bad: too long", "rank 3: Bad: too long")
+    training.model.at, training.failing = training.at, ""
+    assert training.step(2) == ""
 
 
 @pytest.mark.exhaustive
