@@ -114,7 +114,7 @@ def check(kind: str, rank: int, ranks: int, faults: dict[int, tuple[tuple[int, .
 def test_bad_batches_are_as_if_they_had_not_been(rank: int, world_size: int) -> None:
     """A rank fails, and others in the next step."""
     everybody = tuple(range(world_size))
-    check("fsdp", rank, world_size, {2: ((1,), "forward"), 3: (everybody[-2:], "backward")})
+    check("fsdp", rank, world_size, {2: ((1,), "forward"), 3: (everybody[-2:], "backward"), 4: ((0,), "after")})
 
 
 @on_ranks(4)
