@@ -56,6 +56,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "replicated": ("stage 0",),
     "saved twice": ("saved twice in the background",),
     "ring": ("context parallel",),
+    "bad batch": ("bad batch",),
     "two units": ("two units",),
     "checkpointed": ("checkpointed",),
     "int8": ("secondary shards, int8 gather",),
@@ -263,6 +264,13 @@ MORE: tuple[Mutant, ...] = (
         "                work.wait()\n",
         "                pass\n",
         "ring",
+    ),
+    Mutant(
+        "agree_on_step: what others have begun is not waited for",
+        "watch.joint_step",
+        "            pending.wait()\n",
+        "            pass\n",
+        "bad batch",
     ),
     Mutant(
         "unshard_sequence: the gather is not waited for",

@@ -95,6 +95,27 @@ def failed(rank: int, world_size: int, seed: int) -> None:
     assert_same(actual, expected)
 
 
+def bad_batch(rank: int, world_size: int, seed: int) -> None:
+    """A batch fails on one rank, in the second step; training then gives what it gives without either."""
+    expected = train(sharded(FEATURES["plain"], "cpu", world_size), FEATURES["plain"], "cpu", rank)
+    with late(seed):
+        model = sharded(FEATURES["plain"], DEVICE, world_size)
+        for fails in (False, True):
+            try:
+                with fsdp2.agree_on_step(model):
+                    loss = model(batch(7, rank, 16).to(DEVICE)).square().mean()
+                    if fails and rank == seed % world_size:
+                        raise ValueError("on purpose")
+                    loss.backward()
+            except fsdp2.StepError as error:
+                assert fails and f"rank {seed % world_size}: ValueError: on purpose" in str(error)
+            else:
+                assert not fails
+            model.zero_grad()
+        actual = train(model, FEATURES["plain"], DEVICE, rank)
+    assert_same(actual, expected)
+
+
 def activations(rank: int, world_size: int, seed: int) -> None:
     """As many saved activations move to host memory as the budget requires, and none when it suffices. Values are those
     of the CPU. Forwards without gradients, and without a backward, change nothing."""
@@ -355,6 +376,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "two units": two_units,
     "states in host memory, loaded": states_loaded,
     "failed": failed,
+    "bad batch": bad_batch,
     "backward, repeated": repeated,
     **SCENARIOS_OF_FILES,
     "materialized": materialized,
