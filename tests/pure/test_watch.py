@@ -268,6 +268,22 @@ def test_a_dead_rank_behind_a_waiting_one() -> None:
     assert finding.kind == "gone" and finding.text.startswith("rank 2 was")
 
 
+def test_the_first_entries_differ() -> None:
+    assert found(answer(0, A), answer(1, B)).kind == "differ"
+
+
+def test_a_group_agrees_on_what_all_its_ranks_have_answered() -> None:
+    answers = [answer(rank, A, ranks=(0, 1, 2)) for rank in range(3)]
+    assert found(*answers[:2]).agreed == {}
+    assert found(*answers).agreed == {"g": 1}
+
+
+def test_a_rank_that_is_gone_waits_for_nobody() -> None:
+    """What it waited for when it died makes no other rank late."""
+    assert found(answer(0), answer(1, A, wait="all-gather")).kind == "late"
+    assert found(answer(0), answer(1, A, wait="all-gather"), gone={1: "was killed"}).kind == "fine"
+
+
 def test_a_deadlock_is_one_only_if_nothing_moves() -> None:
     """Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment."""
     zero = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, Wait("g", "all-gather", "a", 3.0))
