@@ -24,9 +24,10 @@ from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.policies import DataParallelMeshDims
 
-# Meshes to which units reshard after forward, by the mesh that they were created from and by size. Creating one creates
-# process groups, which all units of that mesh share.
-_smaller_meshes: WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = WeakKeyDictionary()
+# Meshes to which units reshard after forward, by the default process group, the mesh that they were created from and
+# the size. Creating one creates process groups, which all units of that mesh share. (After `destroy_process_group` an
+# equal mesh has other groups.)
+_smaller_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[DeviceMesh, int], DeviceMesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,12 @@ class MeshRoles:
         The ranks of one group together hold a parameter once; the groups replicate it. The first call for a mesh and
         size creates process groups, so every rank of the mesh must make these calls in the same order.
         """
-        known = _smaller_meshes.setdefault(self.mesh, {})
-        if size not in known:
-            known[size] = self._make_smaller(size)
-        return MeshRoles(known[size], replicate_axis=0, shard_axis=1)
+        world = dist.group.WORLD
+        assert world is not None
+        known, key = _smaller_meshes.setdefault(world, {}), (self.mesh, size)
+        if key not in known:
+            known[key] = self._make_smaller(size)
+        return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
 
     def _make_smaller(self, size: int) -> DeviceMesh:
         groups = self.shard_size // size

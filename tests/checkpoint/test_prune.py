@@ -201,6 +201,36 @@ def test_latest_beside_a_save_and_prune(tmp_path: Path, monkeypatch: pytest.Monk
     assert checkpoint.latest(tmp_path) is None
 
 
+def test_latest_beside_saves_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine the only checkpoint was replaced again whenever it was opened, until `latest` gave up: it said
+    that there is none."""
+    save(tmp_path, 1)
+    real, left = retention._is_sound, [1, 2]
+
+    def overtaken(folder: str) -> bool:
+        if left:
+            left.pop()
+            save(tmp_path, 1, overwrite=True)
+            return False
+        return real(folder)
+
+    monkeypatch.setattr(retention, "_is_sound", overtaken)
+    assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
+
+
+def test_latest_asks_once_about_what_is_not_valid(tmp_path: Path) -> None:
+    """To verify a checkpoint may take an hour."""
+    asked = []
+
+    def rejects(folder: str) -> None:
+        asked.append(folder)
+        raise CheckpointError("on purpose")
+
+    save(tmp_path, 1)
+    assert checkpoint.latest(tmp_path, valid=rejects) is None
+    assert asked == [str(tmp_path / "step-00000001")]
+
+
 # --- deletions that are cut off ---------------------------------------------------------------------------------------
 
 

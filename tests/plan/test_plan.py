@@ -4,6 +4,7 @@ what arithmetic says of it."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -272,6 +273,18 @@ def test_steps_in_the_background_overlap() -> None:
     assert max(compute, host) <= both.seconds < 0.95 * (compute + host)
     in_turn = predict(LINEARS, replace(BLOCKS, cpu_offload=True), machine, 8)
     assert both.seconds < in_turn.seconds
+
+
+def test_the_meshes_of_a_plan_are_gone_with_it() -> None:
+    """The next plan found the smaller mesh of an equal one, whose groups had been destroyed; so did a program that
+    destroyed its process group and made another. Python's collection of cycles hid it."""
+    workload, config = of_mlps(), ParallelConfig(reshard_after_forward=2)
+    gc.disable()
+    try:
+        first, second = (predict(workload, config, CPU, 4) for _ in range(2))
+    finally:
+        gc.enable()
+    assert first.sent == second.sent
 
 
 def test_a_frozen_base_on_the_host() -> None:

@@ -63,24 +63,35 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
         if newest is not None:
             fsdp2.checkpoint.load(newest, model=model, optimizer=optimizer)
     """
-    folders = _named_after_steps(root)
+    rejected, before = dict[str, str | None](), dict[str, str | None]()
     while True:
-        found, unread = _newest(folders, valid)
-        if found is not None:
+        folders = _named_after_steps(root)
+        found, unread = _newest(folders, valid, rejected)
+        if found is not None or not folders:
             return found
-        # If there are others by now, a save and `prune` ran meanwhile, so "there is none" would be wrong.
-        before, folders = folders, _named_after_steps(root)
-        if set(folders) <= set(before):
+        # One that is being replaced, or has been since it was looked at, may have been missed: so they are looked at
+        # until all are as they were.
+        now = {folder: _id_now(folder) for folder in folders}
+        if now == before:
             break
+        before = now
     if unread is not None:
         raise unread
     return None
 
 
-def _newest(folders: Sequence[str], valid: Callable[[str], object] | None) -> tuple[str | None, OSError | None]:
-    """The last folder that is sound and valid, and the first error of the disk."""
+def _newest(
+    folders: Sequence[str], valid: Callable[[str], object] | None, rejected: dict[str, str | None]
+) -> tuple[str | None, OSError | None]:
+    """The last folder that is sound and valid, and the first error of the disk.
+
+    Args:
+        rejected: folder -> the id of the checkpoint there that is not valid; it is not asked about again.
+    """
     unread: OSError | None = None
     for folder in reversed(folders):
+        if folder in rejected and rejected[folder] == _id_now(folder):
+            continue
         try:
             if not _is_sound(folder):
                 continue
@@ -89,9 +100,15 @@ def _newest(folders: Sequence[str], valid: Callable[[str], object] | None) -> tu
             warnings.warn(message, stacklevel=3)
             unread = unread or error
             continue
+        asked = _id_now(folder)
         if _is_valid(folder, valid):
             return folder, unread
+        rejected[folder] = asked
     return None, unread
+
+
+def _id_now(folder: str) -> str | None:
+    return id_at(*storage_of(folder))
 
 
 def prune(
