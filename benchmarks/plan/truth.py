@@ -1,4 +1,4 @@
-"""What really happens in a step: the same workload on real ranks, with bytes counted and events recorded."""
+"""What really happens in a later step: the same workload on real ranks, with bytes counted and events recorded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from fsdp2 import events
 from fsdp2.optim.background import submit
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.parallel import parallelize
+
+# A thread of gloo may hold what a collective used for a moment after the wait for it has returned. So of some steps the
+# one with the least memory counts.
+_STEPS = 3
 
 
 class Counter(Tracker):
@@ -57,7 +61,7 @@ class Counter(Tracker):
 
 @dataclass(frozen=True)
 class Truth:
-    """One rank's second step.
+    """One rank's step.
 
     Attributes:
         events: the collectives, in order.
@@ -87,12 +91,15 @@ def measure(case: Case) -> Truth:
         gc.collect()
         torch.zeros(())  # an operator, so that this moment is noted
         tracker.forget_aliases()
-        since, first, tracker.sent = tracker.now, len(log), 0
-        step(case, model, optimizer, batches)
-        moments = timeline(tracker, since, tracker.now)
-    found = [event for event in log[first:] if event.group_size]
-    peaks = {kind.name.lower(): max(moment.nbytes[kind] for moment in moments) for kind in Kind}
-    return Truth(found, tracker.sent, _peak(moments), peaks)
+        found = []
+        for _ in range(_STEPS):
+            since, first, tracker.sent = tracker.now, len(log), 0
+            step(case, model, optimizer, batches)
+            moments = timeline(tracker, since, tracker.now)
+            collectives = [event for event in log[first:] if event.group_size]
+            peaks = {kind.name.lower(): max(moment.nbytes[kind] for moment in moments) for kind in Kind}
+            found.append(Truth(collectives, tracker.sent, _peak(moments), peaks))
+    return min(found, key=lambda truth: truth.peak)
 
 
 def step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:

@@ -248,8 +248,7 @@ def times_of(
     found: dict[str, list[Took]] = {name: [] for name in (*timed, *calls)}
     for _ in range(rounds):
         _slowest([0.0], device)
-        # The first and the last turn keep the cores busy while other ranks are not there yet, or not through.
-        taken = [_in_turn(calls.values(), device) for _ in range(turns + 2)][1:-1]
+        taken = [_in_turn(calls.values(), device) for _ in range(turns)]
         for name, each in zip(calls, zip(*taken, strict=True), strict=True):
             found[name].append(Took(fmean(took.wall for took in each), fmean(took.processor for took in each)))
         for (name, run), count in zip(timed.items(), times, strict=True):
