@@ -53,6 +53,17 @@ HEADING = re.compile(r"^#{1,6}\s+(?P<text>.+?)\s*#*$")
 RUNNER = """
 import contextlib, io, json, os, sys
 import torch
+import torch.distributed as dist
+# Examples are programs of their own, here in one process. A second process group would find the addresses of the first
+# in the launcher's store, and wait there for ever if the other rank is slower.
+def init_process_group(backend=None, init_method=None, *, real=dist.init_process_group, count=[0], **how):
+    if init_method is None and "store" not in how and "MASTER_PORT" in os.environ:
+        count[0] += 1
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        how |= {"store": dist.PrefixStore(f"group {count[0]}", store)}
+        how |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    return real(backend, init_method, **how)
+dist.init_process_group = init_process_group
 def comparable(text):
     is_known = torch.__version__.startswith("2.13.")
     return [line for line in text.splitlines() if is_known or not line.startswith("torch")]
@@ -69,7 +80,6 @@ try:
     for block in document["blocks"]:
         run(*block)
 finally:
-    import torch.distributed as dist
     if sys.exc_info()[0] is None:
         if dist.is_initialized():
             dist.destroy_process_group()
