@@ -1,0 +1,291 @@
+"""What a watchdog and a collector do with a question: a store, threads and real processes, but no rank that trains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from fsdp2.watch import collecting, current, neighbours, settings, trail, watchdog
+from fsdp2.watch.board import Board
+from fsdp2.watch.collecting import Collector
+from fsdp2.watch.examine import Answer, Finding, Past, Wait
+from fsdp2.watch.settings import Settings
+from fsdp2.watch.trail import Entry
+from fsdp2.watch.watchdog import Watchdog
+
+A, B = (Entry("all-gather", unit, 16, 64, "torch.float32") for unit in "ab")
+OFF = Settings(is_on=False, answer_within_s=0.3)  # the watchdog's own thread does nothing
+
+
+class Group:
+    """A process group of ranks that do not exist."""
+
+    group_desc = "mesh"
+
+    def __init__(self, name: str, ranks: tuple[int, ...]):
+        self.group_name = name
+        self.ranks = ranks
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return 0
+
+
+@dataclass
+class Awaited:
+    what: str = "all-gather"
+    fqn: str | None = "a"
+    group_name: str = "mesh:g"
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # for reports
+    for name, value in (("failure", None), ("awaited", None), ("since", 0.0)):
+        monkeypatch.setattr(current.current, name, value)
+    monkeypatch.setattr(settings, "_settings", [OFF])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def dog(store: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
+    """Rank 0's, of two."""
+    world: Any = Group("world", (0, 1))
+    monkeypatch.setattr(type(dist.group), "WORLD", world)
+    found = Watchdog(world, Board(store, 0, 2))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    found = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield found
+    found.kill()
+    found.communicate()
+
+
+def identity_of(process: subprocess.Popen[bytes], machine: str | None = None) -> str:
+    begun = neighbours._stat(process.pid)
+    assert begun is not None
+    return f"{machine or neighbours._machine()} {process.pid} {begun[1]}"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    identity = identity_of(process)
+    process.send_signal(signal.SIGSTOP)
+    while neighbours.fate_of(identity) is neighbours.Fate.RUNNING:
+        time.sleep(0.01)
+
+
+def put_answer(board: Board, number: int, answer: Answer) -> None:
+    board.put(f"answer/{number}/{answer.rank}", json.dumps(answer.to_json()))
+
+
+def waits(rank: int, ranks: tuple[int, ...] = (0, 1)) -> Answer:
+    return Answer(rank, {"mesh:g": Past(ranks, 0, (A,))}, Wait("mesh:g", "all-gather", "a", 3.0))
+
+
+# --- the collector ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subprocess.Popen[bytes]) -> None:
+    boards = [Board(store, rank, 2) for rank in range(2)]
+    boards[1].arrive(identity_of(process))
+    stop(process)
+    put_answer(boards[0], 1, waits(0))
+    assert Collector(boards[0]).collect(1, None).text.startswith("rank 1 is stopped (SIGSTOP)")
+    process.kill()
+    process.communicate()
+    put_answer(boards[0], 2, waits(0))
+    assert Collector(boards[0]).collect(2, None).text.startswith("rank 1 was killed")
+
+
+def test_last_words_are_read(store: Any, process: subprocess.Popen[bytes]) -> None:
+    """A rank that has ended says why, and where it was; that it was killed is only what /proc says."""
+    boards = [Board(store, rank, 2) for rank in range(2)]
+    boards[1].arrive(identity_of(process))
+    process.kill()
+    process.communicate()
+    boards[1].put("ended/1", json.dumps(["has ended after ValueError: a bad file", Answer(1).to_json()]))
+    put_answer(boards[0], 1, waits(0))
+    finding = Collector(boards[0]).collect(1, None)
+    assert finding.kind == "gone" and finding.text.startswith("rank 1 has ended after ValueError: a bad file")
+
+
+def on_machines(monkeypatch: pytest.MonkeyPatch, machines: Mapping[str, str]) -> None:
+    """Let each thread see only the processes of its machine."""
+    machine_of = neighbours._machine()
+
+    def fate_of(identity: str) -> neighbours.Fate:
+        machine, _, process = identity.partition(" ")
+        if machine != machines[threading.current_thread().name]:
+            return neighbours.Fate.UNKNOWN
+        return neighbours.fate_of(f"{machine_of} {process}")
+
+    monkeypatch.setattr(collecting, "fate_of", fate_of)
+
+
+def test_neighbours_tell_what_the_collector_cannot_see(
+    store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stopped, on a machine that it shares with rank 2 only."""
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, answer_within_s=2.0)])
+    on_machines(monkeypatch, {"zero": "one", "two": "other"})
+    ranks = (0, 1, 2)
+    boards = [Board(store, rank, 3) for rank in ranks]
+    for rank in (1, 2):
+        boards[rank].arrive(identity_of(process, "other"))
+        stop(process)
+    findings: dict[str, Finding] = {}
+
+    def answer(rank: int) -> None:
+        put_answer(boards[rank], 1, waits(rank, ranks))
+        collector, name = Collector(boards[rank]), threading.current_thread().name
+        findings[name] = collector.collect(1, None) if rank == 0 else collector.await_verdict(1, 0)
+
+    threads = [threading.Thread(target=answer, args=(rank,), name=name) for rank, name in ((0, "zero"), (2, "two"))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert findings["zero"].text.startswith("rank 1 is stopped (SIGSTOP)")
+    assert findings["two"].text == findings["zero"].text
+
+
+def test_a_machine_that_is_silent_as_a_whole(store: Any) -> None:
+    """Nobody can say what has become of its ranks: they are given `answer_within_s`."""
+    boards = [Board(store, rank, 2) for rank in range(2)]
+    boards[1].arrive("elsewhere 1 1")
+    put_answer(boards[0], 1, waits(0))
+    finding = Collector(boards[0]).collect(1, None)
+    assert finding.kind == "gone" and "rank 1 does not answer within 0.3 s" in finding.text
+
+
+def test_nobody_waits_for_a_collector_that_is_dead(
+    store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, answer_within_s=60.0)])
+    boards = [Board(store, rank, 2) for rank in range(2)]
+    boards[0].arrive(identity_of(process))
+    process.kill()
+    process.communicate()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(Collector(boards[1]).await_verdict, 1, 0).result(timeout=30).kind == "fine"
+
+
+# --- the watchdog -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_watchdog_forgets_groups_that_are_gone(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model that outlives its process groups would be compared with the new ones, and ended."""
+    old, kept, world = cast(Any, (Group("old", (0, 1)), Group("kept", (0, 1)), Group("world", (0, 1))))
+    for group in (old, kept):
+        trail.trail_of(group)
+    monkeypatch.setattr(watchdog, "all_groups", lambda: [kept])
+    monkeypatch.setattr(type(dist.group), "WORLD", world)
+    Watchdog(world, Board(store, 0, 2)).close()
+    assert [group for group, _ in trail.trails()] == [kept]
+
+
+def test_two_equal_findings_make_a_deadlock(dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_end_waits", lambda groups: True)
+    g, h = cast(Any, (Group("g", (0, 1)), Group("h", (0, 1))))
+    trail.trail_of(g).note(A)
+    trail.trail_of(h)
+    other = Answer(
+        1, {"mesh:g": Past((0, 1), 0, ()), "mesh:h": Past((0, 1), 0, (B,))}, Wait("mesh:h", "all-gather", "b", 3.0)
+    )
+    current.current.awaited = Awaited()
+    kinds = []
+    for number in (1, 2):
+        put_answer(Board(store, 1, 2), number, other)
+        finding = dog._round(number)
+        dog._act(finding)
+        kinds.append(finding.kind)
+    assert kinds == ["unclear", "deadlock"]
+    assert dog.failure is not None and "ranks wait for each other" in dog.failure
+
+
+@pytest.mark.parametrize("kind", ["differ", "gone", "deadlock"])
+def test_each_fault_ends_the_waits(dog: Watchdog, kind: str) -> None:
+    dog._act(Finding(kind, "what happened"))
+    assert dog.failure == "what happened"
+
+
+@pytest.mark.parametrize("give_up_after_s", [None, 1.0])
+def test_a_rank_that_lives_and_does_not_come(
+    dog: Watchdog, give_up_after_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for, but no longer than the user wants."""
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, give_up_after_s=give_up_after_s)])
+    current.current.awaited, current.current.since = Awaited(), time.monotonic() - 0.5
+    dog._act(Finding("late", "rank 1 is alive"))
+    assert dog.failure is None
+    current.current.since -= 10.0
+    dog._act(Finding("late", "rank 1 is alive"))
+    assert dog.failure == (None if give_up_after_s is None else "rank 1 is alive")
+
+
+def test_waits_for_a_dead_rank_end_in_every_group(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own collectives too, if it is in their group; other groups of his go on."""
+    ours, with_it, without_it, alone = cast(Any, [Group(str(r), r) for r in ((0, 2), (0, 1), (0, 3), (0,))])
+    trail.trail_of(ours)
+    monkeypatch.setattr(watchdog, "all_groups", lambda: [ours, with_it, without_it, alone])
+    ended: set[Any] = set()
+    monkeypatch.setattr(watchdog, "_end_waits", lambda groups: not ended.update(groups))
+    dog._act(Finding("gone", "rank 1 was killed", gone=(1,)))
+    assert ended == {ours, with_it}
+
+
+def test_every_peer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has closed its connections fails at once, which ends no wait for the others."""
+    peers = []
+
+    class Gloo(Group):
+        def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+            peers.append(peer)
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
+    assert watchdog._end_waits([cast(Any, Gloo("g", (0, 1, 2, 3)))])
+    assert sorted(peers) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("theirs", "asks"), [("7", False), ("8", True)])
+def test_what_is_compared_later(dog: Watchdog, store: Any, theirs: str, asks: bool) -> None:
+    """Ranks that have done something else ask each other what it was."""
+    Board(store, 1, 2).claim("later/mesh:g/3", theirs)
+    dog.later.append(("mesh:g", 3, 7))
+    dog._compare_later()
+    assert dog._must_ask() is asks
+
+
+def test_last_words(dog: Watchdog, store: Any) -> None:
+    """A process that ends tells the others, who would learn only from /proc that it is gone."""
+    trail.trail_of(cast(Any, group := Group("g", (0, 1)))).note(A)
+    dog.close("has ended after ValueError: a bad file")
+    text = Board(store, 1, 2).get("ended/0")
+    assert text is not None
+    why, content = json.loads(text)
+    assert why == "has ended after ValueError: a bad file"
+    assert Answer.from_json(content).pasts[f"mesh:{group.group_name}"].entries == (A,)
