@@ -22,8 +22,12 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import checkpoint
+from fsdp2.checkpoint.formats.native import read_manifest
+from fsdp2.checkpoint.storage.base import storage_of
+from fsdp2.checkpoint.tools.describing import stray_files
 from fsdp2.errors import CheckpointError
 from tests.helpers.mortal_ranks import Case, Kill, Outcome, begin, run_cases
+from tests.helpers.object_store import bucket
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -84,8 +88,9 @@ Role = Callable[["Scene"], Any]
 class Scene:
     """What a process knows: where, its number, its own random numbers, and which of the others are to end."""
 
-    def __init__(self, rank: int, root: str, seed: int, awaited: list[int]) -> None:
+    def __init__(self, rank: int, root: str, seed: int, awaited: list[int], marks: str = "") -> None:
         self.rank, self.root = rank, root
+        self._marks = marks or root
         self.random = random.Random(f"{seed} {rank}")
         self._awaited = awaited
         self._deadline = time.monotonic() + LIMIT_S / 2
@@ -94,18 +99,20 @@ class Scene:
         time.sleep(self.random.uniform(0, longest_s))
 
     def ended(self) -> None:
-        Path(f"{self.root}.ended-{self.rank}").touch()
+        Path(f"{self._marks}.ended-{self.rank}").touch()
 
     def over(self) -> bool:
         late = time.monotonic() > self._deadline
-        return late or all(os.path.exists(f"{self.root}.ended-{rank}") for rank in self._awaited)
+        return late or all(os.path.exists(f"{self._marks}.ended-{rank}") for rank in self._awaited)
 
 
-def play(rank: int, root: str, roles: list[str], seed: int, awaited: list[int], alone: bool = True) -> Any:
+def play(
+    rank: int, root: str, roles: list[str], seed: int, awaited: list[int], alone: bool = True, marks: str = ""
+) -> Any:
     """A process of a case: its role, and what came of it."""
     if alone:
         dist.destroy_process_group()
-    scene = Scene(rank, root, seed, awaited)
+    scene = Scene(rank, root, seed, awaited, marks)
     begin()
     scene.pause()
     try:
@@ -153,6 +160,18 @@ def goes_on(scene: Scene) -> None:
         scene.pause()
 
 
+def competes(scene: Scene) -> list[str]:
+    """As a run does, but the steps may be there, or be saved by another job now; the errors."""
+    errors = []
+    for number in range(FIRST_NEW, LAST_NEW + 1):
+        try:
+            save(scene.root, 1000 * (scene.rank + 1) + number, step=number)
+        except CheckpointError as error:
+            errors.append(str(error))
+        scene.pause()
+    return errors
+
+
 def goes_back(scene: Scene) -> None:
     """A run that was rolled back: it saves steps which are there, or were."""
     for number in range(SAVES):
@@ -174,7 +193,7 @@ def prunes(scene: Scene) -> int:
 
 
 ROLES: dict[str, Role] = {
-    role.__name__: role for role in (overwrites, overwrites_as_one_job, watches, goes_on, goes_back, prunes)
+    role.__name__: role for role in (overwrites, overwrites_as_one_job, watches, goes_on, competes, goes_back, prunes)
 }
 
 
@@ -182,11 +201,18 @@ ROLES: dict[str, Role] = {
 
 
 def rounds(
-    tmp_path: Path, roles: list[str], count: int, steps: int = 1, kill_within_s: float | None = None, **how: Any
+    tmp_path: Path,
+    roles: list[str],
+    count: int,
+    steps: int = 1,
+    kill_within_s: float | None = None,
+    remote: bool = False,
+    alone: bool = True,
 ) -> list[tuple[str, list[Outcome]]]:
     """Run cases with these roles, each in a folder that has checkpoints of the first steps.
 
     Args:
+        remote: the folder is in an object store.
         kill_within_s: process 0 is killed at some moment in that time.
 
     Returns:
@@ -194,13 +220,18 @@ def rounds(
     """
     cases, roots = [], []
     for seed in range(count):
-        roots.append(str(tmp_path / f"run {seed}"))
+        folder = tmp_path / f"run {seed}"
+        if remote:
+            folder.mkdir()
+        roots.append(f"{bucket(folder)}/run" if remote else str(folder))
         for step in range(1, steps + 1):
             save(roots[-1], step, step=step)
         kill = None if kill_within_s is None else Kill(0, random.Random(seed).uniform(0, kill_within_s))
         watchers = [rank for rank, role in enumerate(roles) if role in ("watches", "prunes")]
         awaited = [rank for rank in range(len(roles)) if rank not in watchers and (rank or kill is None)]
-        cases.append(Case(play, len(roles), (roots[-1], roles, seed, awaited, *how.values()), kill, limit_s=LIMIT_S))
+        cases.append(
+            Case(play, len(roles), (roots[-1], roles, seed, awaited, alone, str(folder)), kill, limit_s=LIMIT_S)
+        )
     return list(zip(roots, run_cases(cases), strict=True))
 
 
@@ -237,6 +268,7 @@ def looks_of(results: list[tuple[str, list[Outcome]]]) -> int:
 
 
 sampled = pytest.mark.parametrize("count", [6, pytest.param(200, marks=EXHAUSTIVE)])
+sampled_remote = pytest.mark.parametrize("count", [3, pytest.param(100, marks=EXHAUSTIVE)])  # requests take time
 
 
 @sampled
@@ -313,5 +345,49 @@ def test_killed_while_pruning(count: int, tmp_path: Path) -> None:
         problems = [problem for one in outcomes for problem in problems_of(one)]
         for step in range(1, 6):
             problems += afterwards(root, step)
+        found.append((root, problems))
+    report(found, looks_of(results))
+
+
+def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
+    """What is wrong in an object store: each step that jobs have competed for must be one of theirs, with no file of
+    the other's beside it; who could not save it was told why."""
+    problems = []
+    for step in range(FIRST_NEW, LAST_NEW + 1):
+        folder = f"{root}/step-{step:08d}"
+        try:
+            assert value_of(folder) in (1000 + step, 2000 + step), "another step's values"
+            storage, path = storage_of(folder)
+            if left := stray_files(storage, path, read_manifest(storage, path)):
+                problems.append(f"left over: {left}")
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    errors = [error for one in outcomes[:2] if one.ok for error in one.value]
+    wanted = ("another save has completed a checkpoint there", "is a checkpoint already")
+    return problems + [f"save: {error}" for error in errors if not any(each in error for each in wanted)]
+
+
+@sampled_remote
+@pytest.mark.parametrize("kill_within_s", [None, 0.1], ids=["", "killed"])
+def test_two_jobs_that_save_to_one_object_store(kill_within_s: float | None, count: int, tmp_path: Path) -> None:
+    """There is no lease and nothing is renamed: whose manifest comes first counts, and the other takes only its own
+    files away."""
+    roles = ["competes", "competes", "watches"]
+    results = rounds(tmp_path, roles, count, kill_within_s=kill_within_s, remote=True)
+    found = []
+    for root, outcomes in results:
+        problems = [problem for one in outcomes for problem in problems_of(one)]
+        found.append((root, problems + afterwards_remote(root, outcomes)))
+    report(found, looks_of(results))
+
+
+@sampled_remote
+def test_prune_beside_a_writer_in_an_object_store(count: int, tmp_path: Path) -> None:
+    results = rounds(tmp_path, ["goes_on", "prunes", "watches"], count, steps=3, remote=True)
+    found = []
+    for root, outcomes in results:
+        problems = [problem for one in outcomes for problem in problems_of(one)]
+        if value_of(f"{root}/step-{LAST_NEW:08d}") != LAST_NEW:
+            problems.append("LOST: what was saved last")
         found.append((root, problems))
     report(found, looks_of(results))

@@ -36,9 +36,10 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     agreement.check()
     records = [json.loads(record) for record in agreement.records()]
     options = _common_options(records)
-    if not storage.renames and is_complete(storage, path):
-        raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
-    files = _files(storage, work, records)
+    try:
+        files = _files(storage, work, records)
+    finally:
+        _check_is_first(storage, path)  # a save that came first may have deleted these files
     for section, placed in homes.items():
         if len(placed) > 1:
             name, content = f"{section}.safetensors.index.json", huggingface_index(placed)
@@ -83,6 +84,12 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
     delete(storage, gone)
+
+
+def _check_is_first(storage: Storage, path: str) -> None:
+    """Without renames the folder is the checkpoint's own, and only one save can complete it."""
+    if not storage.renames and is_complete(storage, path):
+        raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
 
 
 def write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:
