@@ -26,7 +26,7 @@ from fsdp2.optim.background import submit
 from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
-from fsdp2.optim.run import local_grad
+from fsdp2.optim.run import identical, local_grad
 from fsdp2.optim.staged import RestingState, StagedState, State
 from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup, Phase
@@ -70,6 +70,7 @@ class OffloadedPart:
         self._unit_group = ref(unit_group)
         self._policy = plan.offload
         self._streams = streams_for(plan.roles.device)
+        self._is_all_host = plan.roles.device == host()
         self._reals = [local_tensor(param) for param in self.params]
         self._pendings: list[PendingTensor] = []
         self._twins = [_twin(param, plan) for param in self.params]
@@ -113,12 +114,11 @@ class OffloadedPart:
         if not stepped:
             return
         for param, twin in stepped:
-            assert param.grad is not None
-            twin.grad = _grad_for(twin, local_grad(param, param.grad), spec_of(param.grad))
+            twin.grad = _grad_for(twin, param)
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update({key: _as_now(value) for key, value in _options(group).items()})
         with self._stepping():
-            copies = [self._take_state(twin, states.get(p)) for p, twin in zip(self.params, self._twins, strict=True)]
+            has_copied = self._take_states(states)
         ready = self._streams.record()
         # As after operations on the DTensors: tells autograd that tensors it may have saved will have changed.
         torch.autograd.graph.increment_version([param for param, _ in stepped])
@@ -128,7 +128,7 @@ class OffloadedPart:
         self._future = submit(lambda: self._run(ready, states), self._policy.threads)
         unit_group = self._unit_group()
         is_used = unit_group is None or unit_group.phase is not Phase.SHARDED
-        if not self._policy.overlap or is_used or any(copies):  # copies of all units at once would need much memory
+        if not self._policy.overlap or is_used or has_copied:  # copies of all units at once would need much memory
             self.settle()
 
     def _become_pending(self) -> None:
@@ -189,10 +189,16 @@ class OffloadedPart:
         if self._staged is not None:
             self._staged.finish()
 
-    def _take_state(self, twin: Any, outer: State | None) -> bool:
-        """What is outside counts; it may have been loaded, or changed, since the last step. Returns whether it was
+    def _take_states(self, states: State) -> bool:
+        """What is outside counts; it may have been loaded, or changed, since the last step. Returns whether some was
         copied."""
         inner = self._inner.state
+        outers = list(map(states.get, self.params))
+        if self._staged is None and self._is_all_host and identical(map(inner.get, self._twins), outers):
+            return False  # what `_publish` has left there
+        return any([self._take_state(inner, *each) for each in zip(self._twins, outers, strict=True)])
+
+    def _take_state(self, inner: State, twin: Any, outer: State | None) -> bool:
         if not outer:
             inner.pop(twin, None)
         elif self._staged is not None:
@@ -293,6 +299,9 @@ def _twin(param: DTensor, plan: Plan) -> Any:
     return twin
 
 
-def _grad_for(twin: Any, local: torch.Tensor, spec: Any) -> DTensor:
-    """A gradient on the same memory, that says that it is where `twin` is."""
-    return make_dtensor(local.to(local_tensor(twin).device), spec)
+def _grad_for(twin: Any, param: Any) -> DTensor:
+    """The parameter's gradient, where `twin` is."""
+    grad, device = param.grad, local_of(twin).device
+    if isinstance(grad, DTensor) and local_of(grad).device == device and grad.placements == param.placements:
+        return grad
+    return make_dtensor(local_grad(param, grad).to(device), spec_of(grad))
