@@ -2,7 +2,7 @@
 
 A checkpoint is written once and mostly never read, and the state of an optimizer on disk is read once each step. In the
 page cache they evict what the trainer reads, and finding pages for them takes most of the CPU time. With O_DIRECT the
-disk only takes whole pages, of page-aligned memory. Values elsewhere are copied, through the same few pages.
+disk only takes whole pages, of page-aligned memory. Values are copied here too, but through the same few pages.
 """
 
 import ctypes
@@ -52,13 +52,6 @@ def open_direct(path: str, opened: int, flags: int) -> "DirectFile | None":
     return DirectFile(fd)
 
 
-def _whole_pages_at(memory: memoryview) -> int:
-    """The bytes of the whole pages that it begins with; 0 if its first byte is none of a page, or it is read-only."""
-    if memory.readonly or memory.nbytes < PAGE or ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PAGE:
-        return 0
-    return memory.nbytes // PAGE * PAGE
-
-
 # Not in use by any thread; as many as threads have used at a time, for all files, of which there may be hundreds.
 _buffers: list[memoryview] = []
 
@@ -92,9 +85,6 @@ class DirectFile:
         with self._buffer() as buffer:
             filled = 0
             for part in parts:
-                if not filled and (whole := _whole_pages_at(part)):
-                    self._write_whole(offset, part[:whole])
-                    offset, part = offset + whole, part[whole:]
                 while part.nbytes:
                     taken = part[: PIECE - filled]
                     buffer[filled : filled + taken.nbytes] = taken
@@ -118,13 +108,10 @@ class DirectFile:
         with self._buffer() as buffer:
             while into.nbytes:
                 wanted = min(PIECE, -(-into.nbytes // PAGE) * PAGE)
-                whole = _whole_pages_at(into)
-                there = into[:whole] if whole else buffer[:wanted]
-                count = min(os.preadv(self._fd, [there], offset), into.nbytes)
+                count = min(os.preadv(self._fd, [buffer[:wanted]], offset), into.nbytes)
                 if not count:
                     raise OSError(errno.EIO, f"the file ends at byte {offset}, {into.nbytes} bytes too early")
-                if not whole:
-                    into[:count] = buffer[:count]
+                into[:count] = buffer[:count]
                 offset, into = offset + count, into[count:]
         return not self._refused
 

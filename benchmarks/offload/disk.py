@@ -3,8 +3,6 @@
 python benchmarks/offload/disk.py --tier /a/fast/disk
 python benchmarks/offload/disk.py --dry-run
 
-THP_MEM_ALLOC_ENABLE=1 python benchmarks/offload/disk.py --out benchmarks/offload/results/disk_aligned.json
-
 A step of AdamW reads and writes the state of all units. The bare disk reads and writes as many bytes, with as many
 threads and requests of the same size past the page cache, and nothing is done with them. Rounds of both alternate.
 """
@@ -32,7 +30,6 @@ from fsdp2 import Offload, fully_shard, offload_optimizer
 RESULTS = Path(__file__).parent / "results"
 THREADS, PIECE = 4, 2 << 20  # of fsdp2.optim.on_disk and fsdp2.direct
 MIB = 2**20
-ALIGNED = os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"  # torch aligns tensors of 2 MiB or more to pages
 
 
 def parse() -> argparse.Namespace:
@@ -117,11 +114,9 @@ def main() -> None:
         rows.append([name, rates.format(0), common.ratios(seconds, "bare", name).format()])
     result = {
         "question": "bytes per second of the state on disk",
-        "command": " ".join(
-            [*(["THP_MEM_ALLOC_ENABLE=1"] * ALIGNED), "python", "benchmarks/offload/disk.py", *sys.argv[1:]]
-        ),
+        "command": " ".join(["python", "benchmarks/offload/disk.py", *sys.argv[1:]]),
         **common.provenance("cpu"),
-        "workload": {"units": options.units, "dim": options.dim, "bytes": 2 * nbytes, "aligned": ALIGNED},
+        "workload": {"units": options.units, "dim": options.dim, "bytes": 2 * nbytes},
         "seconds": seconds,
     }
     path = options.out or RESULTS / "disk.json"
