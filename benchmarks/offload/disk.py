@@ -10,6 +10,7 @@ threads and requests of the same size past the page cache, and nothing is done w
 from __future__ import annotations
 
 import argparse
+import ctypes
 import mmap
 import os
 import sys
@@ -58,9 +59,9 @@ class Bare:
         self._fd = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
         os.unlink(path)
         self._threads = ThreadPoolExecutor(THREADS)
-        self._buffers = [mmap.mmap(-1, PIECE) for _ in range(THREADS)]
+        self._buffers = [large_page() for _ in range(THREADS)]
         for buffer in self._buffers:
-            buffer.write(os.urandom(PIECE))
+            buffer[:] = os.urandom(PIECE)
         os.posix_fallocate(self._fd, 0, self._pieces[-1] + PIECE)
         self.run()
 
@@ -72,6 +73,14 @@ class Bare:
         for offset in self._pieces[first::THREADS]:
             os.preadv(self._fd, [self._buffers[first]], offset)
             os.pwritev(self._fd, [self._buffers[first]], offset)
+
+
+def large_page() -> memoryview:
+    """The memory that the disk takes fastest."""
+    memory = mmap.mmap(-1, 2 * PIECE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % PIECE
+    return memoryview(memory)[start : start + PIECE]
 
 
 class Tier:

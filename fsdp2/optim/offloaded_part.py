@@ -196,7 +196,8 @@ class OffloadedPart:
         outers = list(map(states.get, self.params))
         if self._staged is None and self._is_all_host and identical(map(inner.get, self._twins), outers):
             return False  # what `_publish` has left there
-        return any([self._take_state(inner, *each) for each in zip(self._twins, outers, strict=True)])
+        copies = [self._take_state(inner, *each) for each in zip(self._twins, outers, strict=True)]
+        return any(copies)
 
     def _take_state(self, inner: State, twin: Any, outer: State | None) -> bool:
         if not outer:
