@@ -301,8 +301,12 @@ def _twin(param: DTensor, plan: Plan) -> Any:
 
 
 def _grad_for(twin: Any, param: Any) -> DTensor:
-    """The parameter's gradient, where `twin` is."""
+    """The parameter's gradient, where `twin` is, and that says so: one that was moved says where it came from."""
     grad, device = param.grad, local_of(twin).device
-    if isinstance(grad, DTensor) and local_of(grad).device == device and grad.placements == param.placements:
+    if (
+        isinstance(grad, DTensor)
+        and grad.device == local_of(grad).device == device
+        and grad.placements == param.placements
+    ):
         return grad
     return make_dtensor(local_grad(param, grad).to(device), spec_of(grad))
