@@ -74,7 +74,8 @@ def calibrate(
         machine = calibrate(plan.rehearsal.operators)
         machine.save("machine.json")
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
     world = dist.get_world_size() if dist.is_initialized() else 1
     node = Node(name, memory if memory is not None else _memory(device, world), ranks_per_node or world, world)
     times = times_of(things(device), calls_of(operators or {}, device), device, rounds)

@@ -360,7 +360,8 @@ def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
         try:
             assert value_of(folder) in (1000 + step, 2000 + step), "another step's values"
             storage, path = storage_of(folder)
-            if left := stray_files(storage, path, read_manifest(storage, path)):
+            left = stray_files(storage, path, read_manifest(storage, path))
+            if left and all(one.ok for one in outcomes):  # a dead job's stay until that step is saved again
                 problems.append(f"left over: {left}")
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import ArgumentError, UnsupportedError, ZeroPolicy, fully_shard
 from fsdp2.init import seeded, sequential
-from tests.helpers.parity_models import full, local, mesh_2d, shard_like
+from tests.helpers.parity_models import TORCH_VERSION, full, local, mesh_2d, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
 from tests.helpers.tp_models import PLANS, TpLm, dp_axes, dp_tp, hsdp_tp, parallelize, tokens
@@ -266,6 +266,7 @@ def test_functions(rank: int, world_size: int, mode: str, name: str) -> None:
 
 @on_ranks(4)
 @every_mode
+@pytest.mark.skipif(TORCH_VERSION == (2, 12), reason="its DTensors refuse to copy what was cut over two axes at once")
 def test_functions_where_ranks_own_nothing(rank: int, world_size: int, mode: str) -> None:
     """A row for some of the ranks only, cut over two axes, and cut in both dims; more than two dims."""
     mesh = mesh_2d(2, 2)
