@@ -226,7 +226,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
         Raises:
             OrderError: manual mode is off; a backward runs; a forward has not had its backward; the last handle was not
-                waited for; this module is not the root; or HSDP gradients wait for an all-reduce.
+                waited for; this module is not the root; HSDP gradients wait for an all-reduce; or a pipeline schedule
+                that splits backward has lost gradients of units that reshard after forward.
 
         Example::
 

@@ -10,7 +10,7 @@ the last microbatch it resets them, and ends the backward of the whole step itse
     stage_state._root_post_backward_final_callback()       # wait for the reductions
 
 `StageState` is that object here. Our end of backward reduces all waiting gradients and waits for the reductions, so
-only the second call has work to do, and the list is empty.
+only the second call has work to do, and the list is empty. A stage of torch 2.15 calls `finalize_backward` instead.
 
 Source: torch/distributed/pipelining/stage.py, `perform_reduce_grad` (torch 2.13).
 """
@@ -20,7 +20,6 @@ from typing import Any
 from torch import nn
 
 from fsdp2._torch import set_fully_shard_state
-from fsdp2.errors import OrderError
 from fsdp2.runtime.unit import Unit
 
 
@@ -52,22 +51,8 @@ class StageState:
         """
         context = self._unit.context
         if context is not None:
-            _check_split_backward(context.units)
+            context.check_split_backward()
             context.end_backward()
-
-
-def _check_split_backward(units: list[Unit]) -> None:
-    """A schedule that splits backward reads the stage's parameters before it computes either kind of gradient. A stage
-    that reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.14, also with its own
-    FSDP2)."""
-    lost = [unit.fqn for unit in units if unit.split_backward and unit.settings.reshard_after_forward is not False]
-    for unit in units:
-        unit.split_backward = False
-    if lost:
-        raise OrderError(
-            f"a pipeline schedule that splits backward lost gradients of the units {lost} of a stage, since they "
-            "reshard after forward. Call fully_shard(..., reshard_after_forward=False) on all units of the stage."
-        )
 
 
 def register_stage(module: nn.Module, unit: Unit) -> None:

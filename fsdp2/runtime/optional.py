@@ -39,6 +39,7 @@ class Member(Protocol):
     settings: UnitSettings
     fqn: str
     left_by: str
+    split_backward: bool
 
     def in_backward(self) -> UnitSettings: ...
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None: ...

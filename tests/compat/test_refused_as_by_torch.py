@@ -133,7 +133,11 @@ ARGUMENTS = [
     Mistake("mp_policy is a name", sharding(mp_policy="bf16"), ACCIDENT),
     Mistake("mp_policy is None", sharding(mp_policy=None), ACCIDENT),
     Mistake("mp_policy is a dict", sharding(mp_policy={"param_dtype": torch.bfloat16}), ACCIDENT),
-    Mistake("mp_policy is a class", lambda api, m: api.fully_shard(m, mp_policy=api.MixedPrecisionPolicy)),
+    Mistake(
+        "mp_policy is a class",
+        lambda api, m: api.fully_shard(m, mp_policy=api.MixedPrecisionPolicy),
+        ACCIDENT if TORCH_VERSION >= (2, 15) else "",
+    ),
     Mistake("mp_policy of FSDP1", sharding(mp_policy=torch_fsdp.MixedPrecision(torch.bfloat16)), ACCIDENT),
     *[
         Mistake(f"{field}={value!r}", with_policy(**{field: value}), ACCIDENT)
