@@ -50,28 +50,6 @@ def mean_of(plain: nn.Module, world_size: int, *steps: int) -> dict[str, Tensor 
     return mean_gradients(plain, world_size, lambda model, rank: backwards(model, rank, *steps))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_a_stage", [False, True])
-def test_gradients_of_inputs_alone(rank: int, world_size: int, as_a_stage: bool) -> None:
-    """A user may ask for them before backward. When a pipeline schedule does, a stage that reshards loses gradients of
-    its weights: a stage of torch 2.15, which neither reduces nor reshards until `finalize_backward`."""
-    plain = Layers(2)
-    model = sharded(plain, reshard_after_forward=True)
-    model.set_requires_gradient_sync(False)
-    model.set_reshard_after_backward(not as_a_stage)
-    x = batch(0, rank, dim=4).requires_grad_()
-    torch.autograd.grad(model(x).square().mean(), x)
-    if not as_a_stage:
-        backwards(model, rank, 1)
-    model.set_requires_gradient_sync(True)
-    if as_a_stage:
-        with pytest.raises(fsdp2.OrderError, match="splits backward lost gradients"):
-            model.finalize_backward()
-        return
-    model.finalize_backward()
-    assert_gradients(model, mean_of(plain, world_size, 1))
-
-
 # --- kept storage -----------------------------------------------------------------------------------------------------
 
 
