@@ -2,9 +2,11 @@
 
 python benchmarks/offload/disk.py --tier /a/fast/disk
 python benchmarks/offload/disk.py --dry-run
+python benchmarks/offload/disk.py --deepspeed         # also ZeRO-Infinity, which must be installed (see `zero.py`)
 
 A step of AdamW reads and writes the state of all units. The bare disk reads and writes as many bytes, with as many
-threads and requests of the same size past the page cache, and nothing is done with them. Rounds of both alternate.
+threads and requests of the same size past the page cache, and nothing is done with them. Rounds alternate. Of every
+step it is noted how many bytes the disk moved for this process: ZeRO-Infinity has weights and gradients there too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
+from benchmarks.offload import zero
 from fsdp2 import Offload, fully_shard, offload_optimizer
 
 RESULTS = Path(__file__).parent / "results"
@@ -42,6 +45,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
+    parser.add_argument("--deepspeed", action="store_true", help="time DeepSpeed's ZeRO-Infinity too")
     parser.add_argument("--dry-run", action="store_true", help="smallest size, to see that it runs")
     options = parser.parse_args()
     if options.dry_run:
@@ -64,6 +68,9 @@ class Bare:
             buffer[:] = os.urandom(PIECE)
         os.posix_fallocate(self._fd, 0, self._pieces[-1] + PIECE)
         self.run()
+
+    def prepare(self) -> None:
+        """Nothing."""
 
     def run(self) -> None:
         """Each piece is read by one thread, and then written."""
@@ -97,10 +104,38 @@ class Tier:
             param.grad = torch.ones_like(param)
         self.run()
 
+    def prepare(self) -> None:
+        """Nothing: gradients stay."""
+
     def run(self) -> None:
         """A step, until everything is written."""
         self.optimizer.step()
         self.optimizer.wait()
+
+
+class Infinity:
+    """Steps the same weights with their state on disk, by DeepSpeed."""
+
+    def __init__(self, folder: Path, units: int, dim: int):
+        model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(units)))
+        self.engine = zero.engine(model, zero.disk(folder), batch=1, clip=0.0)
+        self.input = torch.ones(1, dim)
+        self.prepare()
+        self.run()
+
+    def prepare(self) -> None:
+        """Make gradients, and write them; this is not timed."""
+        self.engine.backward(self.engine(self.input).sum())
+
+    def run(self) -> None:
+        """A step, until everything is written."""
+        self.engine.step()
+
+
+def moved() -> int:
+    """Bytes that the disk has read and written for this process."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
 
 def main() -> None:
@@ -110,27 +145,40 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.tier or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        bare, tier = Bare(folder, nbytes), Tier(folder, options.units, options.dim)
-        seconds: dict[str, list[float]] = {"bare": [], "tier": []}
+        ways: dict[str, Bare | Tier | Infinity] = {"bare": Bare(folder, nbytes)}
+        ways["fsdp2"] = Tier(folder, options.units, options.dim)
+        if options.deepspeed:
+            ways["DeepSpeed"] = Infinity(folder, options.units, options.dim)
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        bytes_moved: dict[str, list[int]] = {name: [] for name in ways}
         for _ in range(options.rounds):
-            for name, each in (("bare", bare), ("tier", tier)):
-                begin = time.perf_counter()
+            for name, each in ways.items():
+                each.prepare()
+                before, begin = moved(), time.perf_counter()
                 each.run()
                 seconds[name].append(time.perf_counter() - begin)
+                bytes_moved[name].append(moved() - before)
+    rates = {
+        name: [count / MIB / passed for count, passed in zip(bytes_moved[name], seconds[name], strict=True)]
+        for name in ways
+    }
     rows = []
-    for name, values in seconds.items():
-        rates = common.Spread.of([2 * nbytes / MIB / each for each in values])
-        rows.append([name, rates.format(0), common.ratios(seconds, "bare", name).format()])
+    for name, each in seconds.items():
+        row = [name, common.Spread.of(each).format(), f"{max(bytes_moved[name]) / MIB:.0f}"]
+        row += [common.Spread.of(rates[name]).format(0), common.ratios(rates, name, "bare").format()]
+        rows.append(row)
     result = {
         "question": "bytes per second of the state on disk",
         "command": " ".join(["python", "benchmarks/offload/disk.py", *sys.argv[1:]]),
         **common.provenance("cpu"),
         "workload": {"units": options.units, "dim": options.dim, "bytes": 2 * nbytes},
+        "deepspeed": zero.version() if options.deepspeed else None,
         "seconds": seconds,
+        "bytes_moved": bytes_moved,
     }
     path = options.out or RESULTS / "disk.json"
     common.write_json(path, result)
-    print(common.table(["", "MiB/s, read and written", "of the bare disk"], rows))
+    print(common.table(["", "a step, s", "MiB moved", "MiB/s", "of the bare disk"], rows))
     print(f"\nraw data: {path}")
     dist.destroy_process_group()
 

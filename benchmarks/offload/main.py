@@ -2,11 +2,13 @@
 
 python benchmarks/offload/main.py                     # the table in README.md
 python benchmarks/offload/main.py --dry-run
+python benchmarks/offload/main.py --deepspeed         # also DeepSpeed, which must be installed
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fsdp2
 from benchmarks import common
+from benchmarks.offload import zero
 from fsdp2 import Offload
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="training steps of a run, so that a step can be hidden")
     parser.add_argument("--blocks", type=int, default=26, help="of twelve parameters")
     parser.add_argument("--dim", type=int, default=128, help="width of the model")
+    parser.add_argument("--deepspeed", action="store_true", help="time DeepSpeed's ZeRO-3 too; see `zero.py`")
     parser.add_argument("--dry-run", action="store_true", help="smallest size, to see that it runs")
     parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
     options = parser.parse_args()
@@ -102,7 +106,7 @@ def report(seconds: dict[str, list[float]], num_steps: int) -> str:
     """The table of README.md."""
     rows = []
     for name in seconds:
-        kind = name.rpartition(", ")[2]
+        kind = name.rpartition(", ")[2] if name.endswith((*IMPLEMENTATIONS,)) else "fused"
         bars = [common.ratios(seconds, name, baseline.format(kind)).format() for baseline in (BASELINE, THEIRS)]
         rows.append([name, common.Spread.of([each / num_steps for each in seconds[name]]).format(1, 1000), *bars])
     return common.table(["variant", "a step, ms", "/ no offload", "/ torch's CPUOffloadPolicy"], rows)
@@ -114,12 +118,15 @@ def main() -> None:
     common.join("cpu")
     workload = common.Workload(blocks=options.blocks, dim=options.dim, heads=4, batch=1, length=32)
     steps = variants(workload, options.steps)
+    if options.deepspeed:
+        steps |= zero.variants(workload, options.steps)
     timings = common.interleave(steps, options.rounds, options.warmup, "cpu")
     if dist.get_rank() == 0:
         result = {
             "question": "a training step with offload",
             "command": " ".join(["python", "benchmarks/offload/main.py", *sys.argv[1:]]),
             **common.provenance("cpu"),
+            "deepspeed": zero.version() if options.deepspeed else None,
             "workload": {key: getattr(options, key) for key in ("blocks", "dim", "steps")},
             "rounds": options.rounds,
             "warmup": options.warmup,
@@ -131,7 +138,9 @@ def main() -> None:
         print(f"Wall time:\n\n{report(timings.wall, options.steps)}\n")
         print(f"Processor time of a rank:\n\n{report(timings.cpu, options.steps)}\n")
         print(f"raw data: {path}")
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of DeepSpeed and of gloo may still run, and abort when the interpreter ends
 
 
 if __name__ == "__main__":
