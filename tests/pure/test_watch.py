@@ -139,6 +139,17 @@ def test_groups_are_compared_each_for_itself() -> None:
     assert finding.kind == "fine" and finding.agreed == {"g": 1, "h": 1}
 
 
+def test_where_a_rank_is_names_the_program() -> None:
+    """A rank that was still formatting its traceback was said to be at a line of `traceback`, which told nobody what it
+    did."""
+    waiting, late = answer(0, B, A, wait="all-gather"), answer(1, B)
+    runner, script = "<frozen runpy>:198 (_run_module_as_main)", "/run/train.py:7 (main)"
+    inside = "/usr/lib/python3.11/traceback.py:261 (__init__)"
+    assert f"it is at {script}" in found(waiting, replace(late, stack=(runner, script, inside))).text
+    installed = "/usr/lib/python3.11/site-packages/torchtitan/train.py:9 (main)"
+    assert f"it is at {installed}" in found(waiting, replace(late, stack=(runner, installed))).text
+
+
 def test_a_late_rank_is_no_fault() -> None:
     finding = found(answer(0, B, A, wait="all-gather"), answer(1, B))
     assert finding.kind == "late" and not finding.is_fault
