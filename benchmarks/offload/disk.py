@@ -6,7 +6,7 @@ python benchmarks/offload/disk.py --deepspeed         # also ZeRO-Infinity, whic
 
 A step of AdamW reads and writes the state of all units. The bare disk reads and writes as many bytes, with as many
 threads and requests of the same size past the page cache, and nothing is done with them. Rounds alternate. Of every
-step it is noted how many bytes the disk moved for this process: ZeRO-Infinity has weights and gradients there too.
+step it is noted how many bytes the disk moved for this process: ZeRO-Infinity moves more than the state.
 """
 
 from __future__ import annotations
