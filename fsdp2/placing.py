@@ -110,6 +110,10 @@ class Placing:
                 f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
                 f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
             )
+        if is_wrapper(local) and isinstance(self.offload, Offload) and self.offload.params == "files":
+            raise UnsupportedError(
+                f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
+            )
         if extension_of(fqn, local) is None:
             return
         if roles.shard_axis is None:

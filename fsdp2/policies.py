@@ -142,22 +142,25 @@ class Offload(OffloadPolicy):
         Offload()                            state in host memory; the device steps, on copies of one unit's state
         Offload(grads=True)                  gradients too; the host steps a copy of the parameters
         Offload(grads=True, params=True)     everything: as `CPUOffloadPolicy`, with a step that overlaps
+        Offload(tier="/nvme/0")              state in files; each of these may have a tier
+        Offload(grads=True, params="files", tier="/nvme/0")     sharded parameters in files too
 
     Attributes:
         states: the optimizer's state lives in host memory.
         grads: sharded gradients live in host memory. Needs `states`.
-        params: sharded parameters live in host memory. Needs `grads`.
+        params: sharded parameters live in host memory; ``"files"``: in files of the `tier`, and those of a few units in
+            memory. Needs `grads`.
         fraction: of each unit's bytes, 0 to 1, the part to which this applies: whole parameters, the largest first. The
             others stay on the device.
         overlap: `offload_optimizer` steps in the background. False: within ``step()``.
         tier: where the state rests: ``"cpu"`` for host memory, or a folder, or several, used in turn, for files there;
-            then three units' state is in memory at a time. Gradients and parameters rest in host memory in any case.
-            The files have no names, and are gone when the process is.
+            then three units' state is in memory at a time. The files have no names, and are gone when the process is.
         threads: threads of this rank that step in host memory, bound to cores of their own if ``LOCAL_RANK`` and
             ``LOCAL_WORLD_SIZE`` are set and there are enough. None: as many as compute has, and not bound.
 
     Raises:
         ArgumentError: a setting without one that it needs, a fraction outside of 0 to 1, or fewer than one thread.
+        OSError: (later) a folder has no room for parameters, where they get their memory.
 
     Example::
 
@@ -171,7 +174,7 @@ class Offload(OffloadPolicy):
 
     states: bool = True
     grads: bool = False
-    params: bool = False
+    params: bool | Literal["files"] = False
     fraction: float = 1.0
     overlap: bool = True
     threads: int | None = None
@@ -184,8 +187,12 @@ class Offload(OffloadPolicy):
             raise ArgumentError(f"Offload: tier: expected 'cpu', a folder or a list of folders, got {self.tier!r}")
         if not isinstance(self.tier, (str, Path)):
             object.__setattr__(self, "tier", tuple(self.tier))  # hashable, as policies are
-        for name in ("states", "grads", "params", "overlap"):
+        for name in ("states", "grads", "overlap"):
             _check_bool(f"Offload: {name}", getattr(self, name))
+        if self.params != "files":
+            _check_bool("Offload: params", self.params)
+        elif self.tier == "cpu":
+            raise ArgumentError('Offload: params="files" needs a folder: tier="/a/fast/disk"; got tier="cpu"')
         if not self.states or (self.params and not self.grads):
             raise ArgumentError(
                 f"Offload: gradients need states=True, and parameters grads=True; got states={self.states}, "
@@ -198,7 +205,7 @@ class Offload(OffloadPolicy):
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Where the files with the state are; empty if it is in memory."""
+        """Where the files are; empty without any."""
         if self.tier == "cpu":
             return ()
         tiers = (self.tier,) if isinstance(self.tier, (str, Path)) else self.tier

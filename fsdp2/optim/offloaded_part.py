@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, set_local_tensor, spec_of
+from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.background import submit
 from fsdp2.optim.local import LocalOptimizer, without_hooks
@@ -88,7 +89,8 @@ class OffloadedPart:
         """Where the state rests, if not where the optimizer steps."""
         folders = self._policy.folders
         if folders and simulation() is None:  # a plan counts what is in files as memory of the host
-            return DiskState(self._inner.state, device, folders[next(_on_disk) % len(folders)], self.settle)
+            files = RestingShards(file for real in self._reals if (file := file_of(real)) is not None)
+            return DiskState(self._inner.state, device, folders[next(_on_disk) % len(folders)], files, self.settle)
         return None if device == host() else StagedState(self._inner.state, device, self._policy.pins)
 
     def is_current(self, lists: Sequence[Sequence[DTensor]]) -> bool:

@@ -6,7 +6,8 @@
     step        in the background, as without files
     store       the same four threads write; then the memory is freed, and the next unit's state may come
 
-So while one unit is stepped, the next is read and the one before it is written. Files have no names: what a process
+So while one unit is stepped, the next is read and the one before it is written. Parameters that are in
+files (see `disk/mapped.py`) are read ahead and put to rest at the same times. Files have no names: what a process
 leaves behind when it dies, the system frees at once.
 
 Source: ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
@@ -32,8 +33,9 @@ from fsdp2._torch import (
     wrapper_like,
     written_arguments,
 )
-from fsdp2.direct import memory_at
-from fsdp2.optim.disk_file import DiskFile, remove_leftovers, whole_pages
+from fsdp2.disk.direct import memory_at
+from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
+from fsdp2.disk.mapped import RestingShards
 from fsdp2.optim.run import identical
 from fsdp2.optim.staged import RestingState, State, storages_of
 from fsdp2.policies import HOST
@@ -62,15 +64,22 @@ class DiskState(RestingState):
     Args:
         state, device: as for `RestingState`.
         folder: where the file is; created if it does not exist.
+        beside: files that the step needs too.
         settle: waits for the step, so that whoever looks at what is shown sees what it left.
     """
 
     def __init__(
-        self, state: MutableMapping[Any, State], device: torch.device, folder: str, settle: Callable[[], None]
+        self,
+        state: MutableMapping[Any, State],
+        device: torch.device,
+        folder: str,
+        beside: RestingShards,
+        settle: Callable[[], None],
     ):
         super().__init__(state, device)
         self._settle = WeakMethod(settle)
         self._folder = folder
+        self._beside = beside
         self._places: list[Place] = []
         self._reads: Future[list[Future[None]]] | None = None
         self._written: Future[None] | None = None
@@ -82,6 +91,7 @@ class DiskState(RestingState):
 
     def _begin_to_read(self) -> "list[Future[None]]":
         _threads().room.acquire()
+        self._beside.read_ahead()
         if self._written is not None:
             wait([self._written])
         return [chunk for place in self._places if place.memory is None for chunk in place.begin_to_read(self.device)]
@@ -124,6 +134,7 @@ class DiskState(RestingState):
                 write.result()
             for place in self._places:
                 place.free()
+            self._beside.rest()
         finally:
             _threads().room.release()
 
@@ -152,7 +163,9 @@ class DiskState(RestingState):
             for key, there in storages_of(values).items()
             if there.numel() and there.untyped_storage().resizable()
         }
-        file = DiskFile(self._folder, sum(map(whole_pages, map(torch.Tensor.numel, storages.values()))))
+        nbytes = sum(map(whole_pages, map(torch.Tensor.numel, storages.values())))
+        so = "They stay in memory, and the step is complete: a checkpoint can be saved"
+        file = DiskFile(self._folder, nbytes, "an optimizer's state", so)
         places, offset = {}, 0
         for key, there in storages.items():
             places[key] = Place(self, file, offset, there)

@@ -6,7 +6,6 @@ identically on all ranks.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.recompute import check_plain, recompute_and_compile
 from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy
 from fsdp2.runtime.unit import has_forward, unit_of
 
 __all__ = ["parallelize"]
@@ -138,8 +137,8 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
         options["mp_policy"] = MixedPrecisionPolicy(_COMPUTE[config.mixed_precision], torch.float32)
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=meshes.data.device_type != "cpu")
-    if (policy := OFFLOADS[config.offload]) is not None:
-        options["offload_policy"] = replace(policy, tier=config.offload_tier)
+    if (offload := OFFLOADS[config.offload]) is not None:
+        options["offload_policy"] = Offload(**offload, tier=config.offload_tier)
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
     elif config.pipeline > 1 and "zero" not in given and not meshes.only_replicates:

@@ -15,7 +15,6 @@ from typing import Any
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.parallel.files import read_section
 from fsdp2.parallel.keys import fields_from
-from fsdp2.policies import Offload
 
 __all__ = ["AXES", "ParallelConfig"]
 
@@ -25,11 +24,12 @@ _DATA = ("replicate", "shard")
 
 _CHECKPOINTING = {"none": 0, "full": 1, "selective": 2}
 _MIXED_PRECISION = ("no", "bf16", "fp16")
-OFFLOADS = {
+OFFLOADS: dict[str, dict[str, Any] | None] = {  # the arguments of `Offload`
     "none": None,
-    "states": Offload(),
-    "gradients": Offload(grads=True),
-    "all": Offload(grads=True, params=True),
+    "states": {},
+    "gradients": {"grads": True},
+    "all": {"grads": True, "params": True},
+    "files": {"grads": True, "params": "files"},
 }
 
 
@@ -50,8 +50,9 @@ class ParallelConfig:
             microbatch would gather again.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``: the dtype of compute; gradients are reduced in float32.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
-        offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states) or ``"all"``, as `Offload`
-            says; the optimizer must be one of `offload_optimizer`. Not together with `cpu_offload`.
+        offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states), ``"all"``, or ``"files"``
+            (all, with states and sharded parameters in files of the tier), as `Offload` says; the optimizer must be one
+            of `offload_optimizer`. Not together with `cpu_offload`.
         offload_tier: with `offload`, where the state rests: ``"cpu"``, or a folder for files.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
@@ -227,6 +228,8 @@ def _check(config: Any) -> None:
         raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
     if not isinstance(config.offload_tier, str) or not config.offload_tier:
         raise ArgumentError(f'offload_tier: expected "cpu" or a folder; got {config.offload_tier!r}')
+    if config.offload_tier == "cpu" and config.offload == "files":
+        raise ArgumentError('offload: got "files" without a folder for them; set offload_tier = "/a/fast/disk"')
     if config.offload_tier != "cpu" and config.offload == "none":
         raise ArgumentError(f'offload_tier: got "{config.offload_tier}", but offload is "none"; set offload too')
     if not isinstance(config.blocks, tuple) or not all(isinstance(name, str) and name for name in config.blocks):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running, version
+from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
@@ -113,6 +114,7 @@ class ParamGroup:
         self._host: HostCopy | None = None
         self._shards: list[torch.Tensor] = []
         self.flat_shards: list[FlatShard] = []
+        self._resting: RestingShards | None = None
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
 
@@ -178,7 +180,12 @@ class ParamGroup:
             return unsharded.start_from(self._host), _nothing
         self._host = None
         keep = partial(self._copy_to_host, versions) if stays else _nothing
-        return unsharded.start(self._shards, self.flat_shards, versions), keep
+        if self._resting is not None:
+            self._resting.check()
+        finish = unsharded.start(self._shards, self.flat_shards, versions)
+        if self._resting is not None:
+            self._resting.used()
+        return finish, keep
 
     def _copy_to_host(self, versions: list[int]) -> None:
         self._host = HostCopy(self.params, versions)
@@ -337,6 +344,8 @@ class ParamGroup:
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.geometry.local_numel] for param in self.params]
             self.flat_shards = flat_shards(self.params)
+            files = [file for param in self.params if (file := file_of(param.flat)) is not None]
+            self._resting = RestingShards(files) if files else None
             if self._unsharded is not None:
                 self._unsharded.forget_shards()
         if any(changed):

@@ -32,13 +32,15 @@ from fsdp2._torch import (
     version,
 )
 from fsdp2.adjacent import carved_of
+from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout, strides
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.policies import MixedPrecisionPolicy, Offload, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.streams import simulation
 from fsdp2.specs import ParamSpecs
 
 # Maps original and unsharded parameters, and replaced sharded ones, to their managed parameter. Weak on both sides, so
@@ -95,7 +97,18 @@ class Plan:
     @property
     def pins(self) -> bool:
         """Whether `home` is page-locked host memory."""
-        return self.offload.home is not None and self.offload.pins
+        return self.offload.home is not None and self.offload.pins and not self.in_files
+
+    @property
+    def in_files(self) -> bool:
+        """Whether `home` is memory of files. (A plan counts what is in files as memory of the host.)"""
+        return isinstance(self.offload, Offload) and self.offload.params == "files" and simulation() is None
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for sharded parameters, 1-D; in a file, if they are moved to `home`, and that is there."""
+        if isinstance(self.offload, Offload) and self.in_files and device == self.home:
+            return mapped.zeros(numel, dtype, self.offload.folders)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -254,7 +267,7 @@ class ManagedParameter:
             local = padded.narrow(layout.dim, 0, chunk.size(layout.dim)) if chunk.shape != padded.shape else padded
             local.copy_(chunk)
             return local, padded.view(-1)
-        flat = torch.zeros(layout.padded_numel, dtype=chunk.dtype, device=home)
+        flat = self.plan.zeros(layout.padded_numel, chunk.dtype, home)
         if self.plan.pins and not chunk.is_meta:
             flat = flat.pin_memory()
         local = self.geometry.local_view(flat)
@@ -401,9 +414,10 @@ class ManagedParameter:
         in_memory = local if is_wrapper(local) else self.geometry.to_memory(local)
         fits = not is_wrapper(local) and in_memory.is_contiguous() and local.numel() == layout.padded_numel
         own = carved_of(in_memory)
-        if own is not None and own.numel() == layout.padded_numel:
+        elsewhere = self.plan.in_files and not local.is_meta and mapped.file_of(in_memory) is None
+        if own is not None and not elsewhere and own.numel() == layout.padded_numel:
             self.flat = own
-        elif fits and (not self.plan.pins or local.is_meta or local.is_pinned()):
+        elif fits and not elsewhere and (not self.plan.pins or local.is_meta or local.is_pinned()):
             self.flat = in_memory.reshape(-1)
         else:
             local, self.flat = self._padded(in_memory)

@@ -80,29 +80,31 @@ class Places:
 def _kinds(
     params: Iterable[ManagedParameter], device_of: Callable[[ManagedParameter], torch.device]
 ) -> list[list[ManagedParameter]]:
-    """The parameters that should be neighbours, grouped by dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[ManagedParameter]] = {}
+    """The parameters that should be neighbours, grouped by dtype, device, and whether they rest in a file."""
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[ManagedParameter]] = {}
     for param in params:
         if _should_have_neighbours(param):
-            kinds.setdefault((param.dtype, device_of(param)), []).append(param)
+            kinds.setdefault((param.dtype, device_of(param), param.plan.in_files), []).append(param)
     return list(kinds.values())
 
 
 def _should_have_neighbours(param: ManagedParameter) -> bool:
     """Whether the shard is small and a plain tensor. False if it is used in place, where alignment matters, or pinned,
-    because copies from pinned memory are tracked per allocation. A part is where its whole is."""
+    because copies from pinned memory are tracked per allocation. A part is where its whole is. In files all shards of a
+    group are neighbours, so that there are few files."""
     if param.part is not None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
         return False
-    return 0 < param.flat.nbytes <= MOST_BYTES
+    return param.flat.nbytes > 0 and (param.plan.in_files or param.flat.nbytes <= MOST_BYTES)
 
 
 def _pieces(members: Sequence[ManagedParameter], device: torch.device) -> list[torch.Tensor]:
     """Zeroed memory for each shard, contiguous if possible."""
     sizes, dtype = [param.flat.numel() for param in members], members[0].dtype
     with torch.inference_mode(False), torch.no_grad():
+        zeros = members[0].plan.zeros
         if can_carve(torch.empty(0, device=device)):
-            return carve(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes)
-        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+            return carve(zeros(sum(sizes), dtype, device), sizes)
+        return [zeros(size, dtype, device) for size in sizes]
 
 
 def _are_together(members: Sequence[ManagedParameter]) -> bool:

@@ -15,11 +15,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp2 import checkpoint, direct
+from fsdp2 import checkpoint
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.storage import local
 from fsdp2.checkpoint.storage.local import LocalStorage, LocalWriter
-from fsdp2.direct import PAGE, open_direct
+from fsdp2.disk import direct
+from fsdp2.disk.direct import PAGE, open_direct
 from tests.helpers.ranks import on_ranks
 
 PWriteV = Callable[[int, list[memoryview], int], int]

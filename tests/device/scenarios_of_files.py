@@ -16,7 +16,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.run import background
 from fsdp2.checkpoint.storage.local import LocalWriter
-from fsdp2.optim.disk_file import DiskFile
+from fsdp2.disk.file import DiskFile
 from tests.device.ranks import DEVICE, late
 from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, stream_of, values
 from tests.device.training import ALL_ON_DISK, GRADS_ON_DISK, ON_DISK, Feature, sharded, train

@@ -159,6 +159,7 @@ FOLDER = lagging.BUILT.with_name("offloaded")  # files there have no names
 ON_DISK = Offload(tier=FOLDER)
 GRADS_ON_DISK = Offload(grads=True, tier=FOLDER)
 ALL_ON_DISK = Offload(grads=True, params=True, tier=FOLDER)
+IN_FILES = Offload(grads=True, params="files", tier=FOLDER)
 FROZEN_ON_HOST = ZeroPolicy(keep_frozen="host")
 
 
@@ -213,6 +214,8 @@ FEATURES = {
     "states on disk, all else in host memory": in_background(ALL_ON_DISK),
     "states on disk, all else in host memory, mixed precision": in_background(ALL_ON_DISK, **mixed()),
     "states on disk, all else in host memory, stepped in backward": in_background(ALL_ON_DISK, in_backward=True),
+    "states and parameters in files": in_background(IN_FILES),
+    "states and parameters in files, mixed precision": in_background(IN_FILES, **mixed()),
     # Not clipped, as above.
     "half of the states on disk": in_background(Offload(fraction=0.5, tier=FOLDER), clips=False),
     "stepped in backward": Feature(optimizer=stepped_in_backward),

@@ -10,13 +10,11 @@ import gc
 import io
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,16 +26,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import Offload, checkpoint, direct, offload_optimizer
+from fsdp2 import Offload, checkpoint, offload_optimizer
 from fsdp2._torch import local_tensor
 from fsdp2.checkpoint.schema.checksum import BLOCK
-from fsdp2.direct import PAGE
+from fsdp2.disk import direct
+from fsdp2.disk.direct import PAGE
+from fsdp2.disk.file import PREFIX, DiskFile, remove_leftovers
 from fsdp2.optim import local_optimizer
-from fsdp2.optim.disk_file import PREFIX, DiskFile, remove_leftovers
 from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor
 from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import batch, local
 from tests.helpers.ranks import on_ranks
+from tests.helpers.small_disks import small_disk, small_files
 
 DIM, DEPTH = 8, 8
 KIND = torch.optim.AdamW
@@ -197,7 +197,7 @@ def test_files_have_no_names_and_are_closed(rank: int, world_size: int, tmp_path
 @on_ranks(1)
 def test_files_share_buffers(rank: int, world_size: int, tmp_path: Path) -> None:
     """Each file had kept its own: 2 MiB for each of four threads, which for a hundred units was more than the state."""
-    files = [DiskFile(str(tmp_path), PAGE) for _ in range(20)]
+    files = [DiskFile(str(tmp_path), PAGE, "pages", "") for _ in range(20)]
     with patch.object(direct, "_new_buffer", wraps=direct._new_buffer) as new:
         for file in files:
             file.keep(0, memoryview(bytes(PAGE)))
@@ -231,8 +231,8 @@ def test_leftovers(tmp_path: Path) -> None:
 KILLED = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from fsdp2.optim.disk_file import DiskFile
-file = DiskFile(sys.argv[1], 1 << 20)
+from fsdp2.disk.file import DiskFile
+file = DiskFile(sys.argv[1], 1 << 20, "zeros", "")
 file.keep(0, memoryview(bytes(1 << 20)))
 print("ready", flush=True)
 time.sleep(60)
@@ -251,30 +251,6 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     process.wait()
     process.stdout.close()
     assert not [*tmp_path.iterdir()]
-
-
-@contextmanager
-def small_files(_folder: Path) -> Iterator[None]:
-    """No file may be larger than a page."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A file system in memory with room for half of the state."""
-    folder.mkdir(exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DEPTH * 2 * PAGE}", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @on_ranks(1)

@@ -46,6 +46,8 @@ SETTINGS = {
 ON_DISK = {  # with the folder of a test
     "disk": lambda folder: Offload(tier=folder),
     "two disks": lambda folder: Offload(grads=True, params=True, tier=[folder / "a", folder / "b"]),
+    "files": lambda folder: Offload(grads=True, params="files", tier=[folder / "a", folder / "b"]),
+    "half in files": lambda folder: Offload(grads=True, params="files", tier=folder, fraction=0.5),
 }
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
@@ -244,7 +246,7 @@ def test_what_is_done_after_step_does_not_reach_it(rank: int, world_size: int) -
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", ["states", "disk"])
+@pytest.mark.parametrize("setting", ["states", "disk", "files"])
 def test_loads_between_step_and_use(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """`load_state_dict` of the model and of the optimizer comes after the step, whenever that runs."""
     model, optimizer = stepped(policy_of(setting, tmp_path), rank)
@@ -298,7 +300,7 @@ def test_units_are_stepped_in_the_order_of_forward(rank: int, world_size: int, h
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", ["states", "disk"])
+@pytest.mark.parametrize("setting", ["states", "disk", "files"])
 def test_stepped_in_backward(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Without clipping units are stepped during backward, in the background; accumulated gradients too."""
     model, plain = stack(policy_of(setting, tmp_path), depth=4), stack(None, depth=4)
@@ -328,7 +330,7 @@ def test_grad_scaler(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4, 2)
-@pytest.mark.parametrize("setting", ["all", "disk"])
+@pytest.mark.parametrize("setting", ["all", "disk", "files"])
 def test_empty_and_frozen_shards(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Trailing ranks without a row, frozen weights, and some that get no gradient in a step."""
     results = []
@@ -353,7 +355,7 @@ def test_empty_and_frozen_shards(rank: int, world_size: int, setting: str, tmp_p
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("setting", ["states", "disk"])
+@pytest.mark.parametrize("setting", ["states", "disk", "files"])
 def test_tensor_parallel(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     results = []
@@ -374,8 +376,8 @@ def test_tensor_parallel(rank: int, world_size: int, setting: str, tmp_path: Pat
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("saved", [None, "states", "all", "half", "disk", "two disks"])
-@pytest.mark.parametrize("loaded", [None, "states", "all", "half", "disk", "two disks"])
+@pytest.mark.parametrize("saved", [None, "states", "all", "half", "disk", "two disks", "files"])
+@pytest.mark.parametrize("loaded", [None, "states", "all", "half", "disk", "two disks", "files"])
 def test_resume_across_settings(
     rank: int, world_size: int, saved: str | None, loaded: str | None, tmp_path: Path
 ) -> None:
@@ -391,7 +393,7 @@ def test_resume_across_settings(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("setting", ["states", "disk"])
+@pytest.mark.parametrize("setting", ["states", "disk", "files"])
 def test_parameters_replaced_and_added(rank: int, world_size: int, setting: str, tmp_path: Path) -> None:
     """Shards that move to other memory, and param groups that are added and changed, are followed."""
     results = []
@@ -457,7 +459,8 @@ def test_fraction(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_what_is_refused(rank: int, world_size: int) -> None:
     wrong = [{"states": False}, {"params": True}, {"fraction": 1.5}, {"threads": 0}, {"overlap": 1}, {"tier": []}]
-    for options in (*wrong, {"tier": 3}):
+    wrong += [{"tier": 3}, {"grads": True, "params": "files"}, {"grads": True, "params": "file", "tier": "/tmp"}]
+    for options in (*wrong, {"params": "files", "tier": "/tmp"}):
         with pytest.raises(ArgumentError, match="Offload"):
             Offload(**options)
     with pytest.raises(ArgumentError, match=r"none of the .* is in a unit with an Offload policy"):

@@ -232,7 +232,8 @@ def test_reshard_after_forward(rank: int, world_size: int, reshard: Any, gathers
 def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int], tmp_path: Path) -> None:
     race(config_of(degrees, cpu_offload=True), steps=2)
     race(config_of(degrees, offload="all"), steps=2)
-    race(config_of(degrees, offload="states", offload_tier=str(tmp_path)), steps=2)
+    for offload in ("states", "files"):
+        race(config_of(degrees, offload=offload, offload_tier=str(tmp_path)), steps=2)
     race(config_of(degrees), steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False), zero=ZeroPolicy(stage=2))
 
 

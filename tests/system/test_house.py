@@ -114,10 +114,13 @@ LAYERS: list[tuple[str, ...]] = [
     ("placement.tiling",),
     ("placement.box",),
     ("placement",),
+    ("disk",),
+    ("disk.mapped",),
     ("adjacent",),
     ("layout",),
     ("policies",),
-    ("direct", "errors", "events"),
+    ("disk.file",),
+    ("disk.direct", "errors", "events"),
     ("_torch",),
 ]
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fsdp2.direct import memory_at
+from fsdp2.disk.direct import memory_at
 from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.placement.box import Box, boxes_of_flat_range, whole
 

@@ -19,7 +19,7 @@ from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Reader, Storage
-from fsdp2.direct import memory_at
+from fsdp2.disk.direct import memory_at
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range_within

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from fsdp2.direct import PAGE, DirectFile, open_direct
+from fsdp2.disk.direct import PAGE, DirectFile, open_direct
 from fsdp2.errors import CheckpointError, CorruptError
 
 __all__ = ["LocalStorage"]

@@ -1,4 +1,4 @@
-"""`DiskFile`: a file without a name, read and written past the page cache. Layer: optim.
+"""`DiskFile`: a file without a name, read and written past the page cache. Layer: ground.
 
 Nobody else can know it, and what a process leaves behind when it dies, the system frees at once.
 """
@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fsdp2.direct import PAGE, open_direct
+from fsdp2.disk.direct import PAGE, DirectFile, open_direct
 
 PREFIX = ".fsdp2-offload-"
 UNNAMED_AFTER = 60.0  # seconds after which a name must have come from a process that died
@@ -22,13 +22,15 @@ class DiskFile:
 
     Args:
         nbytes: its size, which is reserved.
+        what, so: what it will have, and what follows if it cannot be made; for the message.
 
     Raises:
         OSError: the folder cannot be written to, or has no room. No file is left.
     """
 
-    def __init__(self, folder: str, nbytes: int):
-        self._fd, self._direct = -1, None
+    def __init__(self, folder: str, nbytes: int, what: str, so: str):
+        self._fd = -1
+        self._direct: DirectFile | None = None
         try:
             self._fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
             try:
@@ -41,12 +43,8 @@ class DiskFile:
                 os.ftruncate(self._fd, nbytes)
         except OSError as error:
             self.close()
-            raise OSError(
-                error.errno,
-                f"Offload: {nbytes} bytes of an optimizer's state could not be put on disk ({error.strerror}). They "
-                "stay in memory, and the step is complete: a checkpoint can be saved",
-                folder,
-            ) from error
+            message = f"Offload: {nbytes} bytes of {what} could not be put on disk ({error.strerror}). {so}"
+            raise OSError(error.errno, message, folder) from error
 
     def __del__(self) -> None:
         self.close()
@@ -75,7 +73,7 @@ class DiskFile:
         while into.nbytes:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise OSError(f"the file of an optimizer's state ends at byte {offset}, {into.nbytes} bytes too early")
+                raise OSError(f"an offloaded file ends at byte {offset}, {into.nbytes} bytes too early")
             offset, into = offset + count, into[count:]
 
     def write(self, offset: int, values: memoryview) -> None:

@@ -1,0 +1,159 @@
+"""Tensors on memory that is a file's: the system reads what is looked at, and writes what has changed. Layer: above
+`adjacent`, whose carved tensors may lie in a file.
+
+Every operation works on them, and sees the values of the last write. `RestingShards` says when the memory is of no use
+for a while, and what will be used next; if it says so at the wrong time, the system reads once more.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2._torch import base_of
+from fsdp2.adjacent import place_of
+from fsdp2.disk.file import DiskFile, remove_leftovers
+
+_made = count()
+
+
+class MappedFile(DiskFile):
+    """A file without a name that is memory too, of zeros at first.
+
+    Attributes:
+        memory: the storage.
+    """
+
+    def __init__(self, folder: str, nbytes: int, what: str, so: str):
+        super().__init__(folder, nbytes, what, so)
+        self.memory: Any = torch.UntypedStorage.from_file(f"/dev/fd/{self._fd}", True, nbytes)
+
+    def read_ahead(self) -> None:
+        """Begin to read all of it."""
+        if sys.platform == "linux":
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def rest(self) -> None:
+        """Write what has changed, and free the memory until it is used again.
+
+        Raises:
+            OSError: it cannot be written. The system may have forgotten it.
+        """
+        if sys.platform != "linux":
+            return
+        # The page cache only gives up pages that are mapped nowhere, and written.
+        address, size = ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.memory.nbytes())
+        _libc().madvise(address, size, mmap.MADV_DONTNEED)
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            message = f"Offload: sharded parameters could not be written ({error.strerror}). Load the last checkpoint"
+            raise OSError(error.errno, message) from error
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+# Maps tensors that `zeros` made to their files. As the base of views they live as long as the memory is used.
+_files = WeakIdKeyDictionary()
+
+
+def zeros(numel: int, dtype: torch.dtype, folders: Sequence[str]) -> torch.Tensor:
+    """A 1-D tensor of zeros in a new file, in one of the folders, which are used in turn.
+
+    Raises:
+        OSError: the folder cannot be written to, or has no room.
+    """
+    if not numel:
+        return torch.zeros(0, dtype=dtype)
+    folder = folders[next(_made) % len(folders)]
+    remove_leftovers(folder)
+    so = "Make room, or choose another folder in Offload(tier=...)"
+    file = MappedFile(folder, numel * dtype.itemsize, "sharded parameters", so)
+    tensor = _on(file.memory, dtype)
+    _files[tensor] = file
+    return tensor
+
+
+def _on(memory: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that is no view of another: it is the base of those that are carved from it."""
+    tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(memory)
+    return tensor
+
+
+def file_of(tensor: torch.Tensor) -> MappedFile | None:
+    """The file that has the elements of a tensor from `zeros`, or of a view of one."""
+    base = base_of(tensor)
+    whole = tensor if base is None else base
+    place = place_of(whole)
+    file: MappedFile | None = _files.get(whole if place is None else place[0])
+    return file
+
+
+class RestingShards:
+    """Files that are used together.
+
+    Example::
+
+        shards = RestingShards(files)
+        shards.check()
+        ...  # read them
+        shards.used()
+    """
+
+    def __init__(self, files: Iterable[MappedFile]):
+        self._files = list({id(file): file for file in files}.values())
+        self._next: WeakKeyDictionary[RestingShards, ref[RestingShards]] = WeakKeyDictionary()
+        self._written: Future[None] | None = None
+
+    def check(self) -> None:
+        """Before they are used.
+
+        Raises:
+            OSError: the last time they could not be written.
+        """
+        if self._written is not None and self._written.done():
+            self._written.result()
+
+    def used(self) -> None:
+        """They rest, and what was used after them the last time is read ahead: after forward units come in another
+        order than after backward, so what was used before them counts too."""
+        recent = [each for known in _recent if (each := known()) is not None]
+        if len(recent) == 2:
+            recent[0]._next[recent[1]] = ref(self)
+        follower = self._next.get(recent[0]) if recent else None
+        _recent.appendleft(ref(self))
+        self._written = _thread().submit(self.rest)
+        if follower is not None and (shards := follower()) is not None and shards is not self:
+            _thread().submit(shards.read_ahead)
+
+    def read_ahead(self) -> None:
+        """Begin to read them."""
+        for file in self._files:
+            file.read_ahead()
+
+    def rest(self) -> None:
+        """Write what has changed, and free the memory."""
+        for file in self._files:
+            file.rest()
+
+
+_recent: "deque[ref[RestingShards]]" = deque(maxlen=2)  # what was used last, and before that
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "fsdp2-mapped")

@@ -1,0 +1,238 @@
+"""Sharded parameters in files (`Offload(params="files")`): how much of them is in memory, who may replace or move them,
+and what happens without room. That the training is the same is in `test_offloaded.py`."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import Offload, checkpoint, offload_optimizer
+from fsdp2._torch import local_tensor
+from fsdp2.disk import mapped
+from fsdp2.disk.direct import PAGE
+from fsdp2.disk.mapped import MappedFile, RestingShards, file_of
+from fsdp2.errors import UnsupportedError
+from fsdp2.init import materialize
+from fsdp2.optim import local_optimizer
+from tests.helpers.extensions import Wrapped
+from tests.helpers.optimizers import assert_same
+from tests.helpers.ranks import on_ranks
+from tests.helpers.small_disks import small_disk, small_files
+
+DIM, DEPTH = 256, 16
+UNIT = 4 * (DIM * DIM + DIM)  # bytes of one, on all ranks
+
+
+def policy(folder: Path) -> Offload:
+    return Offload(grads=True, params="files", tier=folder)
+
+
+def stack(given: Offload | None, dim: int = DIM, depth: int = DEPTH) -> Any:
+    torch.manual_seed(0)
+    options = {} if given is None else {"offload_policy": given}
+    model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(depth)))
+    for layer in model:
+        fsdp2.fully_shard(layer, **options)
+    return fsdp2.fully_shard(model, **options)
+
+
+def optimizer_for(model: Any, given: Offload | None) -> Any:
+    make: Any = local_optimizer if given is None else offload_optimizer
+    return make(torch.optim.AdamW, model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().mean().backward()
+        fsdp2.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def files_of(model: nn.Module) -> list[MappedFile | None]:
+    """The file of each parameter."""
+    return [file_of(local_tensor(param)) for param in model.parameters()]
+
+
+def in_memory(files: list[MappedFile]) -> int:
+    """Bytes of the files that are in memory, whoever has read them."""
+    pages = 0
+    for file in files:
+        count = -(-file.memory.nbytes() // PAGE)
+        resident = (ctypes.c_ubyte * count)()
+        address, nbytes = ctypes.c_void_p(file.memory.data_ptr()), ctypes.c_size_t(file.memory.nbytes())
+        assert mapped._libc().mincore(address, nbytes, resident) == 0
+        pages += sum(each & 1 for each in resident)
+    return pages * PAGE
+
+
+def settled() -> None:
+    """What is put to rest in the background is at rest."""
+    mapped._thread().submit(lambda: None).result()
+
+
+@on_ranks(2)
+def test_few_units_are_in_memory(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Looked at in each forward, with a step under way: three units are stepped, the gathered one and the next are
+    read. When the step is done all of them are in files."""
+    if not os.major(tmp_path.stat().st_dev):
+        pytest.skip("the temporary folder is on no disk, so its files are always in memory")
+    most, left = looked_at(rank, tmp_path)
+    assert most <= 6 * UNIT / world_size + DEPTH * PAGE
+    assert left <= 2 * UNIT / world_size
+    gc.collect()
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+
+
+def looked_at(rank: int, folder: Path) -> tuple[int, int]:
+    """Bytes in memory, at most during forward, and when all is done."""
+    model = stack(policy(folder))
+    optimizer = optimizer_for(model, policy(folder))
+    train(model, optimizer, rank, range(2))
+    optimizer.wait()
+    files: list[Any] = list({id(file): file for file in files_of(model)}.values())
+    assert len(files) == DEPTH and None not in files and not [*folder.iterdir()]
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        settled()
+        seen.append(in_memory(files))
+
+    for layer in model:
+        layer.register_forward_hook(look)
+    train(model, optimizer, rank, range(2, 4))
+    optimizer.wait()
+    settled()
+    assert len(seen) == 2 * DEPTH
+    return max(seen), in_memory(files)
+
+
+def test_what_comes_next_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward has another order than forward; both are known from the second time on."""
+    shards = {name: RestingShards([]) for name in "abcd"}
+    names = {id(each): name for name, each in shards.items()}
+    ahead: list[str] = []
+    monkeypatch.setattr(RestingShards, "read_ahead", lambda self: ahead.append(names[id(self)]))
+    for _ in range(3):
+        ahead.clear()
+        for name in "abcdcba":
+            shards[name].used()
+        settled()
+    assert "".join(ahead) == "bcdcba"
+
+
+def assigned(model: Any) -> Any:
+    """As loaders do that bring their own memory."""
+    model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+def written(model: Any) -> Any:
+    for param in model.parameters():
+        local_tensor(param.data).add_(1)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "load_state_dict": assigned,
+    "data": written,
+    "to": lambda model: model.to(torch.float64).to(torch.float32),
+    "deepcopy": copy.deepcopy,
+    "to_empty": lambda model: assigned(copy.deepcopy(model)).to_empty(device="cpu"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_changes_them(rank: int, world_size: int, change: str, tmp_path: Path) -> None:
+    """What replaces a parameter moves to a file, with its values."""
+    ours = CHANGES[change](stack(policy(tmp_path), 8, 2))
+    theirs = CHANGES[change](stack(None, 8, 2))
+    if change == "to_empty":
+        for model in (ours, theirs):
+            for number, param in enumerate(model.parameters()):
+                nn.init.constant_(param, 0.1 * number)
+    optimizers = []
+    for model, given in ((ours, policy(tmp_path)), (theirs, None)):
+        optimizers.append(optimizer_for(model, given))
+        train(model, optimizers[-1], rank, range(2))
+    assert_same(*optimizers)
+    assert None not in files_of(ours)
+
+
+@on_ranks(2)
+def test_materialize_and_load(rank: int, world_size: int, tmp_path: Path) -> None:
+    """From the meta device, to files, with the values of a checkpoint; only forwards, without an optimizer."""
+    trained = stack(None)
+    train(trained, optimizer_for(trained, None), rank, range(1))
+    checkpoint.save(tmp_path / "at", model=trained)
+    with torch.device("meta"):
+        model = stack(policy(tmp_path / "tier"))
+    materialize(model)
+    checkpoint.load(tmp_path / "at", model=model)
+    assert None not in files_of(model) and len(set(map(id, files_of(model)))) == DEPTH
+    x = torch.ones(2, DIM)
+    with torch.no_grad():
+        assert torch.equal(model(x), trained(x)) and torch.equal(model(x), trained(x))
+
+
+@on_ranks(2)
+def test_a_folder_without_room(rank: int, world_size: int, tmp_path: Path) -> None:
+    """It is an error when the parameters are moved there, not a signal when they are used."""
+    for limit in (small_files, small_disk):
+        with (
+            limit(tmp_path / limit.__name__),
+            pytest.raises(OSError, match="bytes of sharded parameters could not be put"),
+        ):
+            stack(policy(tmp_path / limit.__name__))
+
+
+@on_ranks(2)
+def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is said where it is waited for, after a step, and at the next gather otherwise: the
+    system may have forgotten the values."""
+    model = stack(policy(tmp_path), 8, 2)
+    optimizer = optimizer_for(model, policy(tmp_path))
+    train(model, optimizer, rank, range(1))
+    optimizer.wait()
+    settled()
+
+    def failing(fd: int) -> None:
+        raise OSError(errno.EIO, "on purpose")
+
+    could_not = r"sharded parameters could not be written \(on purpose\)"
+    model(torch.ones(2, 8)).sum().backward()
+    settled()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", failing)
+        optimizer.step()
+        with pytest.raises(OSError, match=could_not):
+            optimizer.wait()
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+            settled()
+            with pytest.raises(OSError, match=could_not):
+                model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_tensor_subclasses(rank: int, world_size: int, tmp_path: Path) -> None:
+    """They have memory of their own kind."""
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(Wrapped(model.weight.detach(), {}))
+    with pytest.raises(UnsupportedError, match="'weight' is a Wrapped, which cannot rest in a file"):
+        fsdp2.fully_shard(model, offload_policy=policy(tmp_path))
+    assert not isinstance(model.weight, DTensor)
