@@ -4,9 +4,10 @@ python benchmarks/offload/disk.py --tier /a/fast/disk
 python benchmarks/offload/disk.py --dry-run
 python benchmarks/offload/disk.py --deepspeed         # also ZeRO-Infinity, which must be installed (see `zero.py`)
 
-A step of AdamW reads and writes the state of all units. The bare disk reads and writes as many bytes, with as many
-threads and requests of the same size past the page cache, and nothing is done with them. Rounds alternate. Of every
-step it is noted how many bytes the disk moved for this process: ZeRO-Infinity moves more than the state.
+A step of AdamW reads and writes the state of all units, and with `params="files"` (through the page cache) their
+parameters too, half as many bytes. The bare disk reads and writes as many bytes as the state has, with as many threads
+and requests of the same size past the page cache, and nothing is done with them. Rounds alternate. Of every step it is
+noted how many bytes the disk moved for this process: ZeRO-Infinity moves more than the state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.offload import zero
 from fsdp2 import Offload, fully_shard, offload_optimizer
 
 RESULTS = Path(__file__).parent / "results"
-THREADS, PIECE = 4, 2 << 20  # of fsdp2.optim.on_disk and fsdp2.direct
+THREADS, PIECE = 4, 2 << 20  # of fsdp2.optim.on_disk and fsdp2.disk.direct
 MIB = 2**20
 
 
@@ -93,8 +94,7 @@ def large_page() -> memoryview:
 class Tier:
     """Steps units whose state is on disk."""
 
-    def __init__(self, folder: Path, units: int, dim: int):
-        policy = Offload(tier=folder)
+    def __init__(self, policy: Offload, units: int, dim: int):
         self.model = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(units)))
         for layer in self.model:
             fully_shard(layer, offload_policy=policy)
@@ -146,7 +146,9 @@ def main() -> None:
         folder = options.tier or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         ways: dict[str, Bare | Tier | Infinity] = {"bare": Bare(folder, nbytes)}
-        ways["fsdp2"] = Tier(folder, options.units, options.dim)
+        ways["fsdp2"] = Tier(Offload(tier=folder), options.units, options.dim)
+        all_files = Offload(grads=True, params="files", tier=folder)
+        ways["fsdp2, parameters too"] = Tier(all_files, options.units, options.dim)
         if options.deepspeed:
             ways["DeepSpeed"] = Infinity(folder, options.units, options.dim)
         seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -4,9 +4,16 @@ python benchmarks/offload/limited.py --tier /a/fast/disk      # prints a table, 
 python benchmarks/offload/limited.py --dry-run
 
 The model has bfloat16 weights; their float32 copies and the moments of AdamW, 12 bytes an element, are the state. It is
-trained three times, each in a process of its own, forked from one that has imported torch: with all memory; with
-`RLIMIT_DATA` at a third of the state's bytes
-and the state in memory, which must fail; and with the same limit and the state on disk.
+trained four times, each in a process of its own, forked from one that has imported torch: with all memory; with
+`RLIMIT_DATA` at a third of the state's bytes and the state in memory, which must fail; with the same limit and the
+state on disk; and with weights on disk too. `RLIMIT_DATA` does not count memory that is a file's, as the weights are
+then, and resident memory does.
+
+A control group counts everything, pages that the system keeps of files too. To train in one (as root; version 1)::
+
+    mkdir /sys/fs/cgroup/memory/small && echo 600M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
+    echo $$ > /sys/fs/cgroup/memory/small/cgroup.procs
+    python benchmarks/offload/limited.py --tier /a/fast/disk --runs "limited, all on disk" --out build/limited.json
 """
 
 from __future__ import annotations
@@ -33,9 +40,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fsdp2
 from benchmarks import common
 from fsdp2 import Offload, fully_shard, local_optimizer, offload_optimizer, step_in_backward
+from fsdp2.init import materialize
 
 RESULTS = Path(__file__).parent / "results"
-RUNS = ("all memory", "limited", "limited, on disk")
+RUNS = ("all memory", "limited", "limited, states on disk", "limited, all on disk")
 SAMPLE_S = 0.05
 FORK = multiprocessing.get_context("fork")
 MIB = 2**20
@@ -52,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--times", type=float, default=3.0, help="the state's bytes over those that the process may have"
     )
+    parser.add_argument("--runs", nargs="*", choices=RUNS, default=RUNS, help="which to do (default: all)")
     parser.add_argument("--out", type=Path, help="where to write (default: below results/)")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, and no limit")
     options = parser.parse_args()
@@ -100,11 +109,9 @@ def build(options: argparse.Namespace, policy: Offload | None) -> tuple[nn.Modul
     with torch.device("meta"):
         blocks = [Block(options.dim) for _ in range(options.blocks)]
         model = nn.Sequential(nn.Embedding(256, options.dim), *blocks, nn.Linear(options.dim, 256)).bfloat16()
-    for param in model.to_empty(device="cpu").parameters():
-        nn.init.uniform_(param, -0.5 * options.dim**-0.5, 0.5 * options.dim**-0.5)
     for layer in model:
         fully_shard(layer, **({} if policy is None else {"offload_policy": policy}))
-    fully_shard(model)
+    materialize(fully_shard(model))
     make = local_optimizer if policy is None else offload_optimizer
     optimizer = make(MasterAdamW, model.parameters(), elementwise=True, lr=1e-4)
     step_in_backward(optimizer)  # the gradients of two units exist, not those of the model
@@ -132,7 +139,9 @@ def train(options: argparse.Namespace, name: str) -> dict[str, Any]:
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        model, optimizer = build(options, Offload(tier=options.tier) if name == RUNS[2] else None)
+        all_on_disk = Offload(grads=True, params="files", tier=options.tier)
+        policies = {RUNS[2]: Offload(tier=options.tier), RUNS[3]: all_on_disk}
+        model, optimizer = build(options, policies.get(name))
         for step in range(options.steps):
             first = torch.randint(len(text) - 1, (options.tokens,), generator=torch.Generator().manual_seed(step))
             loss = F.cross_entropy(model(text[first]).float(), text[first + 1])
@@ -203,7 +212,7 @@ def draw(runs: dict[str, dict[str, Any]], state: int, path: Path) -> None:
     for name, each in runs.items():
         if "losses" in each:
             axes.plot(*zip(*((at, size / MIB) for at, size in each["resident"]), strict=True), label=name)
-            if each["limit"] is not None:
+            if name == RUNS[2] and each["limit"] is not None:
                 axes.axhline(each["limit"] / MIB, color="grey", linestyle="--", label="limit")
     axes.axhline(state / MIB, color="black", linestyle=":", label="the optimizer's state")
     axes.set(xlabel="seconds", ylabel="resident memory, MiB", ylim=(0, None))
@@ -215,7 +224,7 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as folder:
         options.tier = options.tier or Path(folder)
-        runs = {name: run(options, name) for name in RUNS}
+        runs = {name: run(options, name) for name in options.runs}
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # what `provenance` asks
     path = options.out or RESULTS / "limited.json"
     common.write_json(
@@ -232,9 +241,9 @@ def main() -> None:
     )
     draw(runs, state_bytes(options), path.with_suffix(".png"))
     print(f"The state has {state_bytes(options) / MIB:.0f} MiB.\n\n{report(runs)}\n\nraw data: {path}")
-    first, disk = runs[RUNS[0]], runs[RUNS[2]]
-    if first.get("losses") != disk.get("losses") or "losses" not in first:
-        raise SystemExit(f"the losses differ: {first.get('losses', first)} and {disk.get('losses', disk)}")
+    results = [each.get("losses", each) for name, each in runs.items() if name != RUNS[1]]
+    if isinstance(results[0], dict) or any(each != results[0] for each in results):
+        raise SystemExit(f"the losses differ: {results}")
 
 
 if __name__ == "__main__":

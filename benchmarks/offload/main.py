@@ -1,4 +1,4 @@
-"""What does a training step cost with offload? See README.md beside this file.
+"""What does a training step cost with offload, and what of it the optimizer? See README.md beside this file.
 
 python benchmarks/offload/main.py                     # the table in README.md
 python benchmarks/offload/main.py --dry-run
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,12 +32,14 @@ RESULTS = Path(__file__).parent / "results"
 BASELINE = "fsdp2, none, {}"
 THEIRS = "torch, CPUOffloadPolicy, {}"
 IMPLEMENTATIONS = {"fused": {"fused": True}, "foreach": {"foreach": True}}
+TIER = Path(tempfile.gettempdir()) / "fsdp2-tier"
 SETTINGS = {
     "states": Offload(),
     "states and gradients": Offload(grads=True),
     "all": Offload(grads=True, params=True),
     "all, not overlapped": Offload(grads=True, params=True, overlap=False),
-    "states on disk": Offload(tier=Path(tempfile.gettempdir()) / "fsdp2-tier"),
+    "states on disk": Offload(tier=TIER),
+    "all, states and parameters in files": Offload(grads=True, params="files", tier=TIER),
 }
 
 
@@ -58,9 +61,10 @@ def parse() -> argparse.Namespace:
 
 
 def variant(
-    workload: common.Workload, num_steps: int, library: Any, policy: Any, make: Callable[..., Any]
+    workload: common.Workload, num_steps: int, is_alone: bool, library: Any, policy: Any, make: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Some training steps with clipping, until everything is done."""
+    """Some training steps with clipping, until everything is done; or, alone, clipping and the optimizer's steps, each
+    until it is done, with the gradients of one backward."""
     model: Any = workload.model()
     options = {} if policy is None else {"offload_policy": policy}
     for block in model.blocks:
@@ -70,20 +74,33 @@ def variant(
     clip = fsdp2.clip_grad_norm_ if library is fsdp2 else torch.nn.utils.clip_grad_norm_
     batches = workload.data()
 
-    def run() -> None:
-        for tokens, targets in batches[:num_steps]:
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            clip(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+    def backward(tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+
+    def finish() -> None:
         if isinstance(optimizer, fsdp2.OffloadedOptimizer):
             optimizer.wait()
 
-    return run
+    def run() -> None:
+        for batch in batches[:num_steps]:
+            backward(*batch)
+            clip(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        finish()
+
+    def run_alone() -> None:
+        for _ in range(num_steps):
+            clip(model.parameters(), 1.0)
+            optimizer.step()
+            finish()
+
+    if is_alone:
+        backward(*batches[0])
+    return run_alone if is_alone else run
 
 
-def variants(workload: common.Workload, num_steps: int) -> dict[str, Callable[[], None]]:
+def variants(workload: common.Workload, num_steps: int, is_alone: bool) -> dict[str, Callable[[], None]]:
     adamw, result = torch.optim.AdamW, {}
     for kind, settings in IMPLEMENTATIONS.items():
         cases: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
@@ -98,7 +115,7 @@ def variants(workload: common.Workload, num_steps: int) -> dict[str, Callable[[]
         for name, policy in SETTINGS.items():
             make = lambda params, s=settings: fsdp2.offload_optimizer(adamw, params, **s)  # noqa: E731
             cases[f"fsdp2, {name}, {{}}"] = fsdp2, policy, make
-        result |= {name.format(kind): variant(workload, num_steps, *case) for name, case in cases.items()}
+        result |= {name.format(kind): variant(workload, num_steps, is_alone, *case) for name, case in cases.items()}
     return result
 
 
@@ -117,10 +134,14 @@ def main() -> None:
     common.launch(__file__, options.ranks)
     common.join("cpu")
     workload = common.Workload(blocks=options.blocks, dim=options.dim, heads=4, batch=1, length=32)
-    steps = variants(workload, options.steps)
+    steps = variants(workload, options.steps, is_alone=False)
+    folder = tempfile.mkdtemp(prefix="deepspeed-tier")
     if options.deepspeed:
-        steps |= zero.variants(workload, options.steps)
+        steps |= zero.variants(workload, options.steps, Path(folder))
     timings = common.interleave(steps, options.rounds, options.warmup, "cpu")
+    del steps
+    shutil.rmtree(folder)
+    alone = common.interleave(variants(workload, options.steps, is_alone=True), options.rounds, options.warmup, "cpu")
     if dist.get_rank() == 0:
         result = {
             "question": "a training step with offload",
@@ -132,11 +153,13 @@ def main() -> None:
             "warmup": options.warmup,
             "seconds": timings.wall,
             "cpu_seconds": timings.cpu,
+            "optimizer_seconds": alone.wall,
         }
         path = options.out or RESULTS / f"cpu_{dist.get_world_size()}ranks_{options.blocks}x{options.dim}.json"
         common.write_json(path, result)
         print(f"Wall time:\n\n{report(timings.wall, options.steps)}\n")
         print(f"Processor time of a rank:\n\n{report(timings.cpu, options.steps)}\n")
+        print(f"Clipping and the optimizer alone, wall time:\n\n{report(alone.wall, options.steps)}\n")
         print(f"raw data: {path}")
     dist.barrier()
     sys.stdout.flush()

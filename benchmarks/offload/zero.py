@@ -7,7 +7,6 @@ which it needs a C++ compiler, and libaio for the files. See README.md beside th
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -59,9 +58,8 @@ def engine(model: nn.Module, offload: dict[str, Any], batch: int, clip: float) -
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
-def variants(workload: common.Workload, num_steps: int) -> dict[str, Callable[[], None]]:
-    """Some training steps of each setting, until everything is done."""
-    folder = Path(tempfile.mkdtemp(prefix="deepspeed-tier"))
+def variants(workload: common.Workload, num_steps: int, folder: Path) -> dict[str, Callable[[], None]]:
+    """Some training steps of each setting, until everything is done; with files below `folder`, which stay."""
     settings = {"DeepSpeed, ZeRO-3, all": HOST, "DeepSpeed, ZeRO-Infinity, states on disk": disk(folder)}
     return {name: _variant(workload, num_steps, offload) for name, offload in settings.items()}
 
