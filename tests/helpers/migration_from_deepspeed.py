@@ -32,6 +32,8 @@ from fsdp2 import (
     full_params,
     fully_shard,
 )
+from fsdp2._torch import local_tensor
+from fsdp2.disk.mapped import file_of
 from tests.helpers.migration_cases import (
     BF16,
     DIM,
@@ -188,7 +190,19 @@ def states_in_files(rank: int, world_size: int) -> None:
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
-none("DeepSpeed", "`offload_param: {device: nvme}`", "nvme", "swap")
+@case("DeepSpeed", "`offload_param: {device: nvme, nvme_path: ...}`")
+def parameters_in_files(rank: int, world_size: int) -> None:
+    trained = []
+    with TemporaryDirectory() as folder:
+        for policy in (fsdp2.Offload(), fsdp2.Offload(grads=True, params="files", tier=folder)):
+            model: Any = fsdp2.fully_shard(stack(), offload_policy=policy)
+            optimizer = fsdp2.optim.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+            for _ in range(2):
+                run(model, rank)
+                optimizer.step()
+            trained.append([param.full_tensor() for param in model.parameters()])
+        rests = [file_of(local_tensor(param)) is not None for param in model.parameters()]
+    assert all(rests) and all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
 
 @case("DeepSpeed", "`reduce_scatter`", "`allgather_partitions`")
