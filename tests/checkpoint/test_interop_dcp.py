@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -139,6 +140,17 @@ def save_replicas(rank: int, world_size: int, folder: Path) -> None:
 def test_replicas_are_no_contradiction(tmp_path: Path) -> None:
     run_on_ranks(save_replicas, 4, folder=tmp_path)
     assert torch.equal(found_in(tmp_path / "dcp", 8), torch.arange(8.0))
+
+
+def test_members_of_enums_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2, of Debian 12, pickles the memory format of each tensor as `getattr` of an enum. No DCP folder that
+    was written there could be read."""
+    by_name = lambda self, _protocol: (getattr, (type(self), self.name))  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+        save_dcp(tmp_path / "dcp", weights(3))
+    assert b"getattr" in (tmp_path / "dcp" / ".metadata").read_bytes()
+    assert loaded(tmp_path / "dcp") == 3
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

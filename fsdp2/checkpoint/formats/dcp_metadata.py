@@ -48,6 +48,7 @@ _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
 _ALLOWED = frozenset(
     {
         *PICKLED_DCP_METADATA,
+        "builtins.getattr",  # see `_member`
         "collections.OrderedDict",
         "torch.Size",
         *(f"{module}.{kind}" for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
@@ -94,11 +95,20 @@ def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
         at += len(block)
         return bytes(block)
 
-    metadata = unpickle(b"", file, _ALLOWED, more=more)
+    metadata = unpickle(b"", file, _ALLOWED, makers={"builtins.getattr": _member}, more=more)
     try:
         _Metadata(metadata, file).add_to(items)
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
+
+
+def _member(args: tuple[Any, ...]) -> Made:
+    """A note of an enum's member, which some versions of Python 3.11 (3.11.2, of Debian 12) pickle as
+    ``getattr(enum, name)``."""
+    kind, name = args
+    if not isinstance(kind, Named) or type(name) is not str:
+        raise ValueError("an attribute of something that is no class")
+    return Made(kind.kind, (name,))
 
 
 @dataclass(frozen=True, slots=True)
