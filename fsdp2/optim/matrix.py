@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor
 from fsdp2.errors import CollectiveError, MismatchError
 from fsdp2.optim.exchange import Bucket, Local, Whole
+from fsdp2.optim.loading import load_with_dtypes
+from fsdp2.optim.local import ELEMENTWISE
 from fsdp2.optim.matrices import Share
 from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan, Probe
 from fsdp2.optim.owned import OwnedTensor
@@ -157,6 +159,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         params = [param for param in plan.params if param.requires_grad and isinstance(param, DTensor)]
         torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states of matrices and of `AdamW8bit` keep their dtypes, which torch's casts to the
+        parameter's."""
+        kinds = [stepper.kind for stepper in self._steppers]
+        load_with_dtypes(self, super().load_state_dict, state_dict, lambda index: kinds[index] not in ELEMENTWISE)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. Warns if others wait to be reduced, which it does not clear."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2.checkpoint as fc
-from fsdp2 import adopt_optimizer, fully_shard
+from fsdp2 import AdamW8bit, adopt_optimizer, fully_shard
 from fsdp2._torch import local_tensor
 from fsdp2.errors import MismatchError
 from fsdp2.optim import MatrixOptimizer, OwnedTensor, matrix_optimizer
@@ -39,6 +39,13 @@ from tests.helpers.ranks import on_ranks, run_on_ranks
 from tests.helpers.tp_models import mesh_of
 
 KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
+
+
+class ExactShampoo(Shampoo):
+    """In fp32 also for matrices in bf16."""
+
+    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._step(param, grad.float(), state, group)
 
 
 class Weights(nn.Module):
@@ -191,6 +198,41 @@ def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) ->
     swapped.load_state_dict(groups)
     with pytest.raises(MismatchError, match=r"param group 0 is of Muon with split=None, and the state .* of AdamW"):
         train(swapped, range(1))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["torch", "dcp", "replaced by a hook"])
+def test_loaded_states_keep_their_dtypes(rank: int, world_size: int, how: str) -> None:
+    """fp32 preconditioners and a counter beyond 256 of bf16 matrices, and codes of 8 bits. torch's `load_state_dict`
+    casts them to the parameter's dtype: codes took twice as much memory, preconditioners and counters were rounded."""
+    models, optimizers = [], []
+    for _ in range(2):
+        matrix, large = sharded([value(0, (6, 4), 0).bfloat16(), value(1, (64, 80), 0).bfloat16()])
+        models.append(Weights([matrix, large]))
+        groups = [{"params": [matrix]}, {"params": [large], "kind": AdamW8bit, "lr": 0.1}]
+        optimizers.append(matrix_optimizer(ExactShampoo, groups, lr=0.1))
+    first, later = optimizers
+    train(first, range(2))
+    first.state[params_in(first)[0]]["step"].fill_(301)
+    saved = copy.deepcopy(first.state_dict())
+    if how == "dcp":
+        set_optimizer_state_dict(models[1], later, get_optimizer_state_dict(models[0], first))
+    elif how == "torch":
+        later.load_state_dict(saved)
+    else:
+        later.register_load_state_dict_pre_hook(lambda *_: saved)
+        later.load_state_dict({**saved, "state": {}})
+    for ours, theirs in zip(params_in(first), params_in(later), strict=True):
+        dtypes = [
+            {name: each.dtype for name, each in each.state[param].items()}
+            for each, param in ((first, ours), (later, theirs))
+        ]
+        assert dtypes[0] == dtypes[1]
+        local_tensor(theirs).copy_(local_tensor(ours).detach())
+    for each in optimizers:
+        train(each, range(2, 4))
+    for one, other in zip(snapshot(first), snapshot(later), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 @on_ranks(2)
