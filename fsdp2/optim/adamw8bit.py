@@ -25,6 +25,7 @@ from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.owned import Owned, owned_of
 from fsdp2.layout import strides
 from fsdp2.optim.eight_bits import BLOCK, SIGNED, UNSIGNED, num_blocks
+from fsdp2.optim.loading import load_with_dtypes
 from fsdp2.optim.rounding import key_of, round_to_bfloat16
 from fsdp2.optim.run import local_grad
 
@@ -54,8 +55,8 @@ class AdamW8bit(torch.optim.Optimizer):
         min_quantised_numel: parameters with fewer elements (in all ranks together), those with less than two dims, and
             those with fewer than 16 elements in a row of dim 0 keep their moments in fp32.
         rounding_seed: an integer rounds bfloat16 parameters stochastically, with random bits that depend on this
-            number, the parameter's position in the optimizer, the step and the element, not on the ranks. None rounds
-            to nearest.
+            number, the parameter's position in the optimizer (in its group of a `matrix_optimizer`), the step and the
+            element, not on the ranks. None rounds to nearest.
 
     Each can be an option of a param group.
 
@@ -105,25 +106,20 @@ class AdamW8bit(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
-        self._number_params()
+        self.number_params()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called after a copy, and by `load_state_dict`."""
         super().__setstate__(state)
-        self._number_params()
+        self.number_params()
 
-    def _number_params(self) -> None:
+    def number_params(self) -> None:
+        """Number the parameters of all groups, for `rounding_seed`: after they were replaced by `adopt_optimizer`."""
         self._numbers = dict(zip((param for group in self.param_groups for param in group["params"]), count()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but it keeps the dtypes of the state, which torch's casts to the parameter's."""
-        super().load_state_dict(state_dict)
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        held = [param for group in self.param_groups for param in group["params"]]
-        for key, param in zip(saved, held, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, torch.Tensor) and name != "step":
-                    self.state[param][name] = value.to(param.device).clone()
+        load_with_dtypes(self, super().load_state_dict, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -141,7 +137,7 @@ class AdamW8bit(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     if param not in self._numbers:
-                        self._number_params()
+                        self.number_params()
                     _Step(param, self.state[param], group).run(self._numbers[param])
                     stepped.append(param)
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.

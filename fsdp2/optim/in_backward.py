@@ -105,8 +105,9 @@ def check_not_stepped_in_backward(call: str, params: Iterable[torch.Tensor]) -> 
             raise OrderError(
                 f"{call}: backward has stepped these parameters and freed their gradients (step_in_backward), before "
                 "the norm of all gradients was known. Clip each unit as it is stepped, step_in_backward(optimizer, "
-                "clip=lambda params: fsdp2.clip_grad_norm_(params, max_norm)), or by value; for the norm of all "
-                "gradients leave step_in_backward out and call optimizer.step() after backward."
+                "clip=lambda params: fsdp2.clip_grad_norm_(params, max_norm)), or by value. For the norm of all "
+                "gradients call optimizer.step() after backward instead, without step_in_backward: of "
+                "fsdp2.offload_optimizer, which steps a unit just before its next use, if device memory is short."
             )
 
 

@@ -294,7 +294,12 @@ def _check_follows_policy(optimizer: torch.optim.Optimizer) -> None:
     plans = [plan for _, plan in _offloaded(held).values()]
     if any(plan.home != host() for plan in plans):
         kind = type(optimizer).__name__
+        name = kind.removeprefix("Local")
+        if any(each.__name__ == name for each in ELEMENTWISE):
+            way = f"Make it with fsdp2.offload_optimizer(torch.optim.{name}, ...)."
+        else:
+            way = "Use one of torch.optim that treats each element by itself, or CPUOffloadPolicy in place of Offload."
         raise ArgumentError(
             f"this {kind} would keep its state on {plans[0].roles.device}, and its parameters are in units with "
-            f"{plans[0].offload}. Make it with fsdp2.offload_optimizer(torch.optim.{kind.removeprefix('Local')}, ...)."
+            f"{plans[0].offload}. {way}"
         )

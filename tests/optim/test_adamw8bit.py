@@ -21,7 +21,7 @@ from fsdp2 import AdamW8bit, checkpoint
 from fsdp2._torch import make_dtensor, make_spec, shard_dim, split_factor, strided_shard
 from fsdp2.errors import ArgumentError, MismatchError, UnsupportedError
 from fsdp2.init.owned import Cut, Owned
-from fsdp2.optim import adopt_optimizer, local_optimizer, step_in_backward
+from fsdp2.optim import adopt_optimizer, local_optimizer, offload_optimizer, step_in_backward
 from fsdp2.optim.eight_bits import BLOCK, SIGNED, UNSIGNED, Code
 from fsdp2.optim.rounding import key_of, round_to_bfloat16
 from tests.helpers.optimizers import Optim, assert_same, params_in
@@ -303,6 +303,29 @@ def test_made_before_sharding(rank: int, world_size: int) -> None:
     assert_equal(optimizer, plain)
 
 
+@on_ranks(2)
+def test_random_bits_of_adopted_parameters(rank: int, world_size: int) -> None:
+    """In backward the optimizer holds the parameters of one unit at a time. Each unit's were numbered from 0 again, so
+    that units shared their random bits, and the step was not that after backward."""
+    found = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 64)).bfloat16()
+        optimizer = AdamW8bit(model.parameters(), lr=1e-3, rounding_seed=5)
+        for layer in model:
+            fsdp2.fully_shard(layer)
+        fsdp2.fully_shard(model)
+        adopt_optimizer(optimizer)
+        if in_backward:
+            step_in_backward(optimizer)
+        for seed in range(2):
+            model(values((4, 64), seed).bfloat16()).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([local(param).clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def mean_over_ranks(found: Tensor) -> Tensor:
     dist.all_reduce(found)
     return found / dist.get_world_size()
@@ -367,6 +390,9 @@ def test_mistakes() -> None:
     for name, value in wrong.items():
         with pytest.raises(ArgumentError, match=name):
             AdamW8bit([param], **{name: value})
+    for make in (local_optimizer, offload_optimizer):
+        with pytest.raises(ArgumentError, match=r"decides by the global shape.*Make it directly"):
+            make(AdamW8bit, [param], elementwise=True)
     param = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
     with pytest.raises(ArgumentError, match="complex64"):
