@@ -35,6 +35,7 @@ def _worker(threads: int, is_bound: bool) -> ThreadPoolExecutor:
 
 
 def _prepare(threads: int, is_bound: bool) -> None:
+    torch.get_num_threads()  # a thread's first operator would take the number of the process
     torch.set_num_threads(threads)
     if is_bound and sys.platform == "linux":
         cores = cores_for(threads, sorted(os.sched_getaffinity(0)), os.environ)
