@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,12 @@ from fsdp2.disk.direct import PAGE, DirectFile, open_direct
 
 PREFIX = ".fsdp2-offload-"
 UNNAMED_AFTER = 60.0  # seconds after which a name must have come from a process that died
+
+
+def in_turn(folders: Sequence[str], number: int) -> str:
+    """The folder for the file with this number. The ranks of a machine begin with different ones: they make their files
+    at the same time, in the same order."""
+    return folders[(number + int(os.environ.get("LOCAL_RANK", "0"))) % len(folders)]
 
 
 class DiskFile:

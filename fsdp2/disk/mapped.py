@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import base_of
 from fsdp2.adjacent import place_of
-from fsdp2.disk.file import DiskFile, remove_leftovers
+from fsdp2.disk.file import DiskFile, in_turn, remove_leftovers
 
 _made = count()
 
@@ -79,7 +79,7 @@ def zeros(numel: int, dtype: torch.dtype, folders: Sequence[str]) -> torch.Tenso
     """
     if not numel:
         return torch.zeros(0, dtype=dtype)
-    folder = folders[next(_made) % len(folders)]
+    folder = in_turn(folders, next(_made))
     remove_leftovers(folder)
     so = "Make room, or choose another folder in Offload(tier=...)"
     file = MappedFile(folder, numel * dtype.itemsize, "sharded parameters", so)

@@ -167,6 +167,13 @@ class OffloadedOptimizer(LocalOptimizer):
                 self._known.recent.popleft().release()
         return loss
 
+    def with_state_in_host_memory(self) -> set[torch.Tensor]:
+        """The parameters whose state rests there, or in files: for checkpoints that fill an optimizer before its first
+        step. The device may have no room for the state of all of them."""
+        held = [param for group in self.param_groups for param in group["params"]]
+        offloaded = _offloaded(held)
+        return {param for param in held if id(param) in offloaded}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer. With ``set_to_none=False`` it waits for the steps, which still read the gradients."""
         if not set_to_none:

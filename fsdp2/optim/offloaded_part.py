@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, set_local_tensor, spec_of
+from fsdp2.disk.file import in_turn
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.background import submit
@@ -28,7 +29,7 @@ from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.run import identical, local_grad
-from fsdp2.optim.staged import RestingState, StagedState, State
+from fsdp2.optim.staged import RestingState, StagedState, State, beside_step
 from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import Plan
@@ -90,7 +91,7 @@ class OffloadedPart:
         folders = self._policy.folders
         if folders and simulation() is None:  # a plan counts what is in files as memory of the host
             files = RestingShards(file for real in self._reals if (file := file_of(real)) is not None)
-            return DiskState(self._inner.state, device, folders[next(_on_disk) % len(folders)], files, self.settle)
+            return DiskState(self._inner.state, device, in_turn(folders, next(_on_disk)), files, self.settle)
         return None if device == host() else StagedState(self._inner.state, device, self._policy.pins)
 
     def is_current(self, lists: Sequence[Sequence[DTensor]]) -> bool:
@@ -209,7 +210,9 @@ class OffloadedPart:
         else:
             inner[twin] = outer
             for key, value in outer.items():
-                if isinstance(value, DTensor) and local_tensor(value).device != host():
+                if not isinstance(value, DTensor):
+                    outer[key] = beside_step(value, host())
+                elif local_tensor(value).device != host():
                     outer[key] = make_dtensor(local_tensor(value).to(host()), spec_of(value))
         return False
 

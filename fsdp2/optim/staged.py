@@ -18,6 +18,12 @@ from fsdp2.policies import host
 State = dict[Any, Any]
 
 
+def beside_step(value: Any, device: torch.device) -> Any:
+    """What is no DTensor in the state of a parameter that is stepped on `device`. The counter of a fused step is on the
+    parameter's device after a load, also where the host steps."""
+    return value.to(device) if isinstance(value, torch.Tensor) and device == host() else value
+
+
 class RestingState(ABC):
     """The state of some parameters. All calls but `take` and `prefetch` are made on one stream, which owns the memory
     where the optimizer steps.
@@ -50,7 +56,7 @@ class RestingState(ABC):
             del inner[key]
         for key, value in outer.items():
             if not isinstance(value, DTensor):
-                inner[key] = value
+                inner[key] = beside_step(value, self.device)
             elif id(value) not in known or known[id(value)] is not inner.get(key):
                 inner[key] = make_dtensor(local_tensor(value).to(self.device, copy=True), spec_of(value))
                 copied = True

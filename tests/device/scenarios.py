@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2.errors import ArgumentError
 from fsdp2.parallel import ring_attention, shard_sequence, unshard_sequence
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
@@ -368,6 +369,17 @@ def pipelined(rank: int, world_size: int, seed: int) -> None:
         assert_same(trained(DEVICE), expected)
 
 
+def other_optimizers(rank: int, world_size: int, seed: int) -> None:
+    """They would keep on the device what should be in host memory: an error says which one does not."""
+    for kind, way in (
+        (torch.optim.AdamW, r"Make it with fsdp2\.offload_optimizer\(torch\.optim\.AdamW"),
+        (fsdp2.optim.AdamW8bit, "each element by itself, or CPUOffloadPolicy"),
+    ):
+        model = sharded(Feature({"offload_policy": fsdp2.Offload()}), DEVICE, world_size)
+        with pytest.raises(ArgumentError, match=rf"{kind.__name__} would keep its state on .*{way}"):
+            one_step(model, kind(model.parameters()), inputs(rank, DEVICE)[0])
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
@@ -375,6 +387,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations, in part": activations_in_part,
     "two units": two_units,
     "states in host memory, loaded": states_loaded,
+    "states in host memory, other optimizers": other_optimizers,
     "failed": failed,
     "bad batch": bad_batch,
     "backward, repeated": repeated,

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2._torch import local_of
 from fsdp2.checkpoint.run import background
 from fsdp2.checkpoint.storage.local import LocalWriter
 from fsdp2.disk.file import DiskFile
@@ -73,6 +75,42 @@ def saved(rank: int, world_size: int, seed: int) -> None:
 
 def saved_in_background(rank: int, world_size: int, seed: int) -> None:
     saves(rank, world_size, seed, in_background=True)
+
+
+def resumed(rank: int, world_size: int, seed: int, policy: fsdp2.Offload, fused: bool) -> None:
+    """A new optimizer takes up state that rests in host memory. The device has never had room for all of it: it got the
+    state of the whole model, and the counters of fused steps, which the host makes."""
+    feature = Feature({"offload_policy": policy})
+
+    def made() -> tuple[Any, Any]:
+        model = sharded(feature, DEVICE, world_size)
+        options: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
+        return model, fsdp2.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=0.1, **options)
+
+    with shared_folder(rank) as folder, late(seed, 1000), stream_of(seed):
+        xs = inputs(rank, DEVICE)
+        model, optimizer = made()
+        one_step(model, optimizer, xs[0])
+        checkpoint.save(folder / "saved", model=model, optimizer=optimizer)
+        later, resumed_optimizer = made()
+        checkpoint.load(folder / "saved", model=later, optimizer=resumed_optimizer)
+        shown = [each for state in resumed_optimizer.state.values() for each in state.values()]
+        assert shown and all(local_of(each).device.type == "cpu" for each in shown if isinstance(each, DTensor))
+        for each, stepped in ((model, optimizer), (later, resumed_optimizer)):
+            one_step(each, stepped, xs[1])
+        assert_same(values(later), values(model))
+
+
+def resumed_with_states_in_host_memory(rank: int, world_size: int, seed: int) -> None:
+    resumed(rank, world_size, seed, fsdp2.Offload(), fused=False)
+
+
+def resumed_with_gradients_in_host_memory(rank: int, world_size: int, seed: int) -> None:
+    resumed(rank, world_size, seed, fsdp2.Offload(grads=True), fused=True)
+
+
+def resumed_with_states_on_disk(rank: int, world_size: int, seed: int) -> None:
+    resumed(rank, world_size, seed, GRADS_ON_DISK, fused=True)
 
 
 def loaded(rank: int, world_size: int, seed: int) -> None:
@@ -143,5 +181,8 @@ SCENARIOS_OF_FILES: dict[str, Callable[[int, int, int], None]] = {
     "saved in the background": saved_in_background,
     "saved twice in the background": saved_twice,
     "loaded": loaded,
+    "resumed with states in host memory": resumed_with_states_in_host_memory,
+    "resumed with gradients in host memory": resumed_with_gradients_in_host_memory,
+    "resumed with states on disk": resumed_with_states_on_disk,
     "states on disk, looked at": states_on_disk,
 }

@@ -200,7 +200,15 @@ FEATURES = {
     "states and gradients in host memory": in_background(Offload(grads=True)),
     "states and gradients in host memory, stepped in backward": in_background(Offload(grads=True), in_backward=True),
     "states and gradients in host memory, mixed precision": in_background(Offload(grads=True), **mixed()),
+    "states and gradients in host memory, accumulation": replace(in_background(Offload(grads=True)), backwards=3),
+    "states and gradients in host memory, accumulation without sync": replace(
+        in_background(Offload(grads=True)), backwards=3, sync_each=False
+    ),
+    "states in host memory, scaled": replace(in_background(Offload(), clips=False), scaled=True),
     "all in host memory": in_background(ALL),
+    "all in host memory, accumulation": replace(in_background(ALL), backwards=3),
+    "all in host memory, accumulation without sync": replace(in_background(ALL), backwards=3, sync_each=False),
+    "all in host memory, stage 2": replace(in_background(ALL, zero=ZeroPolicy(2)), backwards=2),
     "all in host memory, stays unsharded": in_background(ALL, reshard_after_forward=False),
     # Not clipped: the norm is summed up in another order where gradients are in two places.
     "half in host memory": in_background(Offload(grads=True, params=True, fraction=0.5), clips=False),

@@ -32,6 +32,7 @@ from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
 from fsdp2.optim.adopt import COUNTERS
 from fsdp2.optim.matrix import MatrixOptimizer
+from fsdp2.optim.offloaded import OffloadedOptimizer
 from fsdp2.placement.tiling import tiling_from
 
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
@@ -345,8 +346,10 @@ class OptimizerTarget:
             owned = self.optimizer.owned_state(param, path, shape, dtype)
             if owned is not None:
                 return owned
+        home = torch.device("cpu") if param in self._in_host_memory else None
         if form == "local":
-            return torch.empty_like(local_tensor(param) if isinstance(param, DTensor) else param, dtype=dtype)
+            local = local_tensor(param) if isinstance(param, DTensor) else param
+            return torch.empty_like(local, dtype=dtype, device=home)
         if form == "param" and tuple(param.shape) != shape:
             raise MismatchError(
                 f"optimizer state '{name}': stored with shape {list(shape)}, the parameter has {list(param.shape)}"
@@ -356,7 +359,7 @@ class OptimizerTarget:
                 return torch.empty_like(param, dtype=dtype)
             return torch.empty(shape, dtype=dtype, device="cpu" if name.startswith("step.") else param.device)
         if form == "param":
-            local = torch.empty_like(local_tensor(param), dtype=dtype)
+            local = torch.empty_like(local_tensor(param), dtype=dtype, device=home)
             spec = make_spec(param.device_mesh, param.placements, param.shape, param.stride(), dtype)
             return make_dtensor(local, spec)
         mesh = param.device_mesh
@@ -365,6 +368,12 @@ class OptimizerTarget:
         spec = make_spec(mesh, placements, shape, strides(shape), dtype)
         box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
+
+    @cached_property
+    def _in_host_memory(self) -> set[torch.Tensor]:
+        """The parameters whose state the device may have no room for."""
+        optimizer = self.optimizer
+        return optimizer.with_state_in_host_memory() if isinstance(optimizer, OffloadedOptimizer) else set()
 
     def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
         """Whether the optimizer will keep step counters on the parameter's device, as torch's do with `capturable` or
