@@ -83,6 +83,8 @@ def parallel_config(values: Namespace, from_file: Mapping[str, Any], world_size:
         keys["mixed_precision"] = "bf16"
     if values.offload is not None:
         keys["offload"] = values.offload
+    if values.offload_tier is not None:
+        keys["offload_tier"] = values.offload_tier
     if values.activation_checkpointing:
         keys["activation_checkpointing"] = "full"
     for text in values.parallel:

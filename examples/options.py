@@ -197,8 +197,9 @@ def _build_parser() -> argparse.ArgumentParser:
         help="free the gathered weights after forward; auto: all but the root's; INT: keep them sharded over INT ranks",
     )
     add("--bf16", action="store_true", help="compute in bfloat16: mixed_precision=bf16")
-    choices = ("none", "states", "gradients", "all")
+    choices = ("none", "states", "gradients", "all", "files")
     add("--offload", choices=choices, help="what rests in host memory, with a step behind compute (docs/offload.md)")
+    add("--offload-tier", metavar="FOLDER", help="a fast disk for the states (and, with files, the parameters)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks in backward: =full")
 
     add = parser.add_argument_group("reports and checkpoints").add_argument

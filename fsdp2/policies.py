@@ -137,7 +137,7 @@ class Offload(OffloadPolicy):
     `offload_optimizer`, which keeps the state there and hides the step behind compute.
 
     The step runs where the gradient lives; what lives elsewhere is copied there and back. Host memory is page-locked
-    where there is an accelerator. Each setting includes those before it::
+    where there is an accelerator, but for what is read from files. Each setting includes those before it::
 
         Offload()                            state in host memory; the device steps, on copies of one unit's state
         Offload(grads=True)                  gradients too; the host steps a copy of the parameters

@@ -6,7 +6,7 @@ Source: the degrees and their order are those of torchtitan's `ParallelDims`,
 https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/parallel_dims.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from os import PathLike
@@ -53,7 +53,7 @@ class ParallelConfig:
         offload: what else may be in host memory: ``"states"``, ``"gradients"`` (and states), ``"all"``, or ``"files"``
             (all, with states and sharded parameters in files of the tier), as `Offload` says; the optimizer must be one
             of `offload_optimizer`. Not together with `cpu_offload`.
-        offload_tier: with `offload`, where the state rests: ``"cpu"``, or a folder for files.
+        offload_tier: with `offload`, where the state rests: ``"cpu"``, or a folder for files, or several.
         blocks: which modules become units: names of classes, or of modules (``"layers.*"``). Empty: they are detected.
 
     Raises:
@@ -76,7 +76,7 @@ class ParallelConfig:
     mixed_precision: str = "no"
     cpu_offload: bool = False
     offload: str = "none"
-    offload_tier: str = "cpu"
+    offload_tier: str | Sequence[str] = "cpu"
     blocks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -226,8 +226,10 @@ def _check(config: Any) -> None:
         raise ArgumentError(f"offload: expected one of {listed}; got {config.offload!r}")
     if config.cpu_offload and config.offload != "none":
         raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
-    if not isinstance(config.offload_tier, str) or not config.offload_tier:
-        raise ArgumentError(f'offload_tier: expected "cpu" or a folder; got {config.offload_tier!r}')
+    folders = [config.offload_tier] if isinstance(config.offload_tier, str) else config.offload_tier
+    is_list = isinstance(folders, (list, tuple)) and len(folders) > 0
+    if not is_list or not all(isinstance(each, str) and each for each in folders):
+        raise ArgumentError(f'offload_tier: expected "cpu", a folder or a list of folders; got {config.offload_tier!r}')
     if config.offload_tier == "cpu" and config.offload == "files":
         raise ArgumentError('offload: got "files" without a folder for them; set offload_tier = "/a/fast/disk"')
     if config.offload_tier != "cpu" and config.offload == "none":

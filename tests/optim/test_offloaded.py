@@ -27,10 +27,10 @@ from fsdp2 import Offload, checkpoint, offload_optimizer
 from fsdp2._torch import local_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim import local_optimizer
-from fsdp2.optim.background import cores_for, submit
+from fsdp2.optim.background import submit
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.staged import StagedState
-from tests.helpers.optimizers import CASES, Optim, assert_same
+from tests.helpers.optimizers import CASES, Optim, assert_same, params_in
 from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 from tests.races.detector import detecting
@@ -376,15 +376,18 @@ def test_tensor_parallel(rank: int, world_size: int, setting: str, tmp_path: Pat
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("saved", [None, "states", "all", "half", "disk", "two disks", "files"])
-@pytest.mark.parametrize("loaded", [None, "states", "all", "half", "disk", "two disks", "files"])
+@pytest.mark.parametrize("saved", [None, "states", "states and gradients", "all", "half", "disk", "two disks", "files"])
+@pytest.mark.parametrize(
+    "loaded", [None, "states", "states and gradients", "all", "half", "disk", "two disks", "files", "half in files"]
+)
 def test_resume_across_settings(
     rank: int, world_size: int, saved: str | None, loaded: str | None, tmp_path: Path
 ) -> None:
-    """A checkpoint right after a step, loaded with another setting, continues the same training."""
+    """A checkpoint right after a step, loaded with another setting, continues the same training; one that was saved
+    with gradients in host memory in an optimizer that has no state yet."""
     model, optimizer = stepped(policy_of(saved, tmp_path), rank, steps=2)
     checkpoint.save(tmp_path / "at", model=model, optimizer=optimizer)
-    other, resumed = stepped(policy_of(loaded, tmp_path), rank, steps=1)
+    other, resumed = stepped(policy_of(loaded, tmp_path), rank, steps=0 if saved == "states and gradients" else 1)
     checkpoint.load(tmp_path / "at", model=other, optimizer=resumed)
     plain, reference = stepped(None, rank, steps=2)
     for each, optim in ((other, resumed), (plain, reference)):
@@ -467,11 +470,19 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         offload_optimizer(torch.optim.AdamW, stack(None).parameters())
     with pytest.raises(ArgumentError, match=r"offload_optimizer: torch.optim.*Muon"):
         offload_optimizer(torch.optim.Muon, stack(Offload()).parameters())
+    model = stack(Offload())
+    counting = offload_optimizer(CountsInGroups, model.parameters(), lr=0.1, elementwise=True)
+    for param in params_in(counting):
+        param.grad = torch.zeros_like(param)
+    counting.step()
+    with pytest.raises(ArgumentError, match=r"CountsInGroups changes the options \['num_steps'\] of its param groups"):
+        counting.wait()
 
 
-def test_cores() -> None:
-    """The ranks of a machine share out its cores, and each keeps one for compute."""
-    ranks = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2)]
-    assert [cores_for(3, [*range(8)], rank) for rank in ranks] == [[5, 6, 7], [2, 3, 4]]
-    assert cores_for(4, [*range(8)], ranks[0]) == []
-    assert cores_for(1, [*range(8)], {}) == []
+class CountsInGroups(torch.optim.SGD):
+    """As schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+        super().step(closure)

@@ -233,7 +233,7 @@ def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int], t
     race(config_of(degrees, cpu_offload=True), steps=2)
     race(config_of(degrees, offload="all"), steps=2)
     for offload in ("states", "files"):
-        race(config_of(degrees, offload=offload, offload_tier=str(tmp_path)), steps=2)
+        race(config_of(degrees, offload=offload, offload_tier=[str(tmp_path / "a"), str(tmp_path / "b")]), steps=2)
     race(config_of(degrees), steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False), zero=ZeroPolicy(stage=2))
 
 

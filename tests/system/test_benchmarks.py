@@ -257,4 +257,4 @@ def test_the_tables_of_plans_are_those_of_the_results() -> None:
 def test_offload_runs(tmp_path: Path) -> None:
     printed = run(ROOT / "benchmarks/offload/main.py", "--dry-run", "--out", tmp_path / "out.json", ranks=2)
     assert "| fsdp2, all, fused |" in printed
-    assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 16
+    assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 18
