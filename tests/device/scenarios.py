@@ -119,7 +119,7 @@ def bad_batch(rank: int, world_size: int, seed: int) -> None:
 
 def activations(rank: int, world_size: int, seed: int) -> None:
     """As many saved activations move to host memory as the budget requires, and none when it suffices. Values are those
-    of the CPU. Forwards without gradients, and without a backward, change nothing."""
+    of the CPU. Forwards without gradients, and without a backward, change nothing (modelscope/ms-swift issue 9844)."""
     feature = FEATURES["mixed precision" if seed % 2 else "plain"]
     expected = train(sharded(feature, "cpu", world_size), feature, "cpu", rank)
     moved = {}

@@ -122,7 +122,7 @@ def test_ranks_that_differ(rank: int, world_size: int, what: str) -> None:
 
 @on_ranks(2)
 def test_what_is_no_matrix(rank: int, world_size: int) -> None:
-    """An error, where others fall back to AdamW without a word."""
+    """An error, where others fall back to AdamW without a word (NVIDIA/Megatron-LM issue 5961)."""
     vector = sharded([value(0, (6,), 0)])
     with pytest.raises(ArgumentError, match=r"Muon refuses parameter 0 of group 0.*another kind") as error:
         matrix_optimizer(torch.optim.Muon, vector)

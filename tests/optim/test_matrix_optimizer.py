@@ -43,7 +43,8 @@ def in_one_process(kind: Any, steps: int, missing: Any = ()) -> torch.optim.Opti
 @on_ranks(3, 1, 2, 4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
-    """Muon and an optimizer of a user's own: bit for bit, whatever the shards, and if gradients are missing."""
+    """Muon and an optimizer of a user's own: bit for bit, whatever the shards, and if gradients are missing. Among the
+    shapes are empty shards (microsoft/dion issue 74) and rows that no number of ranks divides (97)."""
     missing = {(0, 1), (2, 3), (2, 0)}
     plain = in_one_process(KINDS[kind], 4, missing)
     for layout in layouts(world_size):

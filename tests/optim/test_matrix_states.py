@@ -138,7 +138,7 @@ def test_resume_with_other_numbers_of_ranks(kind: str, how: str, tmp_path: Path)
 @on_ranks(4, 2)
 def test_the_same_entries_on_all_ranks(rank: int, world_size: int) -> None:
     """From the first step on, in the same order, also on a rank that owns nothing: an optimizer that keeps state where
-    it was made has other keys on each rank, and collectives over it hang."""
+    it was made has other keys on each rank, and collectives over it hang (microsoft/dion issue 89)."""
     optimizer = matrix_optimizer(Shampoo, sharded([value(0, (3, 4), 0), value(1, (6, 5), 0)]), lr=0.1)
     train(optimizer, range(1), missing={(0, 0)})
     train(optimizer, range(1, 2))
@@ -173,7 +173,8 @@ def test_full_state_dict(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_state_dict_of_its_own_and_of_one_process(rank: int, world_size: int) -> None:
-    """`load_state_dict` goes by position: the same on all ranks, so each state finds its parameter."""
+    """`load_state_dict` goes by position: the same on all ranks, so each state finds its parameter; groups that were
+    made otherwise are an error (microsoft/dion issue 109)."""
     plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
     first = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
     for each in (plain, first):
