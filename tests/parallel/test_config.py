@@ -41,7 +41,10 @@ def written(folder: Path, name: str, text: str) -> Path:
         ({"offload": "some"}, 'offload: expected one of "none", "states", "gradients", "all", "files"; got \'some\''),
         ({"offload": "all", "cpu_offload": True}, 'offload: got "all", and cpu_offload'),
         ({"offload_tier": 1, "offload": "all"}, 'offload_tier: expected "cpu", a folder or a list of folders; got 1'),
-        ({"offload_tier": ["/disk", 2], "offload": "all"}, "a list of folders; got ['/disk', 2]"),
+        (
+            {"offload_tier": ["/disk", 2], "offload": "all"},
+            "offload_tier: expected \"cpu\", a folder or a list of folders; got ['/disk', 2]",
+        ),
         ({"offload": "files"}, 'offload: got "files" without a folder for them; set offload_tier = "/a/fast/disk"'),
         ({"offload_tier": "/disk"}, 'offload_tier: got "/disk", but offload is "none"; set offload too'),
         ({"blocks": ("",)}, "blocks: expected names of classes or modules; got ('',)"),
