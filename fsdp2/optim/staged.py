@@ -21,7 +21,8 @@ State = dict[Any, Any]
 def beside_step(value: Any, device: torch.device) -> Any:
     """What is no DTensor in the state of a parameter that is stepped on `device`. The counter of a fused step is on the
     parameter's device after a load, also where the host steps."""
-    return value.to(device) if isinstance(value, torch.Tensor) and device == host() else value
+    elsewhere = isinstance(value, torch.Tensor) and value.device != device and device == host()
+    return value.to(device) if elsewhere else value
 
 
 class RestingState(ABC):
