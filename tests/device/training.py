@@ -24,7 +24,7 @@ from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import Stack, batch
 from tests.races.nets import customise
 
-__all__ = ["FEATURES", "ON_FOUR", "Feature", "check", "differs", "expected_of", "mesh_of", "sharded", "train"]
+__all__ = ["ALL", "FEATURES", "ON_FOUR", "Feature", "check", "differs", "expected_of", "mesh_of", "sharded", "train"]
 
 BF16 = torch.bfloat16
 
@@ -272,6 +272,11 @@ ON_FOUR = {
     "replicas, frozen weights in host memory": Feature({"zero": FROZEN_ON_HOST}, change=freezes_weights, replicas=2),
     "replicas, layers in tiles": Feature(change=tiles_layers, replicas=2, depth=1),
     "replicas, states on disk": replace(in_background(ON_DISK), replicas=2),
+    "replicas, states and gradients in host memory": replace(in_background(Offload(grads=True)), replicas=2),
+    "replicas, all in host memory": replace(in_background(ALL), replicas=2),
+    # Of the output layer, the last of four ranks has nothing.
+    "empty shards, states and gradients in host memory": in_background(Offload(grads=True)),
+    "empty shards, states and parameters in files": in_background(IN_FILES),
     "replicas, whole matrices": Feature(optimizer=with_matrices, replicas=2),
     "smaller mesh": Feature({"reshard_after_forward": 2}),
     "secondary shards": Feature({"zero": SECONDARY}),
@@ -281,6 +286,8 @@ ON_FOUR = {
     "sharded replicas": Feature({"zero": INNER}, backwards=2),
     "sharded replicas, mixed precision": Feature({"zero": INNER, **mixed()}, prepare=collects_twice),
     "tensor parallel": Feature(tensor=2),
+    "tensor parallel, states and gradients in host memory": replace(in_background(Offload(grads=True)), tensor=2),
+    "tensor parallel, states and parameters in files": replace(in_background(IN_FILES), tensor=2),
 }
 
 
