@@ -19,7 +19,7 @@ Source: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_h
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -137,6 +137,8 @@ class ActivationOffload:
 
     def _begin_iteration(self) -> None:
         self._moves = calls_to_move([call.nbytes for call in self._calls], self._budget)
+        for call in self._leaving:
+            call.free_moved()  # of a microbatch whose backward comes later
         self._calls, self._leaving, self._is_backward = [], [], False
         self.moved_bytes = self.saved_bytes = 0
         for saved in [*self._arriving]:
@@ -156,11 +158,14 @@ class ActivationOffload:
             self._leaving.append(each)
             total -= each.nbytes
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block runs it
     def save(self, call: "_Call", tensor: torch.Tensor) -> Any:
         """The hook for a tensor that autograd saves: what it keeps instead."""
-        is_param = isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
-        is_plain = type(tensor) is torch.Tensor or is_fake(tensor)
-        if not is_plain or is_param or tensor.device == host() or tensor.nbytes < self._min_bytes:
+        if type(tensor) is not torch.Tensor and (not is_fake(tensor) or isinstance(tensor, nn.Parameter)):
+            return tensor
+        base = base_of(tensor)
+        is_of_param = base is not None and isinstance(base, nn.Parameter)
+        if is_of_param or tensor.device == host() or tensor.nbytes < self._min_bytes:
             return tensor
         key = storage_key(tensor)
         saved = call.saved.get(key)
@@ -174,6 +179,7 @@ class ActivationOffload:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load(self, saved: Any) -> torch.Tensor:
         """The hook for a tensor that autograd needs. The first one of a call begins to bring back the call before."""
         if not isinstance(saved, _Saved):
@@ -227,9 +233,10 @@ class _Call:
 
     def fetch(self) -> None:
         """Begin to bring back everything; once."""
-        saved, self.saved = self.saved, WeakValueDictionary()
-        for each in saved.values():
-            each.fetch()
+        if self.saved:
+            saved, self.saved = self.saved, WeakValueDictionary()
+            for each in saved.values():
+                each.fetch()
 
 
 class _Saved:
@@ -323,7 +330,7 @@ def _offloading_class(cls: Any) -> Any:
         if offload is None or not torch.is_grad_enabled():
             return super(offloading, self).__call__(*args, **kwargs)
         begun = offload.begin()
-        with saved_tensors_hooks(lambda tensor: offload.save(begun, tensor), offload.load):
+        with saved_tensors_hooks(partial(offload.save, begun), offload.load):
             result = super(offloading, self).__call__(*args, **kwargs)
         offload.end(begun)
         return result

@@ -4,6 +4,7 @@ Each takes (rank, world_size, seed) and asserts."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,67 @@ def activations_leave_memory(rank: int, world_size: int, seed: int) -> None:
         assert saved_bytes == 6 * size, saved_bytes / size
 
 
+def activations_of_microbatches(rank: int, world_size: int, seed: int) -> None:
+    """A pipeline begins a forward while others wait for their backward. With a budget of nothing, of what these have
+    saved nothing is on the device. (What the last block had saved was.)"""
+    size = 1 << 16
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128)) for _ in range(4))
+    given = [torch.randn(size // 512, 128) for _ in range(4)]
+
+    def grads(device: str) -> tuple[list[int], list[torch.Tensor]]:
+        """What blocks have saved on the device, after each forward; gradients."""
+        before = lagging.counts()["allocated"]
+        blocks = copy.deepcopy(layers).to(device)
+        if device == DEVICE:
+            fsdp2.offload_activations(blocks, min_bytes=0)
+        inputs, waiting, saved = [each.to(device) for each in given], [], []
+        for is_forward in (True, False, True, True, False, True, False, False):
+            if not is_forward:
+                waiting.pop(0).backward()
+                continue
+            out = inputs.pop(0)
+            for block in blocks:
+                out = block(out)
+            waiting.append(out.square().sum())  # which saves `out`
+            del out
+            held = [*blocks.parameters(), *(param.grad for param in blocks.parameters() if param.grad is not None)]
+            others = sum(each.nbytes for each in [*held, *inputs]) + size * len(waiting)
+            saved.append(lagging.counts()["allocated"] - before - others)
+        return saved, [param.grad.cpu() for param in blocks.parameters() if param.grad is not None]
+
+    _, expected = grads("cpu")
+    with late(seed):
+        saved, found = grads(DEVICE)
+    assert_same(found, expected)
+    assert all(1.9 * size <= each <= 2.1 * size for each in saved), saved  # of the last block, under way
+
+
+def activations_compiled(rank: int, world_size: int, seed: int) -> None:
+    """What compiled blocks save moves, too, and the gradients are those of the CPU. (Of a `Sequential` torch compiles
+    nothing but what its forward calls, and that were the hooks.)"""
+    layers = nn.ModuleList([Recomputed(nn.Tanh()), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), Block(64, 32)])
+    given = torch.randn(8, 64)
+
+    def grads(device: str) -> tuple[list[torch.Tensor], fsdp2.ActivationOffload]:
+        blocks = copy.deepcopy(layers).to(device)
+        offload = fsdp2.offload_activations(blocks, min_bytes=0)
+        for block in blocks:
+            block.compile(backend="aot_eager")
+        for _ in range(2):
+            out = given.to(device)
+            for block in blocks:
+                out = block(out)
+            out.square().sum().backward()
+        return [param.grad.cpu() for param in blocks.parameters() if param.grad is not None], offload
+
+    with warnings.catch_warnings(category=UserWarning, action="ignore"):  # the compiler looks at `.grad`
+        expected, _ = grads("cpu")
+        with late(seed):
+            found, offload = grads(DEVICE)
+    assert_same(found, expected)
+    assert 0 < offload.moved_bytes == offload.saved_bytes
+
+
 def activations_changed(rank: int, world_size: int, seed: int) -> None:
     """A saved tensor that is changed in place, which autograd does not see any more, is refused."""
     layer = nn.Linear(128, 128).to(DEVICE)
@@ -346,7 +408,7 @@ def optional(rank: int, world_size: int, seed: int) -> None:
 
 
 def pipelined(rank: int, world_size: int, seed: int) -> None:
-    """torch's pipeline of two stages, each sharded over two ranks."""
+    """torch's pipeline of two stages, each sharded over two ranks; with activations in host memory, too."""
 
     def trained(device: str) -> list[torch.Tensor]:
         mesh = mesh_of(device, (2, 2), ("pipeline", "shard"))
@@ -355,6 +417,8 @@ def pipelined(rank: int, world_size: int, seed: int) -> None:
         module: Any = [nn.Sequential(Block(16, 11), Block(16, 11)) for _ in range(2)][index].to(device)
         for each in (*module, module):
             fsdp2.fully_shard(each, mesh=mesh["shard"])
+        if device == DEVICE and seed % 2:
+            fsdp2.offload_activations([*module], min_bytes=0)
         stage = PipelineStage(module, index, 2, torch.device(device), group=mesh.get_group("pipeline"))
         schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, target: (out - target).square().mean())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)
@@ -383,6 +447,8 @@ def other_optimizers(rank: int, world_size: int, seed: int) -> None:
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
+    "activations of microbatches": activations_of_microbatches,
+    "activations, compiled": activations_compiled,
     "activations changed in place": activations_changed,
     "activations, in part": activations_in_part,
     "two units": two_units,
