@@ -24,8 +24,8 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2._torch import backward_is_running, forget_scaler
-from fsdp2.errors import ArgumentError
+from fsdp2._torch import accept_scaler, backward_is_running, forget_scaler, take_from_scaler
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
 from fsdp2.optim.run import identical
@@ -99,6 +99,9 @@ class OffloadedOptimizer(LocalOptimizer):
         self._made_with = options
         super().__init__(params, **options)
         forget_scaler(self)  # `GradScaler` looks for infinities itself, before it calls `step`
+        held = [param for group in self.param_groups for param in group["params"]]
+        if any(plan.grad_home != plan.roles.device for _, plan in _offloaded(held).values()):
+            accept_scaler(self)  # so that `step` learns of it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called after a copy, and by `load_state_dict`."""
@@ -144,7 +147,17 @@ class OffloadedOptimizer(LocalOptimizer):
 
         Args:
             closure: computes the loss and the gradients again; called at once.
+
+        Raises:
+            UnsupportedError: a `GradScaler` calls it, and gradients of a mesh of accelerators are in host memory.
         """
+        if take_from_scaler(self):
+            # `torch.amp.GradScaler._unscale_grads_` copies the scale to the gradients' device with non_blocking=True.
+            raise UnsupportedError(
+                f"GradScaler cannot step this {type(self).__name__}: gradients rest in host memory, and torch's scaler "
+                "reads a copy of its scale there before the copy is done, so gradients are wrong by now. Use bf16, "
+                "which needs no scaler, or Offload(), which leaves gradients on the device."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

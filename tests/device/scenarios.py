@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.parallel import ring_attention, shard_sequence, unshard_sequence
 from tests.device import lagging
 from tests.device.ranks import DEVICE, late
 from tests.device.scenarios_of_files import SCENARIOS_OF_FILES
 from tests.device.steps import ADAM, assert_same, inputs, one_step, shared_folder, values
-from tests.device.training import FEATURES, Feature, mesh_of, sharded, train
+from tests.device.training import ALL, FEATURES, Feature, mesh_of, sharded, train
 from tests.helpers.optional_models import POLICIES, VisionLanguage, shard, who_has_images
 from tests.helpers.optional_models import inputs as images_of
 from tests.helpers.parity_models import Block, Stack, batch, local
@@ -444,6 +444,23 @@ def other_optimizers(rank: int, world_size: int, seed: int) -> None:
             one_step(model, kind(model.parameters()), inputs(rank, DEVICE)[0])
 
 
+def scaled(rank: int, world_size: int, seed: int) -> None:
+    """torch's scaler reads its scale on the host too early, where gradients are there. (Training was wrong, and
+    nothing said so.)"""
+    for unscales in (False, True):
+        model = sharded(Feature({"offload_policy": ALL}), DEVICE, world_size)
+        optimizer = fsdp2.offload_optimizer(torch.optim.AdamW, model.parameters(), fused=True)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+        scaler.scale(model(inputs(rank, DEVICE)[0]).square().mean()).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(
+            UnsupportedError, match="GradScaler cannot step this OffloadedAdamW: gradients rest in host"
+        ):
+            scaler.step(optimizer)
+        torch.amp.GradScaler(DEVICE, enabled=False).step(optimizer)
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "activations": activations,
     "activations leave memory": activations_leave_memory,
@@ -454,6 +471,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "two units": two_units,
     "states in host memory, loaded": states_loaded,
     "states in host memory, other optimizers": other_optimizers,
+    "gradients in host memory, scaled": scaled,
     "failed": failed,
     "bad batch": bad_batch,
     "backward, repeated": repeated,
