@@ -28,7 +28,10 @@ CASES: dict[str, tuple[type[Optim], dict[str, Any]]] = {
     "adamax": (torch.optim.Adamax, {}),
     "adadelta": (torch.optim.Adadelta, {}),
     "asgd": (torch.optim.ASGD, {}),
+    "rprop": (torch.optim.Rprop, {}),
 }
+
+NOT_ON_DTENSORS = {"rprop"}  # torch has no rule for one of its operations
 
 
 def params_in(optimizer: Optim) -> list[nn.Parameter]:

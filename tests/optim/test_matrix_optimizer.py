@@ -21,6 +21,7 @@ from tests.helpers.matrix_optimizers import (
     Shampoo,
     assert_same,
     layouts,
+    params_in,
     set_grads,
     sharded,
     train,
@@ -63,6 +64,44 @@ def test_options_of_muon(rank: int, world_size: int, options: dict[str, Any]) ->
     optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), **options)
     for each in (plain, optimizer):
         train(each, range(2))
+    assert_same(optimizer, plain)
+
+
+@on_ranks(2, 3)
+def test_grad_scaler(rank: int, world_size: int) -> None:
+    """A step is left out on every rank, where one element of a gradient, on one rank, is infinite."""
+    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
+    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    for each in (plain, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            scale = scaler.scale(torch.ones(()))
+            set_grads(each, step)
+            for param in params_in(each):
+                param.grad *= scale * (float("inf") if step == 1 and param.shape == SHAPES[2] else 1.0)
+            scaler.step(each)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+    assert_same(optimizer, plain)
+
+
+@on_ranks(2, 3)
+def test_closure(rank: int, world_size: int) -> None:
+    """It is called once, with gradients enabled, before anything is sent."""
+    plain = torch.optim.Muon([nn.Parameter(each) for each in values_of()], lr=0.1)
+    optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
+    for each in (plain, optimizer):
+        for step in range(2):
+            losses = []
+
+            def closure(each: Any = each, step: int = step, losses: list[float] = losses) -> float:
+                assert torch.is_grad_enabled()
+                set_grads(each, step)
+                losses.append(0.5)
+                return losses[-1]
+
+            assert each.step(closure) == 0.5
+            assert len(losses) == 1
     assert_same(optimizer, plain)
 
 

@@ -133,7 +133,7 @@ def test_any_optimizer(rank: int, world_size: int, case: str, setting: str, tmp_
     kind, options = CASES[case]
     model, plain = stack(policy_of(setting, tmp_path)), stack(None)
     # In files parameters are not merged, and a fused step on the CPU rounds the end of a tensor in another way.
-    make = partial(local_optimizer, kind) if setting == "states" else kind
+    make = kind if setting == "disk" and "fused" in options else partial(local_optimizer, kind)
     ours = offload_optimizer(kind, grouped(model), **copy.deepcopy(options))
     theirs = make(grouped(plain), **copy.deepcopy(options))
     for each, optimizer in ((model, ours), (plain, theirs)):

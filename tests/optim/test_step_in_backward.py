@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from benchmarks.memory.tracking import Kind, Tracker, timeline
@@ -30,6 +31,7 @@ from tests.helpers.parity_models import (
     shard_blocks_with_policy,
 )
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import mesh_of
 
 OPTIMIZERS: dict[str, Callable[[Any], Optim]] = {
     "local_adamw": lambda params: local_optimizer(torch.optim.AdamW, params, lr=1e-2, foreach=True),
@@ -66,7 +68,7 @@ MICRO: dict[str, Callable[[Any, bool], object]] = {
 
 def sharded(kind: str, world_size: int) -> Any:
     torch.manual_seed(0)
-    model = Stack(dim=8, hidden=5, depth=2)
+    model = Stack(dim=8, hidden=6 if kind == "tp" else 5, depth=2)
     if kind == "fsdp":
         return shard_blocks(fsdp2, model)
     if kind == "hsdp":
@@ -75,6 +77,13 @@ def sharded(kind: str, world_size: int) -> Any:
         return shard_blocks(fsdp2, model, zero=fsdp2.ZeroPolicy(stage=0))
     if kind == "kept":
         return shard_blocks(fsdp2, model, reshard_after_forward=False)
+    if kind == "offload":
+        return shard_blocks(fsdp2, model, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
+    if kind == "tp":
+        mesh = mesh_of((world_size // 2, 2), ("dp", "tp"))
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return shard_blocks(fsdp2, model, mesh=mesh["dp"])
     assert kind == "bf16"
     return shard_blocks_with_policy(fsdp2, model, BF16)
 
@@ -105,11 +114,13 @@ def pair(kind: str, world_size: int, optimizer: str, **options: Any) -> list[tup
         ("replicated", "no_sync"),
         ("kept", "no_sync"),
         ("bf16", "no_sync"),
+        ("offload", "no_sync"),
+        ("tp", "is_last"),
     ],
 )
 def test_equals_a_step_after_backward(rank: int, world_size: int, optimizer: str, kind: str, micro: str) -> None:
     """Parameters and state, bit by bit, with accumulation, a scheduler and two param groups."""
-    if kind == "hsdp" and world_size % 2:
+    if kind in ("hsdp", "tp") and world_size % 2:
         pytest.skip("needs an even number of ranks")
     (ours, theirs) = pair(kind, world_size, optimizer)
     for model, optim in (ours, theirs):

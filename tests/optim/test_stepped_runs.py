@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from fsdp2.adjacent import runs_of
 from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
-from tests.helpers.optimizers import CASES, assert_same
+from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
 from tests.helpers.ranks import on_ranks
 
@@ -89,7 +89,7 @@ def test_fused_sizes_that_fill_vectors(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_ON_DTENSORS])
 def test_bit_for_bit(rank: int, world_size: int, case: str, hidden: int) -> None:
     """Units are (inp, out) and two blocks of five parameters each: 14 in all. Even shards: a tensor for each unit."""
     kind, options = CASES[case]
