@@ -290,7 +290,7 @@ def test_versions_of_clients() -> None:
         line.lower().split("==") for line in (ROOT / "constraints-clients.txt").read_text().split() if "==" in line
     )
     text = (ROOT / "docs" / "clients.md").read_text()
-    rows = dict(re.findall(r"^\| ([\w.]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([\w.-]+) \| (?:torch )?(\d[\d.]*)", text, re.MULTILINE))
     clients = {"torchtitan", "accelerate", "transformers", "trl", "lightning", "torchtune", "peft", "torchao"}
     assert clients | {"torch.distributed.pipelining", "torch.distributed.checkpoint"} <= {name.lower() for name in rows}
     named = [(name.lower(), version) for name, version in rows.items()]
