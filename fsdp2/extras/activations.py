@@ -10,7 +10,8 @@
 
 What autograd saves passes through torch's hooks for saved tensors. The first blocks are used last in backward, so they
 move, as soon as they are saved. How many have to is known from the last iteration; in the first one the oldest move
-when the budget is exceeded.
+when the budget is exceeded. If the budget sufficed for an iteration, the next one has no hooks, as long as its calls
+are like the last one's: then they save as much.
 
 Memory: a saved tensor belongs to the compute stream, which waits for its copy before it frees it, at the end of the
 next block. A tensor that comes back is allocated on the compute stream, and kept here until that waits for the copy.
@@ -19,10 +20,11 @@ Source: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_h
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -32,6 +34,7 @@ from fsdp2._torch import base_of, is_fake, storage_key, version
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.policies import host
 from fsdp2.runtime.streams import streams_for
+from fsdp2.runtime.tree import tensors_in
 
 
 def offload_activations(
@@ -40,8 +43,9 @@ def offload_activations(
     """Let what the blocks save for backward rest in host memory, as far as it exceeds a budget. Values do not change.
 
     Copies run beside compute, through page-locked memory, and come back one block before they are used. If the budget
-    suffices, nothing moves. Frozen and trainable parameters never move. On the CPU, whose memory is that of the host,
-    nothing moves either.
+    suffices, nothing moves, and from the second iteration on nothing is looked at, until a block is called with tensors
+    of another shape or dtype, in another mode, or more often. Frozen and trainable parameters never move. On the CPU,
+    whose memory is that of the host, nothing moves either.
 
     Blocks whose activations are checkpointed save only their inputs, and it is these that move; the checkpoint must be
     part of the block's call (`fsdp2.parallel`, or a module that calls it), not around it.
@@ -104,11 +108,12 @@ class ActivationOffload:
     def __init__(self, blocks: Sequence[nn.Module], budget: int, min_bytes: int):
         self.moved_bytes = 0
         self.saved_bytes = 0
-        self._blocks = blocks
+        self._blocks = WeakSet(blocks)  # who drops a model drops this, too
         self._budget = budget
         self._min_bytes = min_bytes
         self._calls: list[_Call] = []
         self._moves: list[bool] = []  # as planned from the last iteration
+        self._known: list[_Call] = []  # the last iteration's, if the budget sufficed; empty after a call unlike them
         self._is_backward = False
         self._arriving: list[_Saved] = []  # copies to the device that compute has not waited for
         self._leaving: list[_Call] = []  # calls whose tensors are being copied to the host
@@ -125,18 +130,26 @@ class ActivationOffload:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> "_Call":
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # where the whole model is compiled
+    def begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
         """A block is called."""
-        if self._is_backward or not any(call.saved for call in self._calls):  # or their graphs were dropped
+        if self._is_backward or not any(call.is_alive for call in self._calls):  # or their graphs were dropped
             self._begin_iteration()
-        index = len(self._calls)
-        call = _Call(self, self._calls[-1] if self._calls else None)
+        index, likeness = len(self._calls), _likeness(block, args, kwargs)
+        call = _Call(self, self._calls[-1] if self._calls else None, likeness)
         call.moves = index < len(self._moves) and self._moves[index]
+        if index < len(self._known) and self._known[index].likeness == likeness:
+            call.nbytes, call.is_watched = self._known[index].nbytes, False
+            self.saved_bytes += call.nbytes
+        else:
+            self._known = []
         self._calls.append(call)
         return call
 
     def _begin_iteration(self) -> None:
-        self._moves = calls_to_move([call.nbytes for call in self._calls], self._budget)
+        nbytes = [call.nbytes for call in self._calls]
+        self._moves = calls_to_move(nbytes, self._budget)
+        self._known = self._calls if sum(nbytes) <= self._budget else []
         for call in self._leaving:
             call.free_moved()  # of a microbatch whose backward comes later
         self._calls, self._leaving, self._is_backward = [], [], False
@@ -144,8 +157,11 @@ class ActivationOffload:
         for saved in [*self._arriving]:
             self.arrived(saved)
 
-    def end(self, call: "_Call") -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self, call: "_Call", result: Any) -> None:
         """A call is over: what it saves is known, and what the one before it moved can be freed."""
+        if not call.is_watched:
+            call.await_backward(result)
         for earlier in self._leaving:
             earlier.free_moved()
         self._leaving = [call] if call.moves else []
@@ -154,9 +170,14 @@ class ActivationOffload:
         for each in stay:
             if total <= self._budget:
                 break
-            each.move()
-            self._leaving.append(each)
-            total -= each.nbytes
+            if each.is_watched:
+                each.move()
+                self._leaving.append(each)
+                total -= each.nbytes
+
+    def begin_backward(self) -> None:
+        """Backward has come to a block."""
+        self._is_backward = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block runs it
     def save(self, call: "_Call", tensor: torch.Tensor) -> Any:
@@ -185,7 +206,7 @@ class ActivationOffload:
         if not isinstance(saved, _Saved):
             assert isinstance(saved, torch.Tensor)
             return saved
-        self._is_backward = True
+        self.begin_backward()
         call = saved.call
         call.fetch()
         if call.before is not None:
@@ -207,18 +228,37 @@ class _Call:
     """One call of a block.
 
     Attributes:
+        likeness: what says whether another call saves as much.
         nbytes: saved in it.
         moves: whether that moves to the host.
+        is_watched: what it saves passes through the hooks.
         before: the call before it in forward; None for the first, and when it is over.
         saved: what is saved and still needed, by its memory. The graph owns it.
     """
 
-    def __init__(self, offload: ActivationOffload, before: "_Call | None"):
+    def __init__(self, offload: ActivationOffload, before: "_Call | None", likeness: Any):
         self.offload = offload
         self.before = before
+        self.likeness = likeness
         self.nbytes = 0
         self.moves = False
+        self.is_watched = True
         self.saved: WeakValueDictionary[Any, _Saved] = WeakValueDictionary()
+        self._in_graph: ref[Any] | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether backward may still come to it."""
+        return bool(self.saved) or (self._in_graph is not None and self._in_graph() is not None)
+
+    def await_backward(self, result: Any) -> None:
+        """Without hooks for saved tensors: learn from the graph when backward begins, and if it was dropped."""
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                reached = _Reached(self.offload)
+                tensor.grad_fn.register_prehook(reached)
+                self._in_graph = ref(reached)
+                return
 
     def move(self) -> None:
         """Move everything that was saved."""
@@ -237,6 +277,16 @@ class _Call:
             saved, self.saved = self.saved, WeakValueDictionary()
             for each in saved.values():
                 each.fetch()
+
+
+class _Reached:
+    """A hook of a node of autograd, which owns it."""
+
+    def __init__(self, offload: ActivationOffload):
+        self._offload = offload
+
+    def __call__(self, grads: Any) -> None:
+        self._offload.begin_backward()
 
 
 class _Saved:
@@ -321,6 +371,16 @@ class Offloading(nn.Module):
     """Mixed into the class of a block whose activations are offloaded."""
 
 
+def _likeness(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Equal for calls that save as much."""
+    tensors = [
+        (value.shape, value.dtype, value.requires_grad, torch.is_autocast_enabled(value.device.type))
+        for value in (*args, *kwargs.values())
+        if isinstance(value, torch.Tensor)
+    ]
+    return ref(block), block.training, tensors
+
+
 @cache
 def _offloading_class(cls: Any) -> Any:
     """A subclass whose calls save through the hooks."""
@@ -329,10 +389,11 @@ def _offloading_class(cls: Any) -> Any:
         offload = _offloads.get(self)
         if offload is None or not torch.is_grad_enabled():
             return super(offloading, self).__call__(*args, **kwargs)
-        begun = offload.begin()
-        with saved_tensors_hooks(partial(offload.save, begun), offload.load):
+        begun = offload.begin(self, args, kwargs)
+        hooks = saved_tensors_hooks(partial(offload.save, begun), offload.load) if begun.is_watched else nullcontext()
+        with hooks:
             result = super(offloading, self).__call__(*args, **kwargs)
-        offload.end(begun)
+        offload.end(begun, result)
         return result
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__call__": call}

@@ -1,8 +1,10 @@
-"""`offload_activations`: what needs no device. On the lagging device: `activations` in tests/device/scenarios.py."""
+"""`offload_activations`: what needs no device. On the lagging device: tests/device/scenarios_of_activations.py."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch import nn
 
 import fsdp2
 from fsdp2.errors import ArgumentError, MisuseError
-from fsdp2.extras.activations import calls_to_move
+from fsdp2.extras.activations import ActivationOffload, calls_to_move
+from fsdp2.policies import standing_for_host
 from tests.helpers.parity_models import Stack, batch, shard_blocks
 from tests.helpers.ranks import on_ranks
 
@@ -45,6 +48,59 @@ def test_on_the_cpu_nothing_moves(rank: int, world_size: int) -> None:
             model(batch(0, rank)).square().mean().backward()
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+def test_nothing_is_looked_at_while_the_budget_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks of the first iteration see what it saves. Later ones have none, until a call is not like the last
+    iteration's, or is one more; also after graphs that were dropped."""
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    seen: list[torch.Tensor] = []
+    save = ActivationOffload.save
+
+    def look(offload: Any, call: Any, tensor: torch.Tensor) -> Any:
+        seen.append(tensor)
+        return save(offload, call, tensor)
+
+    monkeypatch.setattr(ActivationOffload, "save", look)
+    offload = fsdp2.offload_activations(blocks, budget=1 << 20, min_bytes=0)
+
+    def forward(num_rows: int) -> torch.Tensor:
+        out = torch.ones(num_rows, 4)
+        for block in blocks:
+            out = block(out).tanh()
+        return out.sum()
+
+    def looks(*sizes: int, backward: bool = True) -> int:
+        """How many tensors hooks see in the forwards of an iteration."""
+        seen.clear()
+        losses = [forward(size) for size in sizes]
+        if backward:
+            for loss in losses:
+                loss.backward()
+        return len(seen)
+
+    with standing_for_host(torch.device("meta")):  # the tensors of the CPU count as those of a device
+        per_forward = looks(8)
+        assert per_forward > 0 and offload.saved_bytes == 3 * 8 * 4 * 4
+        assert [looks(8), looks(8), looks(8, backward=False), looks(8)] == [0] * 4
+        assert offload.saved_bytes == 3 * 8 * 4 * 4
+        assert [looks(8, 8), looks(8, 8), looks(8), looks(8, 8)] == [per_forward, 0, 0, per_forward]
+        assert [looks(16), looks(16), looks(8)] == [per_forward, 0, per_forward]
+        blocks[1].eval()
+        assert 0 < looks(8) < per_forward  # from there on
+        with torch.autocast("cpu"):
+            assert looks(8) > 0
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    """(The blocks held each other by what is known of them.)"""
+    blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    fsdp2.offload_activations(blocks)
+    blocks[0](torch.ones(1, 2)).sum().backward()
+    first = weakref.ref(blocks[0])
+    del blocks
+    gc.collect()
+    assert first() is None
 
 
 def test_what_is_refused() -> None:
