@@ -118,20 +118,27 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None],
     def add(name: str, params: list[nn.Parameter], grads: list[torch.Tensor], *calls: Callable[[], Any]) -> None:
         result[name] = (lambda: set_grads(params, grads), lambda: [call() for call in calls])
 
-    clips = ("torch", torch_fully_shard, nn.utils.clip_grad_norm_), ("fsdp2", fully_shard, optim.clip_grad_norm_)
+    clips = (
+        ("torch", torch_fully_shard, nn.utils.clip_grad_norm_),
+        ("drop-in", fully_shard, nn.utils.clip_grad_norm_),  # torch's functions on our shards
+        ("fsdp2", fully_shard, optim.clip_grad_norm_),
+    )
     for name, shard, clip in clips:
         shards = Shards(options, shard)
         add(f"{name} clip", shards.params, shards.grads, lambda s=shards, c=clip: c(s.params, MAX_NORM))
     for kind, settings in IMPLEMENTATIONS.items():
-        theirs, ours = Shards(options, torch_fully_shard), Shards(options, fully_shard)
-        floor = Shards(options, torch_fully_shard)
-        stepper = torch.optim.AdamW(theirs.params, **settings)
-        add(f"torch AdamW {kind}", theirs.params, theirs.grads, stepper.step)
+        ours, floor = Shards(options, fully_shard), Shards(options, torch_fully_shard)
+        for name, shard in (("torch", torch_fully_shard), ("drop-in", fully_shard)):
+            shards = Shards(options, shard)
+            stepper = torch.optim.AdamW(shards.params, **settings)
+            add(f"{name} AdamW {kind}", shards.params, shards.grads, stepper.step)
         stepper = optim.local_optimizer(torch.optim.AdamW, ours.params, **settings)
         add(f"fsdp2 AdamW {kind}", ours.params, ours.grads, stepper.step)
         params, grads = floor.locals()
         stepper = torch.optim.AdamW(params, **settings)
         add(f"plain AdamW {kind}", params, grads, stepper.step)
+    eight = Shards(options, fully_shard)
+    add("fsdp2 AdamW8bit", eight.params, eight.grads, optim.AdamW8bit(eight.params).step)
     known = KnownRuns(options)
     add("known clip", known.runs, known.grads, known.clip)
     add("known AdamW fused", known.runs, known.grads, torch.optim.AdamW(known.runs, fused=True).step)
@@ -163,7 +170,8 @@ def with_before(before: Callable[[], None], timed: Callable[[], Any]) -> Callabl
 
 def baseline_of(name: str) -> str:
     """What a variant is compared with: torch, through DTensors, in the same implementation."""
-    return "torch clip" if name.endswith("clip") else "torch AdamW " + name.split()[2].rstrip(",")
+    kind = name.split()[2:] or ["fused"]
+    return "torch clip" if name.endswith("clip") else f"torch AdamW {kind[0]}"
 
 
 def report(seconds: dict[str, list[float]], first: dict[str, float]) -> str:
@@ -180,7 +188,7 @@ def report(seconds: dict[str, list[float]], first: dict[str, float]) -> str:
     return common.table(["variant", "CPU, ms", "/ torch's", "first call, ms"], rows)
 
 
-def together(seconds: dict[str, list[float]], kind: str, ours: str = "fsdp2") -> common.Spread:
+def together(seconds: dict[str, list[float]], kind: str, ours: str) -> common.Spread:
     """Clipping and the step, ours over torch's, within each round."""
     sums = {
         who: [clip + step for clip, step in zip(seconds[f"{who} clip"], seconds[f"{who} AdamW {kind}"], strict=True)]
@@ -200,7 +208,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         size = f"{options.params}x{options.rows}x{options.dim}"
         path = options.out or RESULTS / f"{options.device}_{dist.get_world_size()}ranks_{size}.json"
-        sums = {kind: together(timings.cpu, kind) for kind in IMPLEMENTATIONS}
+        whose = [(who, kind) for kind in IMPLEMENTATIONS for who in ("fsdp2", "drop-in")]
+        sums = {f"{who} {kind}": together(timings.cpu, kind, who) for who, kind in [*whose, ("known", "fused")]}
         result = {
             "question": "clipping and optimizer step",
             "command": " ".join(["python", "benchmarks/optimizer_and_clip/main.py", *sys.argv[1:]]),
@@ -215,9 +224,8 @@ def main() -> None:
         }
         common.write_json(path, result)
         print(f"Processor time of a rank:\n\n{report(timings.cpu, first)}\n")
-        for kind, spread in sums.items():
-            print(f"clip and AdamW {kind} together, fsdp2 / torch: {spread.format()}")
-        print(f"clip and AdamW fused on known runs, / torch: {together(timings.cpu, 'fused', 'known').format()}")
+        for name, spread in sums.items():
+            print(f"clip and AdamW together, {name} / torch: {spread.format()}")
         print(f"\nraw data: {path}")
     dist.destroy_process_group()
 
