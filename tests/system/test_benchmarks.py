@@ -258,3 +258,8 @@ def test_offload_runs(tmp_path: Path) -> None:
     printed = run(ROOT / "benchmarks/offload/main.py", "--dry-run", "--out", tmp_path / "out.json", ranks=2)
     assert "| fsdp2, all, fused |" in printed
     assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 18
+
+
+def test_activations_within_a_budget_are_timed(tmp_path: Path) -> None:
+    printed = run(ROOT / "benchmarks/offload/activations.py", "--dry-run", "--out", tmp_path / "out.json")
+    assert "| width 16, a budget that suffices |" in printed
