@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 MAX_PROTECTIVE_CASES = 6
-MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 3  # on four and more, where each takes twice as long
+MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 2  # on four and more, where each takes twice as long
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

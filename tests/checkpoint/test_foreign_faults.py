@@ -310,6 +310,7 @@ def interlocked(size: int) -> list[Box]:
     return [*parts, Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))]
 
 
+@pytest.mark.exhaustive  # `test_calls_grow_with_the_number_of_parts` counts instead
 @pytest.mark.parametrize(
     ("shape", "parts"),
     [

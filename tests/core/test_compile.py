@@ -246,6 +246,7 @@ def test_dynamic_shapes(rank: int, world_size: int) -> None:
             assert_gradients(model, mean_gradients(plain, world_size, backward))
 
 
+@pytest.mark.exhaustive  # it compiles C++; the others run what dynamo and autograd make of a model
 @on_ranks(2, timeout_s=150)
 def test_inductor(rank: int, world_size: int) -> None:
     """Behaviour 173: the default backend; generated code reads the unsharded parameters' memory."""

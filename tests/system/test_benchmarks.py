@@ -260,6 +260,7 @@ def test_offload_runs(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "out.json").read_text())["seconds"]) == 18
 
 
+@pytest.mark.exhaustive
 def test_activations_within_a_budget_are_timed(tmp_path: Path) -> None:
     printed = run(ROOT / "benchmarks/offload/activations.py", "--dry-run", "--out", tmp_path / "out.json")
     assert "| width 16, a budget that suffices |" in printed

@@ -157,6 +157,7 @@ def assert_same_run(folder: Path, whole: Path) -> None:
 # --- torchrun on several machines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive  # a minute and more; what resuming does, faster tests say
 def test_a_killed_rank_is_started_again_and_goes_on(cluster: Cluster, whole: Path, tmp_path: Path) -> None:
     """SIGKILL to one rank: the other one fails in its next collective, both agents start theirs again."""
     command, out = recipe("2", free_port(), tmp_path / "out"), tmp_path / "out"
