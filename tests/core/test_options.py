@@ -83,7 +83,7 @@ def train_all(rank: int, world_size: int, sets: Sequence[Names]) -> None:
 def fails(world_size: int, sets: Sequence[Names]) -> str:
     """The message of the failure of these sets, empty without one."""
     try:
-        run_on_ranks(train_all, world_size, sets=sets)
+        run_on_ranks(train_all, world_size, timeout_s=min(60 + 5 * len(sets), 150), sets=sets)
     except RanksFailed as error:
         return str(error)
     return ""
