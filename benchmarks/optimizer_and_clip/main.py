@@ -150,8 +150,8 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None],
 
 
 def first_calls(chosen: dict[str, tuple[Callable[[], None], Callable[[], Any]]], is_reversed: bool) -> dict[str, float]:
-    """Seconds of the first call of each: DTensor works out how each operation is sharded, once. Its cache keeps the
-    specs of that call, and finds them faster than equal ones of another model, so the order matters later, too."""
+    """Seconds of the first call of each: DTensor works out how each operation is sharded, once. Whoever makes the
+    first call is faster later, too, presumably because a cache keeps its specs: so the order matters."""
     seconds = dict.fromkeys(chosen, 0.0)
     for name, (before, timed) in reversed(chosen.items()) if is_reversed else chosen.items():
         before()
