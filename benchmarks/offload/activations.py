@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,34 +40,29 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def variants(workload: common.Workload) -> tuple[dict[str, Callable[[], None]], Callable[[], int]]:
-    """Forward and backward of each; and how many tensors the blocks of the last have saved."""
-    offloads: list[fsdp2.ActivationOffload] = []
-    batch = workload.data(1)[0]
+def variants(workload: common.Workload) -> dict[str, Callable[[], None]]:
+    """Forward and backward of each."""
+    tokens, targets = workload.data(1)[0]
 
     def variant(name: str) -> Callable[[], None]:
         model = workload.model()
-        if name == OURS:
-            offloads.append(fsdp2.offload_activations(model.blocks, budget=1 << 40, min_bytes=0))
+        offload = fsdp2.offload_activations(model.blocks, budget=1 << 40, min_bytes=0) if name == OURS else None
 
         def run() -> None:
-            tokens, targets = batch
             # Host memory is elsewhere, so that the tensors of the CPU count as those of a device.
             with standing_for_host(torch.device("meta")):
-                if name == HOOKS:
-                    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-                else:
+                with saved_tensors_hooks(same, same) if name == HOOKS else nullcontext():
                     loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
                 loss.backward()
+            assert offload is None or offload.moved_bytes == 0 < offload.saved_bytes
 
         return run
 
-    def num_saved() -> int:
-        assert offloads[0].moved_bytes == 0 < offloads[0].saved_bytes
-        return num_saved_by(workload)
+    return {name: variant(name) for name in (NONE, HOOKS, OURS)}
 
-    return {name: variant(name) for name in (NONE, HOOKS, OURS)}, num_saved
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def num_saved_by(workload: common.Workload) -> int:
@@ -79,7 +75,7 @@ def num_saved_by(workload: common.Workload) -> int:
         return tensor
 
     x = torch.randn(workload.batch, workload.length, workload.dim)
-    with saved_tensors_hooks(count, lambda tensor: tensor):
+    with saved_tensors_hooks(count, same):
         for block in model.blocks:
             x = block(x)
     return number
@@ -92,9 +88,8 @@ def main() -> None:
     results, rows = {}, []
     for dim in options.dim:
         workload = common.Workload(blocks=options.blocks, dim=dim, heads=4, batch=1, length=32)
-        steps, num_saved = variants(workload)
+        steps, number = variants(workload), num_saved_by(workload)
         timings = common.interleave(steps, options.rounds, options.warmup, "cpu")
-        number = num_saved()
         results[str(dim)] = {"saved_tensors": number, "seconds": timings.wall, "cpu_seconds": timings.cpu}
         for name in steps:
             extra = [ours - none for ours, none in zip(timings.cpu[name], timings.cpu[NONE], strict=True)]
