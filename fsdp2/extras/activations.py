@@ -160,8 +160,9 @@ class ActivationOffload:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, call: "_Call", result: Any) -> None:
         """A call is over: what it saves is known, and what the one before it moved can be freed."""
-        if not call.is_watched:
+        if not call.is_watched:  # nor was any before it
             call.await_backward(result)
+            return
         for earlier in self._leaving:
             earlier.free_moved()
         self._leaving = [call] if call.moves else []
