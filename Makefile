@@ -27,6 +27,9 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One thread a rank, as torchrun chooses anyway, but without its warning.
 export OMP_NUM_THREADS ?= 1
 
+# Tests start many processes. Each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all test-device test-clients mutants lint bench docs fuzz fuzz-runtime wheel clean
 
 train: $(INSTALLED)

@@ -7,7 +7,9 @@ closing it ends the worker.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import marshal
 import multiprocessing
 import os
 import pickle
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -73,6 +76,7 @@ class Pool:
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._sent: set[str] = set()
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
@@ -90,7 +94,10 @@ class Pool:
         """Run `body` on all ranks; closes the pool if that fails in any way."""
         path = inspect.getsourcefile(body)
         assert path is not None
-        job = pickle.dumps(Job(body.__module__, os.path.abspath(path), body.__qualname__, pickle.dumps(params)))
+        path = os.path.abspath(path)
+        code = b"" if path in self._sent else _compiled(path)
+        self._sent.add(path)
+        job = pickle.dumps(Job(body.__module__, path, code, body.__qualname__, pickle.dumps(params)))
         for connection in self._connections:
             connection.send_bytes(job)
         answers = self._collect(timeout_s, body.__qualname__)
@@ -170,6 +177,20 @@ class Pool:
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(0.3)
         return {rank: Path(self._stacks_path(rank)).read_text().rstrip() or "(no stack)" for rank in ranks}
+
+
+@cache
+def _compiled(path: str) -> bytes:
+    """The code of a test module for all ranks, with pytest's assertion rewriting where this pytest allows it."""
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, path)
+    try:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, path)
+    except (ImportError, TypeError):  # private to pytest: without it asserts fail all the same, with less to read
+        tree = ast.parse(source, path)
+    return marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
 
 
 if sys.platform == "win32":

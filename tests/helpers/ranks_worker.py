@@ -1,12 +1,12 @@
-"""One rank of a pool, a process: imports test modules by path, runs bodies, reports. See `ranks_pool.py`."""
+"""One rank of a pool, a process: loads test modules, runs bodies, reports. See `ranks_pool.py`."""
 
 from __future__ import annotations
 
-import ast
 import faulthandler
 import gc
 import importlib
 import importlib.util
+import marshal
 import os
 import queue
 import signal
@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +39,22 @@ IGNORED_WARNINGS = (
     r"DTensor random operators may not have complete support on cpu device mesh",
 )
 
-KEPT_GROUPS = 12
+KEPT_GROUPS = 100
 
 RACES = "TESTS_UNDER_RACES"  # in the environment: bodies run under the race detector
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to call, by names, so that it pickles whatever the test module holds."""
+    """What to call, by names, so that it pickles whatever the test module holds.
+
+    Attributes:
+        code: of the module, marshalled; empty if the pool has been sent it already.
+    """
 
     module: str
     path: str
+    code: bytes
     qualname: str
     params: bytes
 
@@ -93,6 +97,7 @@ def serve(config: WorkerConfig, connection: Connection) -> None:
         module = importlib.import_module(config.device)
         module.register()
         backends = module.BACKENDS
+    _share_one_gloo_device()
     dist.init_process_group(backends, store=store, rank=config.rank, world_size=config.world_size, timeout=timeout)
     gc.freeze()
     connection.send_bytes(pickle.dumps(Answer("ok")))
@@ -103,6 +108,20 @@ def serve(config: WorkerConfig, connection: Connection) -> None:
         connection.send_bytes(pickle.dumps(answer))
         if answer.kind != "failed":  # a failed rank takes part in nothing more; the pool will end
             connection.send_bytes(pickle.dumps(_settle()))
+
+
+def _share_one_gloo_device() -> None:
+    """All of a worker's groups listen in one thread. By default each has a device of its own, whose thread wakes a
+    hundred times a second, and a session's pools with their groups come to hundreds of them."""
+
+    class OnOneDevice(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._threads, options._timeout = [device], 1, timeout
+            super().__init__(store, rank, size, options)
+
+    device = dist.ProcessGroupGloo.create_default_device()
+    dist.distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
 def _read_jobs(connection: Connection) -> queue.SimpleQueue[Job]:
@@ -129,7 +148,7 @@ def _run(job: Job, config: WorkerConfig) -> Answer:
     from _pytest.outcomes import Skipped
 
     try:
-        body: Any = _load(job.module, job.path)
+        body: Any = _load(job)
         for name in job.qualname.split("."):
             body = getattr(body, name)
         body = getattr(body, "rank_body", body)
@@ -176,8 +195,7 @@ def _settle() -> Answer:
 
 
 def _destroy_groups() -> None:
-    """If there are many groups, destroy all but the default one. Each costs every worker three threads, which wake a
-    hundred times a second."""
+    """If there are many groups, destroy all but the default one: each has threads and connections."""
     made = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     if len(made) <= KEPT_GROUPS:
         return
@@ -210,27 +228,14 @@ def _format(error: BaseException, path: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__)).rstrip()
 
 
-def _load(name: str, path: str) -> types.ModuleType:
-    """Import a test module by path, once, with pytest's assertion rewriting where this pytest allows it."""
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == path:
-        return loaded
-    source = Path(path).read_bytes()
-    tree = ast.parse(source, path)
-    try:
-        from _pytest.assertion.rewrite import rewrite_asserts
-
-        rewrite_asserts(tree, source, path)
-    except (ImportError, TypeError):  # private to pytest: without it asserts fail all the same, with less to read
-        tree = ast.parse(source, path)
-    spec = importlib.util.spec_from_file_location(name, path)
+def _load(job: Job) -> types.ModuleType:
+    """A test module, which the first job that needs it brings along."""
+    if not job.code:
+        return sys.modules[job.module]
+    spec = importlib.util.spec_from_file_location(job.module, job.path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        exec(compile(tree, path, "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    sys.modules[job.module] = module
+    exec(marshal.loads(job.code), module.__dict__)
     gc.freeze()
     return module
