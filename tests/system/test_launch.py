@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -366,19 +367,22 @@ def test_yaml_says_what_the_tools_expect() -> None:
     assert {"name", "num_nodes", "resources", "file_mounts", "setup", "run"} <= sky.keys()
 
 
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+
+
 def start_with_ray(cluster: Cluster, out: Path) -> None:
-    """Where Ray is installed."""
-    pytest.importorskip("ray", reason="Ray is not installed")
     command = [LAUNCH / "ray_train.py", "--workers", "2", "--cpu", "--", *OPTIONS, *TEXT, "--out", out]
     cluster.start(sys.executable, *command, RAY_AUTH_MODE="disabled")  # or it writes a token into the home folder
 
 
+@needs_ray
 def test_ray_train_runs(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
     start_with_ray(cluster, tmp_path / "out")
     assert cluster.finish() == [0], cluster.output
     assert_same_run(tmp_path / "out", whole)
 
 
+@needs_ray
 def test_ray_train_starts_killed_workers_again(whole: Path, tmp_path: Path, cluster: Cluster) -> None:
     """SIGKILL to one worker: Ray ends the other one, and starts both anew in processes of their own."""
     out = tmp_path / "out"
