@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[RACES] = "1"
 
 
-MAX_PROTECTIVE_CASES = 6
+MAX_PROTECTIVE_CASES = 4
 MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 2  # on four and more, where each takes twice as long
 
 

@@ -28,6 +28,7 @@ from tests.helpers.mortal_saves import RANKS, TIMEOUT_S, check, save, tensors
 
 # Hundreds of processes: seconds on an idle machine, and a busy one may need minutes.
 pytestmark = pytest.mark.timeout(600)
+exhaustive = pytest.mark.exhaustive
 
 LIMIT_S = 15.0
 LOTS = 2  # looked at at the same time
@@ -234,14 +235,13 @@ def verdict(survivor: Outcome, found: bool | str, root: str, overwrite: bool) ->
 @pytest.mark.parametrize(
     ("victim", "committer", "store", "options"),
     [
-        (1, 1, "agent", {}),
-        (0, 0, "rank 0", {}),
-        (0, 1, "agent", {}),
-        (1, 0, "rank 0", {}),
-        (1, 1, "agent", {"overwrite": True}),
-        (0, 0, "agent", {"consolidated": True}),
+        pytest.param(1, 1, "agent", {}, id="last"),
+        pytest.param(1, 1, "agent", {"overwrite": True}, id="replacing"),
+        pytest.param(0, 0, "rank 0", {}, id="last and the store", marks=exhaustive),
+        pytest.param(0, 1, "agent", {}, id="first", marks=exhaustive),
+        pytest.param(1, 0, "rank 0", {}, id="first beside the store", marks=exhaustive),
+        pytest.param(0, 0, "agent", {"consolidated": True}, id="consolidated", marks=exhaustive),
     ],
-    ids=["last", "last and the store", "first", "first beside the store", "replacing", "consolidated"],
 )
 def test_killed_before_every_step(
     one_checkpoint: Path, tmp_path: Path, victim: int, committer: int, store: str, options: dict[str, Any]
@@ -268,7 +268,7 @@ def test_killed_before_every_step(
     assert not problems, "\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=exhaustive) for seed in range(1, 4))])
 def test_killed_at_random_moments(one_checkpoint: Path, tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     roots = copies(one_checkpoint, tmp_path, 25)

@@ -22,7 +22,8 @@ from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
 Names = tuple[str, ...]
 SET_SIZE = 6
 SEED = 0
-NUM_BATCHES = {2: 8, 4: 4}
+NUM_BATCHES = {2: 8, 4: 4}  # by the number of ranks
+NUM_PROTECTIVE = {2: 2, 4: 1}
 SAMPLE_ON_4 = 60  # pairs that do not need four ranks
 
 
@@ -130,7 +131,7 @@ def test_alone(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "batch"),
     [
-        pytest.param(size, batch, marks=[pytest.mark.exhaustive] if size == 4 and batch > 0 else [])
+        pytest.param(size, batch, marks=[pytest.mark.exhaustive] if batch >= NUM_PROTECTIVE[size] else [])
         for size, number in NUM_BATCHES.items()
         for batch in range(number)
     ],
