@@ -22,6 +22,8 @@ from fsdp2.arguments import (
     own_precision_policy,
     parameter_set,
 )
+from fsdp2.checks.left_out import note_ignored
+from fsdp2.checks.step_hook import install_step_hooks
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.extras.past_hooks import explain_mixed_tensors
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
@@ -38,11 +40,9 @@ from fsdp2.policies import (
     ZeroPolicy,
 )
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
-from fsdp2.runtime.left_out import note_ignored
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
 from fsdp2.runtime.slot import Slot
-from fsdp2.runtime.step_hook import install_step_hooks
 from fsdp2.runtime.unit import Unit, has_forward, unit_of
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

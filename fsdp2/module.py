@@ -15,15 +15,15 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp2._torch import parameter_slots
+from fsdp2.checks.emptied import mark_left, places_left
+from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
 from fsdp2.runtime.attach import post_forward, pre_forward
 from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
-from fsdp2.runtime.emptied import mark_left, places_left
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.unit import Unit, unit_for
-from fsdp2.runtime.unreduced import check_reduced
 from fsdp2.settings import Settings, boolean, change_settings, unit_in
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule

@@ -57,10 +57,10 @@ from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.state.model import State, model_state, unwrapped
 from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.storage.base import Storage, storage_of
+from fsdp2.checks.left_out import warn_in_save
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.events import profiler_range
 from fsdp2.placement.tiling import Tiling, spread_replicas
-from fsdp2.runtime.left_out import warn_in_save
 from fsdp2.runtime.root import units_below
 from fsdp2.watch.current import current
 

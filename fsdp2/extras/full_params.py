@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp2._torch import backward_is_running, local_tensor
+from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.left_out import note_ignored
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
 from fsdp2.runtime.unit import Stage, Unit, unit_of

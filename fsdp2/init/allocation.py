@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, parameter_slots, version
-from fsdp2.runtime.emptied import can_mark, is_marked
+from fsdp2.checks.emptied import can_mark, is_marked
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.shard_memory import Places
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp2._torch import local_tensor
+from fsdp2.checks.emptied import mark
 from fsdp2.errors import ArgumentError, FSDPError
 from fsdp2.init.allocation import Fresh, allocate, tensors_of
 from fsdp2.init.deferred import Recording
 from fsdp2.init.seeded import Mode, seeded
-from fsdp2.runtime.emptied import mark
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit
 

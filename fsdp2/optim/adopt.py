@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
-from fsdp2.runtime.step_hook import before_each_step
 
 __all__ = ["adopt_optimizer"]
 

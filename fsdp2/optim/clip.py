@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import foreach_multiply, grad_of, local_of
 from fsdp2.adjacent import runs_of
+from fsdp2.checks.left_out import warn_in_clip
+from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.in_backward import check_not_stepped_in_backward
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
-from fsdp2.runtime.left_out import warn_in_clip
-from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 

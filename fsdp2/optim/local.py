@@ -27,11 +27,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
+from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
 from fsdp2.optim.steady import Steady, is_referred_to
-from fsdp2.runtime.unreduced import check_reduced
 
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {

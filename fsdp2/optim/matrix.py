@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
+from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import CollectiveError, MismatchError
 from fsdp2.optim.exchange import Bucket, Local, Whole
 from fsdp2.optim.loading import load_with_dtypes
@@ -34,7 +35,6 @@ from fsdp2.optim.owned import OwnedTensor
 from fsdp2.optim.owners import BUCKET_BYTES
 from fsdp2.optim.run import identical, local_grad
 from fsdp2.optim.stepper import Kind, Stepper, as_param, names_of, options_of
-from fsdp2.runtime.unreduced import check_reduced
 
 __all__ = ["MatrixOptimizer", "matrix_optimizer"]
 

@@ -25,6 +25,7 @@ from weakref import WeakSet
 import torch
 
 from fsdp2._torch import accept_scaler, backward_is_running, forget_scaler, take_from_scaler
+from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
@@ -33,7 +34,6 @@ from fsdp2.optim.staged import State
 from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import Plan
-from fsdp2.runtime.step_hook import before_each_step
 from fsdp2.runtime.unit import units_with
 
 # Units whose gradients may wait for their step if backward steps (`step_in_backward`).

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2._torch import outside_transforms
-from fsdp2.runtime.emptied import check_filled
+from fsdp2.checks.emptied import check_filled
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
+from fsdp2.checks.left_out import warn_after_backward
+from fsdp2.checks.unreduced import Unreduced
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
 from fsdp2.runtime.in_flight import InFlight, Ticket
-from fsdp2.runtime.left_out import warn_after_backward
 from fsdp2.runtime.optional import Member, OptionalUnits
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
-from fsdp2.runtime.unreduced import Unreduced
 from fsdp2.watch.order import compare_order
 from fsdp2.watch.trail import forget_old_entries
 

@@ -10,12 +10,12 @@ from weakref import ref
 
 from torch import nn
 
+from fsdp2.checks.left_out import outermost_model
+from fsdp2.checks.replicas import check_replicas
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hosts import assign_roles
-from fsdp2.runtime.left_out import outermost_model
 from fsdp2.runtime.parameter import ManagedParameter, managed_by
-from fsdp2.runtime.replicas import check_replicas
 from fsdp2.runtime.unit import Unit, unit_of
 
 

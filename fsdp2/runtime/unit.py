@@ -97,7 +97,7 @@ class Unit:
         role: in the running of optional units; None without one.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
-        was_emptied: `to_empty` was called, and `runtime.emptied` has not looked yet.
+        was_emptied: `to_empty` was called, and `checks.emptied` has not looked yet.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import OrderError, ZeroPolicy
-from fsdp2.runtime.step_hook import install_step_hooks
+from fsdp2.checks.step_hook import install_step_hooks
 from tests.helpers.parity_models import Layers, batch, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import distribute_tensor
 
 import fsdp2.checkpoint
 from fsdp2 import OrderError, fully_shard
+from fsdp2.checks.emptied import is_marked, mark
 from fsdp2.init import materialize, seeded
-from fsdp2.runtime.emptied import is_marked, mark
 from tests.helpers.parity_models import full, local, shard_like
 from tests.helpers.ranks import on_ranks
 

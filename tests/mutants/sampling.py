@@ -20,6 +20,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 # What saving and loading our own folders runs; not other projects' formats, URLs or the tools.
 TARGETS = (
     "fsdp2/runtime/*.py",
+    "fsdp2/checks/*.py",
     "fsdp2/comm/*.py",
     "fsdp2/optim/*.py",
     "fsdp2/checkpoint/*.py",

@@ -1,4 +1,4 @@
-"""Detects replicas that start from different parameters, before the first forward. Layer: runtime.
+"""Detects replicas that start from different parameters, before the first forward. Layer: checks.
 
 Reductions do not make replicas equal if they start different. Ranks that built their models from different seeds, or
 loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared once

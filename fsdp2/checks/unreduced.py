@@ -1,4 +1,4 @@
-"""Detects the use of sharded gradients while others still wait to be reduced. Layer: runtime.
+"""Detects the use of sharded gradients while others still wait to be reduced. Layer: checks.
 
 A backward with gradient sync or all-reduce turned off, one that is not the last, or one that will be finalised by hand
 leaves gradients where no optimizer sees them. A step, a clip or a `zero_grad` is then a silent mistake: a program that
@@ -13,8 +13,8 @@ from weakref import WeakMethod, WeakSet
 import torch
 
 from fsdp2._torch import backward_is_running
+from fsdp2.checks.step_hook import when_gradients_are_final
 from fsdp2.errors import OrderError
-from fsdp2.runtime.step_hook import when_gradients_are_final
 
 _waiting: "WeakSet[Unreduced]" = WeakSet()
 

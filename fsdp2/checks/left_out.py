@@ -1,4 +1,4 @@
-"""Trainable parameters that no unit manages, in a model where units do manage others. Layer: runtime.
+"""Trainable parameters that no unit manages, in a model where units do manage others. Layer: checks.
 
 If `fully_shard` was called on the blocks but not on the model that holds them, the model's other parameters (embedding,
 head) stay plain. Their gradients are not reduced, so they diverge between ranks while the loss falls. The same happens

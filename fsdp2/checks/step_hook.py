@@ -1,4 +1,4 @@
-"""Checks of every optimizer before it steps, through torch's hooks for all optimizers. Layer: runtime.
+"""Checks of every optimizer before it steps, through torch's hooks for all optimizers. Layer: checks.
 
 Installed when the first unit is created, so a program that shards nothing pays nothing. Compiled steps are not checked:
 under Dynamo the hooks return at once.

@@ -1,5 +1,5 @@
 """Memory from `to_empty` that was never written to: detected at the first forward, before training on it. Layer:
-runtime, below the hooks.
+checks, below the hooks.
 
 A mark of a few bytes is written at both ends of each tensor. Any way of filling the tensor overwrites the mark,
 including those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST`
