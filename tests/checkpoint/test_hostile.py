@@ -379,7 +379,7 @@ def test_names_that_cannot_be_printed(plain: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_fuzz(tmp_path: Path, seconds: int) -> None:
     """As many cases as there is time for; `python -m tests.checkpoint.fuzz --case N` runs one again."""
     count, problems = fuzz(Corpus(tmp_path.resolve()), 0, seconds)
