@@ -128,6 +128,8 @@ def test_intervals_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert steps(tmp_path) == [4, 6, 7, 8]
     checkpoint.prune(tmp_path, keep=1, every_s=1e9)
     assert steps(tmp_path) == [6, 8]
+    checkpoint.prune(tmp_path, keep=1, every_s=0.5)
+    assert steps(tmp_path) == [6, 8]
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ArgumentError, match="every_s: expected a positive number of seconds"):
             checkpoint.prune(tmp_path, keep=1, every_s=wrong)

@@ -239,6 +239,7 @@ def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
         (stored("a").transpose(0, 2), r"'a'\.transpose\(0, 2\): stored are \[7, 5\]"),
         (stored("a").reshape(3, -1), r"'a'\.reshape\(3, -1\): stored are \[7, 5\]"),
         (stored("a").reshape(-1, -1), r"'a'\.reshape\(-1, -1\): stored are"),
+        (stored("a").reshape(-1, -1, 35), r"'a'\.reshape\(-1, -1, 35\): stored are"),
         (stored("a").reshape(-5, -7), r"'a'\.reshape\(-5, -7\): stored are"),
         (stored("t").T.narrow(0, 0, 3), r"model 'w': stored with shape \[3, 5\], here \[7, 5\]"),
     ],
