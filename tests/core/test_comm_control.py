@@ -101,25 +101,6 @@ class Reused(ListGather):
 # --- collectives of one's own -----------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("wrong", ["size", "dtype", "device", "strides"])
-def test_allocate_returns_something_else(rank: int, world_size: int, wrong: str) -> None:
-    """Behaviour 134: what is needed is a dense tensor of the size, dtype and device that were asked for."""
-    made: dict[str, Callable[[int], Tensor]] = {
-        "size": lambda numel: torch.empty(numel + 1),
-        "dtype": lambda numel: torch.empty(numel, dtype=torch.float64),
-        "device": lambda numel: torch.empty(numel, device="meta"),
-        "strides": lambda numel: torch.empty(2 * numel)[::2],
-    }
-    gather = ListGather()
-    gather.allocate = lambda size, **asked: made[wrong](size[0])  # type: ignore[method-assign]
-    model = sharded(Layers(2, 4))
-    model.layers[0].set_custom_all_gather(gather)
-    if not ON_TORCH:
-        with pytest.raises(fsdp2.ArgumentError, match="allocate: expected a contiguous tensor of size"):
-            model(torch.ones(2, 4))
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("dim", [4, 5], ids=["even", "uneven"])
