@@ -76,7 +76,7 @@ class Pool:
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._sent: set[str] = set()
+        self._sent: dict[str, str] = {}  # by the name of a module its path: its code has been sent
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
@@ -95,8 +95,8 @@ class Pool:
         path = inspect.getsourcefile(body)
         assert path is not None
         path = os.path.abspath(path)
-        code = b"" if path in self._sent else _compiled(path)
-        self._sent.add(path)
+        code = b"" if self._sent.get(body.__module__) == path else _compiled(path)
+        self._sent[body.__module__] = path
         job = pickle.dumps(Job(body.__module__, path, code, body.__qualname__, pickle.dumps(params)))
         for connection in self._connections:
             connection.send_bytes(job)

@@ -49,7 +49,7 @@ class Job:
     """What to call, by names, so that it pickles whatever the test module holds.
 
     Attributes:
-        code: of the module, marshalled; empty if the pool has been sent it already.
+        code: of the module, marshalled; empty if the pool has it already.
     """
 
     module: str
@@ -117,7 +117,7 @@ def _share_one_gloo_device() -> None:
     class OnOneDevice(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             options = dist.ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = [device], 1, timeout
+            options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
 
     device = dist.ProcessGroupGloo.create_default_device()
@@ -229,9 +229,10 @@ def _format(error: BaseException, path: str) -> str:
 
 
 def _load(job: Job) -> types.ModuleType:
-    """A test module, which the first job that needs it brings along."""
-    if not job.code:
-        return sys.modules[job.module]
+    """A module of tests, or of helpers that another one has imported. The first job that needs it brings its code."""
+    loaded = sys.modules.get(job.module)
+    if loaded is not None and getattr(loaded, "__file__", None) == job.path:
+        return loaded
     spec = importlib.util.spec_from_file_location(job.module, job.path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
