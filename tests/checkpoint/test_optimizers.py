@@ -168,6 +168,19 @@ def load_and_train(
     train(model, optimizer, rank, 2)
 
 
+def test_factors_of_a_model_that_is_not_sharded(tmp_path: Path) -> None:
+    """Adafactor keeps a row and a column for a matrix: new ones have their shapes, not the parameter's."""
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    first, later = (torch.optim.Adafactor(model.parameters()) for model in models)
+    models[0](torch.ones(2, 4)).sum().backward()
+    first.step()
+    fc.save(tmp_path / "a", model=models[0], optimizer=first)
+    fc.load(tmp_path / "a", model=models[1], optimizer=later)
+    states = [whole_state(model, optimizer) for model, optimizer in zip(models, (first, later), strict=True)]
+    assert states[0]["weight"]["row_var"].shape == (3, 1)
+    assert_same("state", *states)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_goes_to_another_world(name: str, tmp_path: Path) -> None:
     """All state and options come back into an optimizer that has made no step, on more and on fewer ranks."""

@@ -56,6 +56,17 @@ def test_without_a_shard_axis(rank: int, world_size: int, zero: int) -> None:
         model(batch(0, rank, 4))
 
 
+@on_ranks(2)
+def test_values_that_have_changed_places(rank: int, world_size: int) -> None:
+    """Neighbours, so that the bytes have the same sum."""
+    model = shard_blocks(fsdp2, Layers(2), zero=ZeroPolicy(stage=0))
+    if rank == 1:
+        weight = local(model.layers[1].weight.detach())
+        weight.copy_(weight.flip(1))
+    with pytest.raises(ArgumentError, match=r"'layers.1.weight' of rank 0 is another on rank 1\."):
+        model(batch(0, rank, 4))
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

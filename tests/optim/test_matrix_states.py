@@ -236,6 +236,30 @@ def test_loaded_states_keep_their_dtypes(rank: int, world_size: int, how: str) -
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
+class Slowing(Shampoo):
+    """With numbers in its state that are no counter."""
+
+    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._step(param, grad, state, {**group, "lr": group["lr"] * state.get("factor", 1.0)})
+        state["factor"] = 0.75 * state.get("factor", 1.0)
+        state["warm"] = state["step"] > 1
+
+
+@on_ranks(2)
+def test_numbers_of_a_loaded_state(rank: int, world_size: int) -> None:
+    """Of three types, which `step` computes with; what is shown of them are tensors."""
+    first, later = (matrix_optimizer(Slowing, sharded(values_of()), lr=0.1) for _ in range(2))
+    train(first, range(2))
+    later.load_state_dict(copy.deepcopy(first.state_dict()))
+    for ours, theirs in zip(params_in(first), params_in(later), strict=True):
+        local_tensor(theirs).copy_(local_tensor(ours).detach())
+    for each in (first, later):
+        train(each, range(2, 4))
+    numbers = [full(first.state[params_in(first)[0]][name]).item() for name in ("step", "factor", "warm")]
+    assert numbers == [4, 0.75**4, True]
+    assert together(snapshot(first), snapshot(later))
+
+
 @on_ranks(2)
 def test_parameters_and_states_from_outside_count(rank: int, world_size: int) -> None:
     """What a user or a checkpoint writes into shards and state between steps takes effect in the next one."""

@@ -18,6 +18,7 @@ from fsdp2.adjacent import runs_of
 from fsdp2.optim import clip_grad_norm_, get_total_norm, local_optimizer
 from fsdp2.optim import local as optim_local
 from fsdp2.optim.run import runs_to_step
+from fsdp2.runtime.shard_memory import lay_together
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
@@ -138,6 +139,16 @@ def test_old_shards_are_freed(rank: int, world_size: int) -> None:
     model.zero_grad()
     model.to_empty(device="cpu")
     assert not any(weak() is not None for weak in old)
+
+
+@on_ranks(2)
+def test_shards_that_stand_together_are_not_moved(rank: int, world_size: int) -> None:
+    """They would need twice their memory for a moment, each time that somebody makes sure of it."""
+    model = sharded()
+    before = [local(param).data_ptr() for param in model.parameters()]
+    for module in (model, *model.blocks):
+        assert not any(lay_together(group.params) for group in unit_of(module).groups)
+    assert [local(param).data_ptr() for param in model.parameters()] == before
 
 
 @on_ranks(2)
@@ -271,6 +282,7 @@ def test_counters_written_behind_autograds_back(rank: int, world_size: int, how:
     assert optimizer.state[model.blocks[0].norm.weight]["step"] == 4
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_other_experts_without_gradients_each_time(rank: int, world_size: int) -> None:
     """Runs were made anew in each step in which one had changed: with half of the experts without gradients, other
