@@ -62,6 +62,7 @@ def stored(folder: Path) -> list[float]:
 # --- which save belongs to which --------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @on_ranks(2, 3)
 def test_no_checkpoint_mixes_two_steps(rank: int, world_size: int, tmp_path: Path) -> None:
     """The last rank comes too late for the save of step 100. It must not be taken for one of those that save step 200;
@@ -313,6 +314,7 @@ threading._register_atexit(ending.set)
 """
 
 
+@pytest.mark.exhaustive
 def test_the_last_save_of_a_process(tmp_path: Path) -> None:
     """Python 3.12.0 and 3.12.1 start no thread once the interpreter has begun to end; the save is completed without."""
     ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path / "a"], cwd=ROOT, capture_output=True, text=True)

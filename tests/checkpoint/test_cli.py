@@ -476,6 +476,7 @@ def test_the_command_itself(folders: Path) -> None:
     assert f"whole {folders}/whole: 17 tensors" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_without_rich_the_error_says_what_to_install(original: Path) -> None:
     """In a process of its own, since rich is loaded in this one."""
     code = """

@@ -391,6 +391,7 @@ convert(sys.argv[1], sys.argv[2], world=2, progress=lambda done, total: os.kill(
 """
 
 
+@pytest.mark.exhaustive
 def test_killed_conversion_is_nothing_and_is_cleaned_up(old: Path, tmp_path: Path) -> None:
     assert run(KILLED, old, tmp_path / "new").returncode == -signal.SIGKILL
     lease, left, old_one = sorted(os.listdir(tmp_path))
@@ -420,6 +421,7 @@ print(*steps)
 """
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """One tensor of 240 MB goes through a process that has much less."""
     fc.save(tmp_path / "old", model={"w": torch.zeros(6000, 10_000)})
@@ -446,6 +448,7 @@ assert torch.equal(state["w"], other["w"]) and state["w"].any()
 """
 
 
+@pytest.mark.exhaustive
 def test_more_files_than_a_process_may_open(old: Path, tmp_path: Path) -> None:
     done = run(FEW_FILES, old, tmp_path / "many", tmp_path / "one")
     assert done.returncode == 0, done.stderr

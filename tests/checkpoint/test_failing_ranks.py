@@ -406,6 +406,7 @@ print("end of script")
 """
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_a_process(tmp_path: Path) -> None:
     """A background save that is under way is finished, whatever ends the process; one that fails makes the exit code
     say so."""

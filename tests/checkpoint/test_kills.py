@@ -236,7 +236,7 @@ def verdict(survivor: Outcome, found: bool | str, root: str, overwrite: bool) ->
     ("victim", "committer", "store", "options"),
     [
         pytest.param(1, 1, "agent", {}, id="last"),
-        pytest.param(1, 1, "agent", {"overwrite": True}, id="replacing"),
+        pytest.param(1, 1, "agent", {"overwrite": True}, id="replacing", marks=exhaustive),
         pytest.param(0, 0, "rank 0", {}, id="last and the store", marks=exhaustive),
         pytest.param(0, 1, "agent", {}, id="first", marks=exhaustive),
         pytest.param(1, 0, "rank 0", {}, id="first beside the store", marks=exhaustive),
@@ -268,7 +268,8 @@ def test_killed_before_every_step(
     assert not problems, "\n" + "\n".join(problems)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=exhaustive) for seed in range(1, 4))])
+@exhaustive
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_moments(one_checkpoint: Path, tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     roots = copies(one_checkpoint, tmp_path, 25)

@@ -123,7 +123,7 @@ def save_and_load_large(rank: int, folder: Path, consolidated: bool) -> tuple[in
 
 
 @reads_proc
-@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.parametrize("consolidated", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_memory_is_bounded(consolidated: bool, tmp_path: Path) -> None:
     """Beside the tensors (48 MiB a rank) there are the buffers of four threads at most: of 2 MiB each to save, of 4 MiB
     each to load, unless what is read goes where it belongs at once."""

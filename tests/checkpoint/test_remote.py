@@ -244,6 +244,7 @@ for deaths in range(DEATHS):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_save_that_died_neither_hides_nor_spoils_the_next(tmp_path: Path) -> None:
     """It wrote some of its files to the folder in which the next try writes."""
     model, optimizer = trained()

@@ -264,6 +264,7 @@ def load_tiny_llama(rank: int, world_size: int, folder: str) -> None:
         assert_part(name, value)
 
 
+@pytest.mark.exhaustive
 def test_transformers_round_trip(tmp_path: Path) -> None:
     """`from_pretrained` takes what a consolidated save wrote, and `load` takes what `save_pretrained` wrote."""
     transformers = pytest.importorskip("transformers")

@@ -319,6 +319,7 @@ def test_prune_beside_a_writer(count: int, tmp_path: Path) -> None:
     report(found, looks_of(results))
 
 
+@pytest.mark.exhaustive
 @sampled
 def test_prune_beside_a_run_that_was_rolled_back(count: int, tmp_path: Path) -> None:
     """What it has just saved has a lower step than what is there, and must stay all the same."""
@@ -338,6 +339,7 @@ def test_killed_while_overwriting(count: int, tmp_path: Path) -> None:
     report(found, looks_of(results))
 
 
+@pytest.mark.exhaustive
 @sampled
 def test_killed_while_pruning(count: int, tmp_path: Path) -> None:
     """It left folders without a manifest, which nothing listed or deleted, and no save could take the place of."""

@@ -85,6 +85,7 @@ def sharded(build: Callable[[], nn.Module], device: str, blocks: bool = True) ->
     return fully_shard(model)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_folder_of_its_own_class(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:

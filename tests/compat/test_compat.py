@@ -42,6 +42,7 @@ def runs_on_torch(code: str, folder: Path, **variables: str) -> str:
 # --- install and uninstall --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_round_trip() -> None:
     """Every name of every module of torch is ours where it was an FSDP2 name, and torch's again afterwards; also in
     modules of torch that are imported in between. Installing and uninstalling twice changes nothing."""
@@ -118,6 +119,7 @@ def test_both_work_in_turn(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_threads() -> None:
     """Threads that install at the same time do it once, and what they import afterwards is ours."""
     runs(
@@ -276,6 +278,7 @@ def test_run_a_script(tmp_path: Path) -> None:
     assert done.stderr.splitlines().count(says) == 1, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_run_a_module(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WHOSE + "; print(sys.argv[0], __name__)\n")
     printed = succeeds("-m", "fsdp2.compat", "-m", "program", "-m", "x", cwd=tmp_path).split()
@@ -296,6 +299,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not is_installed()
 
 
+@pytest.mark.exhaustive
 def test_environment(tmp_path: Path) -> None:
     """The folder on PYTHONPATH and the variable, both or nothing; the user's own `sitecustomize` runs all the same.
     A process that does not import torch does not load it."""
@@ -311,6 +315,7 @@ def test_environment(tmp_path: Path) -> None:
     assert succeeds("-c", line, cwd=tmp_path, PYTHONPATH=paths).split() == [TORCHS]
 
 
+@pytest.mark.exhaustive
 def test_a_line_in_a_pth_file(tmp_path: Path) -> None:
     """The line that docs/compat.md gives for site-packages."""
     page = (ROOT / "docs" / "compat.md").read_text()

@@ -177,6 +177,7 @@ OURS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", OURS)
 def test_runs_on_fsdp2(results: Results, way: str) -> None:
     """The names that the script imports are ours, by the new path and by the old one."""
@@ -189,6 +190,7 @@ def test_each_way_is_tested() -> None:
     assert {getattr(way, "values", (way,))[0] for way in OURS} == WAYS.keys()
 
 
+@pytest.mark.exhaustive
 def test_runs_on_torchs(results: Results) -> None:
     """Without any of it the same script runs on torch's FSDP2: the results that the others are compared with."""
     assert results["torch"]["module"] == "torch.distributed.fsdp"

@@ -109,6 +109,7 @@ def test_nothing_is_said_of_a_version_that_nobody_knows(module: str, version: st
         importlib.import_module(module)
 
 
+@pytest.mark.exhaustive
 def test_install_watches(tmp_path: Path) -> None:
     """From `install` to `uninstall`, in a process as a program has it; the client's own code runs after the warning."""
     put(tmp_path, "accelerate", "1.5.2")

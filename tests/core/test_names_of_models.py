@@ -75,6 +75,7 @@ def answering(name: str) -> Any:
     return lambda self: (name, self.out_features)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_methods_of_any_other_name_stay_the_models(rank: int, world_size: int) -> None:
     names = plausible_names()

@@ -23,7 +23,7 @@ Names = tuple[str, ...]
 SET_SIZE = 6
 SEED = 0
 NUM_BATCHES = {2: 8, 4: 4}  # by the number of ranks
-NUM_PROTECTIVE = {2: 2, 4: 1}
+NUM_PROTECTIVE = {2: 1, 4: 0}
 SAMPLE_ON_4 = 60  # pairs that do not need four ranks
 
 

@@ -64,6 +64,7 @@ def same_on_all(value: Any) -> bool:
     return all(each == value for each in values)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_measured_once_and_kept(rank: int, world_size: int, tmp_path: Path) -> None:
     """The second model finds the answer of the first in the file, and measures nothing."""

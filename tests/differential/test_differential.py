@@ -30,7 +30,7 @@ needs_torchs = pytest.mark.skipif(
 
 
 @needs_torchs
-@pytest.mark.parametrize("num_ranks", SAMPLE)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_fixed_seeds(num_ranks: int) -> None:
     """torch's FSDP2, fsdp2 and one process agree after every action of these programs."""
     for seed in SAMPLE[num_ranks]:

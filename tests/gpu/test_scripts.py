@@ -84,6 +84,7 @@ def test_delays(tmp_path: Path) -> None:
     assert len(report["microbatches"]["expected"]) == 3 + 1  # a loss of each, and the parameters
 
 
+@pytest.mark.exhaustive
 def test_delays_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "delays.json"
     arguments = ["--ranks-on-gpu", "2", "--settings", "direct", "--steps", "1", "--out", str(out)]

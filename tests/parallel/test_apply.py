@@ -228,7 +228,7 @@ def test_reshard_after_forward(rank: int, world_size: int, reshard: Any, gathers
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("degrees", [{"shard": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("degrees", [{"shard": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.exhaustive)])
 def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int], tmp_path: Path) -> None:
     race(config_of(degrees, cpu_offload=True), steps=2)
     race(config_of(degrees, offload="all"), steps=2)

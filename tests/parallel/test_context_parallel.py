@@ -208,8 +208,9 @@ def test_backward_outside_of_the_block_is_noticed(rank: int, world_size: int) ->
     assert "metadata" in error_of(CheckpointError, loss.backward)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2, timeout_s=150)
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.exhaustive), "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks(rank: int, world_size: int, checkpointing: str) -> None:
     """`parallelize` compiles the blocks, with ring attention inside."""
     config = ParallelConfig(context=2, compile="aot_eager", activation_checkpointing=checkpointing)

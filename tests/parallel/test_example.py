@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.examples import run
 
+pytestmark = pytest.mark.exhaustive
+
 
 def losses(*arguments: str, ranks: int | None) -> list[float]:
     job = run("parallel.py", *arguments, ranks=ranks)
@@ -27,17 +29,12 @@ def test_one_process_learns(alone: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "keys",
-    [
-        pytest.param("replicate=2 tensor=2", marks=pytest.mark.exhaustive),
-        "pipeline=2 context=2 activation_checkpointing=full",
-        pytest.param("shard=2 context=2", marks=pytest.mark.exhaustive),
-    ],
+    ["replicate=2 tensor=2", "pipeline=2 context=2 activation_checkpointing=full", "shard=2 context=2"],
 )
 def test_the_same_losses_on_four_ranks(keys: str, alone: list[float]) -> None:
     assert losses(*keys.split(), ranks=4) == pytest.approx(alone, rel=1e-2)
 
 
-@pytest.mark.exhaustive
 def test_a_file(tmp_path: Path, alone: list[float]) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[parallel]\nreplicate = 2\nactivation_checkpointing = "full"\n', encoding="utf-8")

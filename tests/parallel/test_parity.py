@@ -48,7 +48,7 @@ def test_checkpointing_on_four_ranks(rank: int, world_size: int, degrees: dict[s
 
 @on_ranks(2)
 @combinations(2)
-@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("how", ["full", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_compile(rank: int, world_size: int, degrees: dict[str, int], how: Any) -> None:
     with compiling():
         race(config_of(degrees, activation_checkpointing=how, compile="aot_eager"), shallow, steps=2)

@@ -82,6 +82,7 @@ def test_two_ranks(rank: int, world_size: int, build: str, degrees: dict[str, in
     assert tied == (build == "llama_tied")
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 @pytest.mark.parametrize("build", ["llama_tied", "qwen3"])
 @pytest.mark.parametrize("degrees", [{"shard": 2, "tensor": 2}, {"replicate": 2, "tensor": 2}], ids=name_of)

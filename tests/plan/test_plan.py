@@ -315,6 +315,7 @@ def test_activations_on_the_host() -> None:
 # --- alternatives -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_alternatives(tmp_path: Path) -> None:
     """By throughput, those that do not fit at the end; the page strikes these out."""
     workload = Workload(lambda: Mlps(32, depth=2), lambda size: torch.ones(size, 32), square, optimizer=torch.optim.SGD)
@@ -434,6 +435,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # --- a measured machine -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_measured_machine(rank: int, world_size: int, tmp_path: Path) -> None:
     """All ranks have the same one; a plan of it is made of what was measured of each operator."""

@@ -92,6 +92,7 @@ def test_a_program_starts_its_ranks(tmp_path: Path, name: str) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.exhaustive
 def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     there = {name for name in PROGRAMS if (results / name).exists()}  # fewer when only some tests are run

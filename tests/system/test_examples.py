@@ -129,6 +129,7 @@ def test_metrics_plot_and_checkpoints_are_written(whole: tuple[Path, Finished]) 
     assert ranks_of(shards(folder, STEPS)) == {"00000", "00001"}
 
 
+@pytest.mark.exhaustive
 def test_one_process_without_torchrun_trains_the_same_model(whole: tuple[Path, Finished], tmp_path: Path) -> None:
     # Twice the batch in one process is the batch of two: the runs differ by rounding alone.
     folder, _ = whole
@@ -148,6 +149,7 @@ def test_torchrun_leaves_the_options_of_examples_alone() -> None:
         assert parse_args(["script.py", option, "value"]).training_script_args == [option, "value"]
 
 
+@pytest.mark.exhaustive
 def test_all_sharding_options_together(tmp_path: Path) -> None:
     options = "--hsdp 2 --bf16 --grad-accum 2 --activation-checkpointing --reshard-after-forward true --tied --steps 20"
     job = run(
@@ -205,6 +207,7 @@ def test_other_optimizers(tmp_path: Path, optimizer: str) -> None:
     assert [alone[step] for step in steps] == pytest.approx([shared[step] for step in steps], rel=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_sigint_ends_all_ranks_with_a_checkpoint(stopped: tuple[Path, Finished]) -> None:
     folder, job = stopped
     assert "sample:" not in job.output

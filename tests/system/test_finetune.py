@@ -123,6 +123,7 @@ def test_the_run_is_recorded(merged: tuple[Path, Finished]) -> None:
     assert sum(tensor.numel() for shards in saved for tensor in shards.values()) == 3584
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("finetune.py", *SHORT, "--out", out, "--steps", "10").status == 0
@@ -163,6 +164,7 @@ def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: P
     ],
     ids=["targets", "patterns", "adapter of nothing", "no model"],
 )
+@pytest.mark.exhaustive
 def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = run("finetune.py", *SHORT, "--out", tmp_path / "out", *arguments, ranks=None)
     assert job.status == 2

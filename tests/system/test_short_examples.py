@@ -38,6 +38,7 @@ def test_the_loss_falls(whole: tuple[str, Finished]) -> None:
     assert of[STEPS] < 0.75 * of[0]
 
 
+@pytest.mark.exhaustive
 def test_one_process_trains_the_same_model(whole: tuple[str, Finished], tmp_path: Path) -> None:
     assert losses(start(whole[0], tmp_path, ranks=None)) == pytest.approx(losses(whole[1]), rel=1e-2)
 
@@ -59,6 +60,7 @@ def test_bfloat16(script: str, tmp_path: Path) -> None:
     assert of[STEPS] < 0.75 * of[0]
 
 
+@pytest.mark.exhaustive
 def test_experts_without_tokens(tmp_path: Path) -> None:
     """With one sequence a rank, some experts get no token there. All ranks go on, to what one process computes: if
     the auxiliary loss were of each rank's own tokens, the loss would be off by 0.002."""
