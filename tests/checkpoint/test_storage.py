@@ -250,6 +250,20 @@ def test_files_that_end_too_early(place: Place) -> None:
     reader.close()
 
 
+def test_readers_close_what_they_opened(tmp_path: Path) -> None:
+    """Also one whose file is no file, which says so."""
+    (tmp_path / "a").write_bytes(b"a")
+    os.mkfifo(tmp_path / "pipe")
+    storage = LocalStorage()
+    before = os.listdir("/dev/fd")
+    reader = storage.open_file(f"{tmp_path}/a")
+    assert len(os.listdir("/dev/fd")) == len(before) + 1
+    reader.close()
+    with pytest.raises(CorruptError, match="is not a regular file"):
+        storage.open_file(f"{tmp_path}/pipe")
+    assert len(os.listdir("/dev/fd")) == len(before)
+
+
 def test_what_cannot_be_opened(place: Place) -> None:
     storage, root = place
     storage.make_folder(storage.join(root, "folder"))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import ArgumentError, fully_shard
 from tests.helpers.parity_models import Block, batch, local, shard_like
 from tests.helpers.ranks import on_ranks
 from tests.helpers.refused_by_torch import (
@@ -219,3 +219,15 @@ def test_a_borrower_before_its_owner(rank: int, world_size: int, how: str) -> No
     else:
         backward_of(model)
         assert_close(copy.deepcopy(model[1])(X), tied()[1](X))
+
+
+@on_ranks(2)
+def test_the_old_weight_assigned_after_sharding(rank: int, world_size: int) -> None:
+    """It would train by itself, and on each rank another."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = model[0].weight
+    fully_shard(model[0])
+    fully_shard(model)
+    model[1].weight = weight
+    with pytest.raises(ArgumentError, match=r"'1.weight' and '0.weight' are one weight; only the second is sharded"):
+        model(torch.ones(2, 4))
