@@ -57,14 +57,15 @@ def _pools() -> Iterator[None]:
 
 
 def _sample_large_grids(items: list[pytest.Item]) -> None:
-    """Of a test with many cases the protective tier runs a sample, evenly spread; the others are `exhaustive`."""
+    """Of a test on ranks, or one marked `sampled`, with many cases the protective tier runs a sample, evenly spread;
+    the others are `exhaustive`."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("exhaustive") is None:
+        is_long = _num_ranks(item) > 0 or item.get_closest_marker("sampled") is not None
+        if is_long and item.get_closest_marker("exhaustive") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for found in cases.values():
-        many_ranks = _num_ranks(found[0]) >= 4
-        limit = MAX_PROTECTIVE_CASES_ON_MANY_RANKS if many_ranks else MAX_PROTECTIVE_CASES
+        limit = MAX_PROTECTIVE_CASES_ON_MANY_RANKS if _num_ranks(found[0]) >= 4 else MAX_PROTECTIVE_CASES
         if len(found) > limit:
             sample = {index * len(found) // limit for index in range(limit)}
             for index, item in enumerate(found):
@@ -73,5 +74,6 @@ def _sample_large_grids(items: list[pytest.Item]) -> None:
 
 
 def _num_ranks(item: pytest.Item) -> int:
+    """0 for a test that does not run on ranks."""
     callspec = getattr(item, "callspec", None)
-    return callspec.params.get("world_size", 1) if callspec is not None else 1
+    return callspec.params.get("world_size", 0) if callspec is not None else 0

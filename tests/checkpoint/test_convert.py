@@ -108,6 +108,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_converted_checkpoint_loads_into_other_layouts(sources: str, source: str, target: str, tmp_path: Path) -> None:

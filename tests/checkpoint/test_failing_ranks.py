@@ -82,6 +82,7 @@ def on_full_disk(rank: int, root: str, victim: int, leave: int) -> None:
     save(root, 2, rank, mesh, timeout_s=10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 5, 8, 10, 11])
 def test_full_disk(small_disk: Path, blocks: int) -> None:
     """At whatever stage: who could not write says so, the others repeat it; nothing stays on the full disk."""
@@ -110,6 +111,7 @@ def with_small_files(rank: int, root: str, victim: int, limit: int, late: int) -
     save(root, 2, rank, mesh, timeout_s=10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("limit", [0, 100, 4000, 4100])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_files_that_cannot_grow(tmp_path: Path, victim: int, limit: int) -> None:
@@ -230,6 +232,7 @@ DISAGREEMENTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("about", DISAGREEMENTS)
 def test_ranks_that_disagree(tmp_path: Path, about: str) -> None:
     """All raise, in time, and say about what; nobody hangs, and nothing is committed."""

@@ -181,6 +181,7 @@ def test_factors_of_a_model_that_is_not_sharded(tmp_path: Path) -> None:
     assert_same("state", *states)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_goes_to_another_world(name: str, tmp_path: Path) -> None:
     """All state and options come back into an optimizer that has made no step, on more and on fewer ranks."""

@@ -66,6 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     return root
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_loads_into(saved: str, name: str) -> None:
     run_on_ranks(load_all, LAYOUTS[name].world_size, root=saved, name=name)

@@ -163,6 +163,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world_size", "kind", "options"), CASES, ids=[f"{kind}-{size}" for size, kind, _ in CASES])
 def test_resumed_is_as_never_killed(world_size: int, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Losses, learning rates, order of the data, parameters, optimizer state, buffers and random numbers."""

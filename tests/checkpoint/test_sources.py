@@ -146,6 +146,7 @@ def load_in_layout(rank: int, world_size: int, folder: str, layout: str) -> None
     check(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "layout", ["fsdp-1", "fsdp-2", "fsdp-3", "dim1-2", "dim1-3", "hsdp2x2-4", "tp-fsdp-4", "tp-dim1-4"]
 )

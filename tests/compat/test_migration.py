@@ -52,6 +52,7 @@ def test_what_is_missing_says_why() -> None:
             assert row.ours, f"{row.left}: empty"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", CASES, ids=lambda key: f"{key[0]}: {key[1]}")
 def test_row(key: tuple[str, str]) -> None:
     """Migration: what the row says happens."""

@@ -85,6 +85,7 @@ def test_nets(name: str) -> None:
     assert torch.equal(model(*inputs()), eager(*inputs()))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HUGGING_FACE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_hugging_face(name: str, dtype: torch.dtype) -> None:
@@ -98,6 +99,7 @@ def test_hugging_face(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(model.eval()(**inputs).logits, eager.eval()(**inputs).logits)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HABITS)
 def test_habits(name: str) -> None:
     """What is hard to do to a parameter that has no memory; each habit is described where it is defined."""

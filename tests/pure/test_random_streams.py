@@ -132,6 +132,7 @@ def both_ways(
         assert torch.equal(ours.get_state(), plain.get_state()), (name, dtype, shape, cuts)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPS)
 def test_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every operation and dtype, in spans of 64 values, for every rank: sizes around the blocks of 16 of `normal_`."""
@@ -232,6 +233,7 @@ def by_counter(
     return whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DRAWS)
 def test_counter_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     args, dtypes = DRAWS[name]

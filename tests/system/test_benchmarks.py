@@ -64,6 +64,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "world_size" else []) for name in PROGRAMS],

@@ -88,6 +88,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     assert parallel["mixed_precision"] == "bf16"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -181,6 +181,7 @@ def run(command: list[str], cwd: Path, env: dict[str, str], what: str) -> None:
 SLOW = ("docs/plan.md",)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "path",
     [

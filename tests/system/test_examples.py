@@ -254,6 +254,7 @@ def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resum
     assert metrics(resumed[0], "valid_loss") == metrics(whole[0], "valid_loss")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
