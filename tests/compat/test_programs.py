@@ -18,6 +18,8 @@ import pytest
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
 
+pytestmark = pytest.mark.exhaustive
+
 BOOTSTRAP = ROOT / "fsdp2" / "compat" / "bootstrap"
 TIMEOUT_SECONDS = 170
 
@@ -172,12 +174,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 # One way in the protective tier; the others differ in how a process is started, which test_compat.py shows in short.
 OURS = [
     "environment",
-    pytest.param("module", marks=pytest.mark.exhaustive),
-    pytest.param("launcher", marks=pytest.mark.exhaustive),
+    "module",
+    "launcher",
 ]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", OURS)
 def test_runs_on_fsdp2(results: Results, way: str) -> None:
     """The names that the script imports are ours, by the new path and by the old one."""
@@ -190,7 +191,6 @@ def test_each_way_is_tested() -> None:
     assert {getattr(way, "values", (way,))[0] for way in OURS} == WAYS.keys()
 
 
-@pytest.mark.exhaustive
 def test_runs_on_torchs(results: Results) -> None:
     """Without any of it the same script runs on torch's FSDP2: the results that the others are compared with."""
     assert results["torch"]["module"] == "torch.distributed.fsdp"

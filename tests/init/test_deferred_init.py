@@ -228,6 +228,7 @@ def test_layouts(rank: int, world_size: int, layout: str) -> None:
     check_sharded(*NETS["convnext"], layout, world_size)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_sharded_hugging_face(rank: int, world_size: int) -> None:
     """transformers' models; T5's parts share the embedding, Llama's rotary frequencies are a buffer."""

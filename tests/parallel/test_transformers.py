@@ -102,6 +102,7 @@ def test_the_very_model(rank: int, world_size: int) -> None:
     assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_heads_that_do_not_divide(rank: int, world_size: int) -> None:
     message = error_of(ArgumentError, lambda: parallelize(llama(), config_of({"tensor": 4})))

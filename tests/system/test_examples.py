@@ -221,6 +221,7 @@ def test_sigint_ends_all_ranks_with_a_checkpoint(stopped: tuple[Path, Finished])
     assert (newest / "checkpoint.json").is_file()
 
 
+@pytest.mark.exhaustive
 def test_one_seed_gives_bit_identical_checkpoints(whole: tuple[Path, Finished], stopped: tuple[Path, Finished]) -> None:
     assert shards(whole[0], SAVE_EVERY) == shards(stopped[0], SAVE_EVERY)
 
