@@ -39,17 +39,24 @@ class Queue {
  public:
   explicit Queue(StreamId id) : id_(id), thread_([this] { run(); }) { thread_.detach(); }
 
+  // Who is told while the lock is held wakes, finds it taken and sleeps again.
   void push(const char* what, Task task, bool lags) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    items_.push_back({what, std::move(task), lags});
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      items_.push_back({what, std::move(task), lags});
+    }
     changed_.notify_one();
   }
 
   // Somebody waits for this stream (1), or no longer (-1).
   void demand(int by) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    demands_ += by;
-    changed_.notify_one();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      demands_ += by;
+    }
+    if (by > 0) {
+      changed_.notify_one();
+    }
   }
 
   bool is_idle() {
@@ -149,10 +156,12 @@ thread_local StreamId t_current = 0;
 }  // namespace
 
 void Signal::set() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  is_set_ = true;
-  seconds_ = now();
-  changed_.notify_all();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_set_ = true;
+    seconds_ = now();
+  }
+  changed_.notify_all();  // whoever sets it holds a pointer to it
 }
 
 void Signal::wait() {
