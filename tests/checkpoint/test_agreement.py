@@ -90,6 +90,7 @@ def test_no_checkpoint_mixes_two_steps(rank: int, world_size: int, tmp_path: Pat
     assert stored(folder) == [300.0] * WIDTH
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_a_rank_that_left_a_save_out(rank: int, world_size: int, tmp_path: Path) -> None:
     """Its next save is that of the others."""

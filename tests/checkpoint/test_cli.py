@@ -468,6 +468,7 @@ def command(*args: object, code: str | None = None, **options: Any) -> subproces
     )
 
 
+@pytest.mark.exhaustive
 def test_the_command_itself(folders: Path) -> None:
     flip(folders / "three" / MODEL, 100_000)
     done = command("verify", folders / "three", folders / "whole")

@@ -355,7 +355,9 @@ def committed(root: Path) -> bool:
     return newest.endswith("2")
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "async_op", [pytest.param(False, id="sync", marks=pytest.mark.exhaustive), pytest.param(True, id="async")]
+)
 def test_signals(tmp_path: Path, async_op: bool) -> None:
     """SIGTERM and Ctrl-C of one rank at several moments: committed, for all, or not."""
     moments = [(name, after) for name in (signal.SIGTERM, signal.SIGINT) for after in (0.03, 0.1, 0.2, 0.4)]

@@ -406,6 +406,7 @@ def load_large(rank: int, folder: str, load: Any) -> tuple[int, bool]:
     return used, net[1].weight.to_local()[5, 6].item() == 6 * 100 + rank * 3072 + 5
 
 
+@pytest.mark.exhaustive
 @reads_proc
 @pytest.mark.parametrize("load", [checkpoint.load, checkpoint.load_from_rank])
 def test_memory(load: Any, tmp_path: Path) -> None:

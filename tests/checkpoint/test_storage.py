@@ -171,7 +171,7 @@ def test_small_files_are_whole_at_any_time(place: Place) -> None:
 
     looker = threading.Thread(target=look)
     looker.start()
-    for turn in range(100):
+    for turn in range(30):
         storage.write_all(path, contents[turn % 2])
     stop.set()
     looker.join()

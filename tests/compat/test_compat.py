@@ -195,7 +195,7 @@ def test_too_late(tmp_path: Path) -> None:
     }
     for name, text in (late | fine).items():
         (package / f"{name}.py").write_text(text + "\n")
-    printed = runs(
+    printed = runs_on_torch(
         f"""
         import importlib, sys
         import fsdp2.compat, torch.distributed.fsdp as home
@@ -213,6 +213,7 @@ def test_too_late(tmp_path: Path) -> None:
         fsdp2.compat.install()
         assert sys.modules["client.inside"].shard(None) is home.fully_shard is not torchs[0]
         """,
+        tmp_path,
         PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]),
     )
     said = dict(line.split(" ", 1) for line in printed.splitlines())
@@ -241,9 +242,11 @@ def test_one_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FSDP2_COMPAT", "yes")
     with pytest.raises(ArgumentError, match=r"FSDP2_COMPAT: expected 1 .* got 'yes'"):
         is_wanted()
-    done = python("-c", "from torch.distributed.fsdp import FSDPModule as M\nimport fsdp2.compat.auto")
-    assert done.returncode == 1
-    assert "OrderError" in done.stderr and "too late: __main__.M is" in done.stderr
+    script = tmp_path / "late.py"
+    script.write_text("from torch.distributed.fsdp import FSDPModule as M\nimport fsdp2.compat.auto")
+    done = run_script(script, cwd=ROOT, environment={**os.environ, "PYTHONPATH": str(ROOT), "FSDP2_COMPAT": "1"})
+    assert done.status == 1
+    assert "OrderError" in done.errors and "too late: __main__.M is" in done.errors
 
 
 @pytest.mark.exhaustive
@@ -341,6 +344,7 @@ def test_all_public_names() -> None:
     assert exported <= set(PUBLIC)
 
 
+@pytest.mark.exhaustive
 def test_all_readers_in_torch_are_known() -> None:
     """Every module of torch that imports an FSDP2 name, by whatever path, is in a table of docs/compat.md."""
     page = (ROOT / "docs" / "compat.md").read_text()

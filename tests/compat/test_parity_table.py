@@ -42,6 +42,7 @@ def test_every_claim_holds_here(rank: int, world_size: int) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_every_claim_holds_on_torch(rank: int, world_size: int) -> None:
     """The table is of torch 2.13: later versions may have come to do what we do."""

@@ -138,6 +138,7 @@ def test_install_watches(tmp_path: Path) -> None:
     assert said[1:] == ["accelerate runs", "again: False"]
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_was_told_to_shard_does_not_start(tmp_path: Path) -> None:
     """What `accelerate launch --use_fsdp -m fsdp2.compat train.py` starts."""
     put(tmp_path, "accelerate", "1.5.2")

@@ -42,6 +42,7 @@ def test_every_command_of_run_is_understood() -> None:
     subprocess.run(["bash", "-n", str(FOLDER / "run.sh")], check=True)
 
 
+@pytest.mark.exhaustive
 def test_variants_train_and_agree() -> None:
     """The sharded ones compute the same, bit for bit: torch's, and ours with any lanes."""
     losses = {}
@@ -76,6 +77,7 @@ def _as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.exhaustive
 def test_delays(tmp_path: Path) -> None:
     out = tmp_path / "delays.json"
     delays.main([*DRY, "--settings", "microbatches,offload", "--steps", "1", "--out", str(out)])

@@ -295,6 +295,7 @@ def test_reshard_after_forward(rank: int, world_size: int, name: str, raf: bool)
     assert model.out.weight.placements == (sharded_form if raf else (REPLICATE, REPLICATE))
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 @some_layouts
 def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
@@ -419,6 +420,7 @@ def test_clip_grad_norm(rank: int, world_size: int, name: str, norm_type: float)
     assert_tp_gradients(model, {fqn: param.grad for fqn, param in plain.named_parameters()})
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_shard_placement_fn(rank: int, world_size: int) -> None:
     """Behaviour 162, 163: dim 1 of a weight whose rows TP has sharded: `Shard` over both axes."""
@@ -491,6 +493,7 @@ def test_one_axis_in_both_roles(rank: int, world_size: int) -> None:
     refused(ValueError, linear(mesh), mesh, "dp", shard="dp", replicate="dp")
 
 
+@pytest.mark.exhaustive
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(rank: int, world_size: int) -> None:
     """Behaviour 75: an int for `reshard_after_forward` trains as one process does; torch refuses it."""

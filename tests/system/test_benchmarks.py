@@ -64,10 +64,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("results")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "world_size" else []) for name in PROGRAMS],
+    [pytest.param(name, marks=[] if name == "step_time" else [pytest.mark.exhaustive]) for name in PROGRAMS],
 )
 def test_a_program_runs(results: Path, name: str) -> None:
     program = PROGRAMS[name]
@@ -103,6 +102,7 @@ def test_every_figure_is_drawn(results: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_size < 60_000 for path in tmp_path.iterdir()), "too large to be committed"
 
 
+@pytest.mark.exhaustive
 def test_the_programs_of_a_full_run_exist() -> None:
     pytest.importorskip("matplotlib")
     for mode in ([], ["--short"]):

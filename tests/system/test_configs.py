@@ -35,9 +35,8 @@ def test_each_sample_file_has_a_test() -> None:
     assert {path.stem for path in CONFIGS.iterdir()} == RANKS.keys()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "fsdp_tp" else [pytest.mark.exhaustive]) for name in RANKS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", RANKS)
 def test_sample_files_train_the_same(name: str, alone: Path, tmp_path: Path) -> None:
     """The file says how many steps and how large a batch; the command line wins."""
     path = CONFIGS / f"{name}.toml"

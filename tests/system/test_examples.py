@@ -226,6 +226,7 @@ def test_one_seed_gives_bit_identical_checkpoints(whole: tuple[Path, Finished], 
     assert shards(whole[0], SAVE_EVERY) == shards(stopped[0], SAVE_EVERY)
 
 
+@pytest.mark.exhaustive
 def test_resuming_ends_in_the_parameters_of_an_uninterrupted_run(
     whole: tuple[Path, Finished], resumed: tuple[Path, Finished]
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert metrics(folder, "loss") == metrics(whole[0], "loss")
 
 
+@pytest.mark.exhaustive
 def test_resumed_metrics_have_each_step_once(whole: tuple[Path, Finished], resumed: tuple[Path, Finished]) -> None:
     lines = (resumed[0] / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "valid_loss" in line]

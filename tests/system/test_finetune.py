@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers.examples import EXAMPLES, TEXT, metrics, run, torchrun
 from tests.helpers.scripts import Finished
 
+pytestmark = pytest.mark.exhaustive
 transformers = pytest.importorskip("transformers")
 
 SHORT = [*TEXT, "--device", "cpu", "--steps", "20", "--seq-len", "32", "--batch-size", "4"]
@@ -90,7 +91,6 @@ def test_the_adapter_alone(merged: tuple[Path, Finished], tmp_path: Path) -> Non
     assert validation_loss(model.eval(), base, rows=16) == pytest.approx(losses(out)[1], abs=2e-4)
 
 
-@pytest.mark.exhaustive
 def test_chosen_parameters_of_a_tied_model(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     """`--train` with patterns, in bfloat16, on a model whose head is its embedding."""
     base = tmp_path / "base"
@@ -123,7 +123,6 @@ def test_the_run_is_recorded(merged: tuple[Path, Finished]) -> None:
     assert sum(tensor.numel() for shards in saved for tensor in shards.values()) == 3584
 
 
-@pytest.mark.exhaustive
 def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run("finetune.py", *SHORT, "--out", out, "--steps", "10").status == 0
@@ -136,7 +135,6 @@ def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], t
     assert metrics(out, "loss") == metrics(merged[0], "loss")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path, where: str) -> None:
     """Where the frozen weights stay changes no bit of the result."""
@@ -164,7 +162,6 @@ def test_another_adapter_cannot_go_on(merged: tuple[Path, Finished], tmp_path: P
     ],
     ids=["targets", "patterns", "adapter of nothing", "no model"],
 )
-@pytest.mark.exhaustive
 def test_bad_input_is_one_message(arguments: list[str], message: str, tmp_path: Path) -> None:
     job = run("finetune.py", *SHORT, "--out", tmp_path / "out", *arguments, ranks=None)
     assert job.status == 2

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from graphlib import CycleError, TopologicalSorter
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import (
     ROOT,
     Module,
@@ -369,11 +369,13 @@ print(json.dumps({{
 
 
 @pytest.fixture(scope="module")
-def imported() -> dict[str, Any]:
-    """What `import fsdp2` loads, in a process of its own, and the public names."""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `import fsdp2` loads, in a process that has torch and nothing of ours, and the public names."""
+    script = tmp_path_factory.mktemp("probe") / "probe.py"
+    script.write_text(PROBE)
+    done = run_script(script, environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.status == 0, done.errors
+    found: dict[str, Any] = json.loads(done.output)
     return found
 
 

@@ -25,7 +25,10 @@ def start(script: str, folder: Path, *arguments: str, steps: int = STEPS, ranks:
     return run(script, *words, *arguments, ranks=ranks)
 
 
-@pytest.fixture(scope="module", params=SMALL)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "vision.py" else [pytest.mark.exhaustive]) for name in SMALL],
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
     """A program, and what two ranks printed."""
     script: str = request.param

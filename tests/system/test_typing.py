@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import fsdp2
 from fsdp2 import CheckpointError, FSDPModule, checkpoint
+from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
 
 PROGRAM = ROOT / "tests" / "helpers" / "typed_program.py"
@@ -51,10 +53,12 @@ print(fsdp2.checkpoint.save.__name__, fsdp2.init.materialize.__name__, fsdp2.par
 """
 
 
-def test_modules_are_loaded_when_they_are_used() -> None:
+def test_modules_are_loaded_when_they_are_used(tmp_path: Path) -> None:
     """After `import fsdp2` the documented `fsdp2.checkpoint.save` was an AttributeError."""
-    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["save", "materialize", "parallelize", "install", "record"], done.stderr
+    script = tmp_path / "lazy.py"
+    script.write_text(LAZY)
+    done = run_script(script, environment={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.output.split() == ["save", "materialize", "parallelize", "install", "record"], done.errors
 
 
 def test_version() -> None:
