@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[RACES] = "1"
 
 
-MAX_PROTECTIVE_CASES = 3
+MAX_PROTECTIVE_CASES = 2
 MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 1  # four and more, where each takes twice as long
 
 

@@ -72,7 +72,7 @@ def check(rank: int, name: str) -> None:
 
 def programs(ranks: int) -> list[Any]:
     """Those for so many ranks; the fast tier has a few, among them those that have found faults of the library."""
-    fast = ("plain", "kept", "offload", "staged_states", "states_on_disk", "optimized_aside", "hsdp", "inner")
+    fast = ("plain", "kept", "offload", "staged_states", "optimized_aside", "hsdp", "inner")
     names = [name for name in PROGRAMS if num_ranks(name) == ranks]
     return [pytest.param(name, marks=[] if name in fast else pytest.mark.exhaustive) for name in names]
 
