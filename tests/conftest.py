@@ -39,12 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[RACES] = "1"
 
 
+# The modules that take longest begin, or one worker would end with them alone.
+LONGEST = ("tests/races/test_programs.py", "tests/device/test_mutants.py", "tests/device/test_training.py")
 MAX_PROTECTIVE_CASES = 2
 MAX_PROTECTIVE_CASES_ON_MANY_RANKS = 1  # four and more, where each takes twice as long
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _sample_large_grids(items)
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -60,6 +60,8 @@ SUITES = (
     *("optim/test_stepped_runs", "optim/test_offloaded"),
     *("checkpoint/test_commit", "checkpoint/test_run_state", "checkpoint/test_resume"),
 )
+# Eight in one process, which imports torch once.
+BATCHES = [SUITES[start : start + 8] for start in range(0, len(SUITES), 8)]
 
 
 def check(rank: int, name: str) -> None:
@@ -112,11 +114,12 @@ def test_a_wait_that_is_taken_out_is_found(mutant: Mutant) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("suite", SUITES)
-def test_suites_are_silent(suite: str) -> None:
+@pytest.mark.parametrize("suites", BATCHES, ids=lambda suites: f"{suites[0]} to {suites[-1]}")
+def test_suites_are_silent(suites: tuple[str, ...]) -> None:
     """The protective cases of other modules, with the order of an accelerator."""
     without = [f"--deselect={name}" for name in LEFT_OUT]
-    options = ["--races", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", f"tests/{suite}.py", *without]
+    modules = [f"tests/{suite}.py" for suite in suites]
+    options = ["--races", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *modules, *without]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options], cwd=ROOT, env=env, capture_output=True, text=True, check=False
