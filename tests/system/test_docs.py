@@ -177,7 +177,7 @@ def run(command: list[str], cwd: Path, env: dict[str, str], what: str) -> None:
         pytest.fail(f"{what}: exit status {process.returncode}\n{output}", pytrace=False)
 
 
-# The worked examples have billions of parameters: half a minute, and minutes on a busy machine. `tests/plan` protects
+# The worked examples have billions of parameters: two minutes, and more on a busy machine. `tests/plan` protects
 # the same.
 SLOW = {"docs/plan.md": 900}
 
