@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,13 @@ def prefetches_two(model: Any, device: str) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
 
 
+def waits_in_backward(model: Any, device: str) -> None:
+    """In backward the host waits before each block: the step of the block behind it has been given to the device, and
+    could have freed its gradients, before the next reduction takes memory."""
+    for block in model.blocks:
+        block.register_full_backward_pre_hook(lambda *_: time.sleep(0.005))
+
+
 def freezes_weights(model: Any) -> None:
     """The weights of each block stay as they are; its biases are trained, in the same unit."""
     for name, param in model.named_parameters():
@@ -193,7 +201,9 @@ FEATURES = {
     "offload, mixed precision": Feature({"offload_policy": CPUOffloadPolicy(), **mixed()}),
     "offload, evaluated": Feature({"offload_policy": CPUOffloadPolicy()}, evaluates=True),
     "states in host memory": in_background(Offload()),
-    "states in host memory, stepped in backward": in_background(Offload(), in_backward=True),
+    "states in host memory, stepped in backward": replace(
+        in_background(Offload(), in_backward=True), prepare=waits_in_backward, depth=4
+    ),
     "states in host memory, in part": in_background(Offload(fraction=0.5)),
     "states in host memory, zeroed": in_background(Offload(), clips=False, zeroes=True),
     "states in host memory, mixed precision": in_background(Offload(), **mixed()),
