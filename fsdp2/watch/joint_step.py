@@ -83,9 +83,10 @@ class JointStep:
     def look(self, board: Board) -> str | None:
         """Learn whether a rank has failed, and tell it how far this one has come. Returns why recovery was given up."""
         if self.failure is None:
-            self.failure = board.get(f"{self._key}/failed")
-        if self.failure is None:
-            return None
+            found = board.get(f"{self._key}/failed")
+            if found is None:  # meanwhile this rank itself may have failed, and said so in `failure`
+                return None
+            self.failure = found
         self._tell(board)
         return board.get(f"{self._key}/given up")
 
@@ -114,7 +115,7 @@ class JointStep:
         self._trail.note(_END)
         if board.count(f"{self._key}/through") == board.size:
             board.put(f"{self._key}/all", "")
-            board.drop([f"{self._before}/{part}" for part in ("through", "all", "reset", "all reset")])
+            board.drop([f"{self._before}/{part}" for part in ("through", "all", "reset", "all reset", "failed")])
             return True
         return self._wait(lambda: board.has(f"{self._key}/all") or (None if self.failure is None else False), False)
 
@@ -142,7 +143,8 @@ class JointStep:
             trail.begin_anew()
         if board.count(f"{self._key}/reset") == board.size:
             board.put(f"{self._key}/all reset", "")
-            board.drop([f"{self._key}/failed", *(f"{self._key}/place/{rank}" for rank in range(board.size))])
+            # A watchdog may still read what failed, and that key must not vanish while it does.
+            board.drop([f"{self._before}/failed", *(f"{self._key}/place/{rank}" for rank in range(board.size))])
         self._wait(lambda: board.has(f"{self._key}/all reset") or None)
         return self.failure
 

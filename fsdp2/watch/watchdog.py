@@ -127,7 +127,8 @@ class Watchdog:
                 if not settings().is_on:
                     continue
                 self._compare_later()
-                if current.step is not None and (why := current.step.look(self._board)) is not None:
+                step = current.step  # the training thread may end it at any time
+                if step is not None and (why := step.look(self._board)) is not None:
                     self._fail(why)
                 if self._must_ask():
                     self._board.put(f"ask/{number}", str(self._board.rank))

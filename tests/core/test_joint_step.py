@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import agree_on_step
+from fsdp2.watch.board import Board
 from tests.helpers.faults import sharded
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
@@ -136,6 +138,34 @@ def test_a_rank_goes_on_to_where_its_partner_waits(rank: int, world_size: int) -
     training.failing = "forward" if rank > 1 else ""
     assert training.step(1) in ("rank 2: Bad: too long", "rank 3: Bad: too long")
     training.model.at, training.failing = training.at, ""
+    assert training.step(2) == ""
+
+
+@on_ranks(2)
+def test_a_watchdog_looks_while_its_rank_fails(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has read that nobody has failed, and must not say so after its rank has failed: the error was "None"."""
+    training = Training("fsdp", rank, world_size)
+    assert training.step(0) == ""
+    looks = threading.Event()
+    get = Board.get
+
+    def read_late(board: Board, key: str) -> str | None:
+        found = get(board, key)
+        if key.endswith("/failed") and threading.current_thread() is not threading.main_thread():
+            looks.set()
+            time.sleep(0.05)
+        return found
+
+    def fail(place: str) -> None:
+        if place == "forward":
+            assert looks.wait(20)
+            raise Bad("too long")
+
+    if rank == 1:
+        monkeypatch.setattr(Board, "get", read_late)
+        training.model.at = fail
+    assert training.step(1) == "rank 1: Bad: too long"
+    training.model.at = training.at
     assert training.step(2) == ""
 
 
