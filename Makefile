@@ -1,6 +1,6 @@
 # make train    train a small language model on two ranks          make test      lint, types and the protective tests: what CI runs
 # make lint     ruff and mypy alone                                make test-all  these and the exhaustive tests
-# make docs     the documents as a site, build/site                 make bench     a short version of every benchmark, and figures
+# make docs     the documents as a site, build/site                 make bench     a short version of most benchmarks, and figures
 # make fuzz     ten minutes of hostile checkpoints                  make wheel    dist/fsdp2-*.whl, as a release has it
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-device    sharded training on a lagging accelerator; needs a C++ compiler (compiles it, once)

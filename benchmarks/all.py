@@ -1,7 +1,7 @@
 """Every benchmark, one after the other, and then the figures.
 
 python -m benchmarks.all --short              # a first look: minutes; writes below runs/benchmarks/
-python -m benchmarks.all                      # all that the READMEs show, an hour; writes raw data and figures
+python -m benchmarks.all                      # the main runs of each, hours; writes raw data and figures
 python -m benchmarks.all --only memory host_overhead
 """
 
