@@ -6,7 +6,7 @@ say in ``seen/7/RANK`` what their /proc says.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,15 @@ _PAUSE_S = 0.02
 
 
 class Collector:
-    """The collector of one process, for one question at a time."""
+    """The collector of one process, for one question at a time.
 
-    def __init__(self, board: Board):
+    Args:
+        is_ending: whether the process ends; then all methods raise RuntimeError.
+    """
+
+    def __init__(self, board: Board, is_ending: Callable[[], bool] = lambda: False):
         self._board = board
+        self._is_ending = is_ending
         self._identities: dict[int, str] = {}
 
     def collect(self, number: int, before: Finding | None) -> Finding:
@@ -53,7 +58,7 @@ class Collector:
                         board.put(f"seen/{number}/{rank}", fate.name)
             if time.monotonic() > deadline or self._fate(collector) in (Fate.GONE, Fate.STOPPED):
                 return Finding("fine")  # nobody collects; whoever waits asks again
-            time.sleep(_PAUSE_S)
+            self._pause()
         return Finding(*json.loads(text))
 
     def _answers(self, number: int) -> tuple[dict[int, Answer], dict[int, str]]:
@@ -82,13 +87,18 @@ class Collector:
             if unknown and not has_asked and seconds > min(1.0, limit_s / 2):
                 has_asked = True
                 board.put(f"silent/{number}", json.dumps(unknown))
-            time.sleep(_PAUSE_S)
+            self._pause()
         for rank in missing:
             if fates[rank] is Fate.STOPPED:
                 gone[rank] = "is stopped (SIGSTOP)"
             elif fates[rank] is Fate.UNKNOWN and rank in self._identities:
                 gone[rank] = f"does not answer within {limit_s:g} s: it was killed or stopped"
         return answers, gone
+
+    def _pause(self) -> None:
+        if self._is_ending():
+            raise RuntimeError("the process ends")
+        time.sleep(_PAUSE_S)
 
     def _fate(self, rank: int, number: int = 0) -> Fate:
         """What has become of a rank, also as its neighbours have seen it after question `number`."""

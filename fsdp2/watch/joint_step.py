@@ -22,6 +22,7 @@ The keys, below ``joint/7`` for the seventh step::
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from fsdp2.watch.watchdog import Watchdog
 _MAX_TOLD = 256  # entries that a rank may be behind
 _MAX_TEXT = 10_000  # characters of an error
 _LIMIT_S = 60.0
+_REFUSED_S = 2.0  # within which a watchdog that is not in a question learns that recovery was given up
 _END = Entry("end of a joint step", None)
 
 
@@ -75,8 +77,7 @@ class JointStep:
         self._dog = dog
         self._before = f"joint/{number - 1}"
         self._key = f"joint/{number}"
-        self._status = "runs"
-        self._num_exchanges = 0
+        self._state = "runs", 0  # status and number of exchanges, in one: see `_tell`
 
     # --- in the watchdog's thread -------------------------------------------------------------------------------------
 
@@ -95,15 +96,17 @@ class JointStep:
     def begin_exchange(self) -> None:
         """Before each exchange; see `check`."""
         self.check()
-        self._num_exchanges += 1
+        status, num_exchanges = self._state
+        self._state = status, num_exchanges + 1
 
     def check(self) -> None:
         """Raise StepError if another rank has failed, and all that have not failed have come as far as this one."""
-        if self.failure is not None and self._status != "stopped":
-            self._status = "pauses"
+        status, num_exchanges = self._state
+        if self.failure is not None and status != "stopped":
+            self._state = "pauses", num_exchanges
             if self._wait(self._must_stop):
                 raise StepError(self.failure)
-            self._status = "runs"
+            self._state = "runs", num_exchanges
 
     def succeed(self) -> bool:
         """This rank is through. Returns whether all are; otherwise a rank has failed.
@@ -129,16 +132,16 @@ class JointStep:
             CollectiveError: ranks cannot come to the same place.
         """
         board, begun = self._dog.board, list[Pending]()
-        self._status = "stopped"
+        self._state = "stopped", self._state[1]
         self.failure = board.claim(f"{self._key}/failed", why[:_MAX_TEXT])
         try:
             self._wait(lambda: self._is_level(begun) or None)
-        except CollectiveError as error:
-            why = f"after a failed step ({self.failure}): {error}"
-            raise CollectiveError(board.claim(f"{self._key}/given up", why)) from None
-        reset()
-        for pending in begun:
-            pending.wait()
+            reset()
+            for pending in begun:
+                pending.wait()
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            found = str(error) if isinstance(error, CollectiveError) else f"{type(error).__name__}: {error}"
+            raise self._give_up(f"after a failed step ({self.failure}): {found}") from error
         for _, trail in trails():
             trail.begin_anew()
         if board.count(f"{self._key}/reset") == board.size:
@@ -152,10 +155,10 @@ class JointStep:
         """Whether all ranks that have not failed pause here (True), or one has come farther (False)."""
         self._tell(self._dog.board)
         others = [place for place in self._told() if place is None or place.status != "stopped"]
-        if any(place is not None and place.num_exchanges > self._num_exchanges for place in others):
+        _, num_exchanges = self._state
+        if any(place is not None and place.num_exchanges > num_exchanges for place in others):
             return False
-        here = "pauses", self._num_exchanges
-        return all(place is not None and place[:2] == here for place in others) or None
+        return all(place is not None and place[:2] == ("pauses", num_exchanges) for place in others) or None
 
     def _is_level(self, begun: list[Pending]) -> bool:
         """Take part in what others have begun so far. Returns whether all have stopped, and at the same place."""
@@ -170,8 +173,11 @@ class JointStep:
         return is_level
 
     def _tell(self, board: Board) -> None:
-        ends = {trail.name: (trail.position, trail.numbers[-_MAX_TOLD:]) for _, trail in trails()}
-        board.put(f"{self._key}/place/{board.rank}", json.dumps(_Place(self._status, self._num_exchanges, ends)))
+        # The state first. In the watchdog's thread it may be older than the trails, which tells nobody anything wrong;
+        # "stopped", with trails from before, would.
+        status, num_exchanges = self._state
+        ends = {trail.name: trail.end(_MAX_TOLD) for _, trail in trails()}
+        board.put(f"{self._key}/place/{board.rank}", json.dumps(_Place(status, num_exchanges, ends)))
 
     def _told(self) -> list[_Place | None]:
         board = self._dog.board
@@ -184,18 +190,28 @@ class JointStep:
         limit_s = settings().give_up_after_s or _LIMIT_S
         with waiting(self):
             while (found := answer()) is None:
-                given_up = self._dog.failure or self._dog.board.get(f"{self._key}/given up")
-                if given_up is not None:
-                    raise CollectiveError(given_up)
+                if self._dog.failure is not None:
+                    raise CollectiveError(self._dog.failure)
+                if (given_up := self._dog.board.get(f"{self._key}/given up")) is not None:
+                    raise self._give_up(given_up)
                 if is_limited and time.monotonic() - start > limit_s:
                     why = (
                         f"after a failed step ({self.failure}) ranks have not come to one place within {limit_s:g} s: "
                         "one is in communication that is not fsdp2's"
                     )
-                    raise CollectiveError(self._dog.board.claim(f"{self._key}/given up", why))
+                    raise self._give_up(why)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.005)
             return found
+
+    def _give_up(self, why: str) -> CollectiveError:
+        """The error of all ranks; once the watchdog has learned of it, so that all refuse what needs the others."""
+        with suppress(RuntimeError):  # the store is gone, and the others learn of that
+            why = self._dog.board.claim(f"{self._key}/given up", why)
+        start = time.monotonic()
+        while self._dog.failure is None and self._dog.is_alive and time.monotonic() - start < _REFUSED_S:
+            time.sleep(0.001)
+        return CollectiveError(why)
 
 
 def _missing(trail: Trail, ends: list[tuple[int, list[int]]]) -> list[int]:
@@ -217,5 +233,6 @@ def _take_part(trail: Trail, number: int) -> list[Pending]:
             f"another rank has begun {text_of(number)} in group '{trail.name}', in which this rank cannot take part "
             "after an error, because it has never done it"
         )
-    trail.numbers.append(number)
-    return [exchange.begin_like()]
+    begun = exchange.begin_like()
+    trail.numbers.append(number)  # it may have raised
+    return [begun]

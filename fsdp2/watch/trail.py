@@ -5,6 +5,7 @@ recorded as a number that is the same in every process, so that recording costs 
 entries is compared by a hash of their numbers.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -101,11 +102,19 @@ class Trail:
         self._step = 0
         self._marks_in_step = 0
         self._known: set[int] = set()
+        self._forgetting = threading.Lock()
 
     @property
     def position(self) -> int:
         """The number of entries so far."""
         return self.num_dropped + len(self.numbers)
+
+    def end(self, most: int) -> tuple[int, list[int]]:
+        """The position, and the last numbers before it, at one moment: for the watchdog, while the training thread goes
+        on."""
+        with self._forgetting:
+            numbers = self.numbers[:]
+            return self.num_dropped + len(numbers), numbers[-most:]
 
     def note(self, entry: Entry) -> None:
         """Record an entry that does not occur often enough to have its number computed once."""
@@ -146,8 +155,9 @@ class Trail:
             if self._marked < self.position - MAX_KEPT // 2:
                 self.mark(ends_step=False)
             excess = len(self.numbers) - MAX_KEPT // 2
-            del self.numbers[:excess]
-            self.num_dropped += excess
+            with self._forgetting:
+                del self.numbers[:excess]
+                self.num_dropped += excess
 
 
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
@@ -163,7 +173,8 @@ def trail_of(group: dist.ProcessGroup) -> Trail:
 
 def trails() -> list[tuple[dist.ProcessGroup, Trail]]:
     """All groups of more than one rank in which this process has exchanged something."""
-    return [(group, trail) for group, trail in list(_trails.items()) if len(trail.ranks) > 1]
+    groups = [group for each in _trails.keyrefs() if (group := each()) is not None]  # in one step: see `end`
+    return [(group, trail) for group in groups if (trail := _trails.get(group)) is not None and len(trail.ranks) > 1]
 
 
 def forget_other_groups(groups: Sequence[dist.ProcessGroup]) -> None:

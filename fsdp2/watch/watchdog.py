@@ -64,13 +64,14 @@ class Watchdog:
         self._world = ref(world)
         self._board = board
         self._wanted = False
+        self._num_begun = 0  # rounds
         self._wake = threading.Event()
         self._stop = False
         self._pid = os.getpid()
         self._next_ask = (0.0, 0.0)  # (the wait that it is about, seconds into it)
         self._before: Finding | None = None
         self._told = 0.0  # the wait that was last reported as late
-        self._collector = Collector(board)
+        self._collector = Collector(board, lambda: self._stop)
         current.failure = None  # if there was one, it was of other groups
         forget_other_groups(all_groups())
         board.arrive(identity())
@@ -97,26 +98,29 @@ class Watchdog:
     def explain(self) -> str | None:
         """What the ranks say after an error of communication: the report, or None if they know nothing. Called while
         `current` says what failed."""
-        before = self.num_rounds
+        before = self._num_begun  # one that is under way may have been answered before the error
         deadline = time.monotonic() + 2 * settings().answer_within_s + 2
         self.ask()
-        while self.failure is None and self.num_rounds == before and self.is_alive and time.monotonic() < deadline:
+        while self.failure is None and self.num_rounds <= before and self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.failure
 
     def close(self, why: str = "") -> None:
         """The process ends: tell the others, and end the thread before Python does, which would crash in a call of the
         store."""
-        if self._stop or self._pid != os.getpid():  # a forked child has the same connections
+        if self._pid != os.getpid():  # a forked child has the same connections
             return
-        self._stop = True
+        has_ended, self._stop = self._stop, True
         self._wake.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(10.0)
+            self._thread.join(10.0)  # which may be about to tell the others itself
+            if self._thread.is_alive():  # in a call of the store, of which it has the only client
+                return
+        if not has_ended:
+            with suppress(RuntimeError):
+                content = [why or _why_it_ends(), self._answer().to_json()]
+                self._board.put(f"ended/{self._board.rank}", json.dumps(content))
         atexit.unregister(self.close)
-        with suppress(RuntimeError):
-            content = [why or _why_it_ends(), self._answer().to_json()]
-            self._board.put(f"ended/{self._board.rank}", json.dumps(content))
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -135,12 +139,17 @@ class Watchdog:
                 elif not self._board.has(f"ask/{number}"):
                     continue
                 self._wanted = False
+                self._num_begun += 1
                 self._act(self._round(number))
                 number += 1
             self.close("has destroyed its process groups")
-        except RuntimeError as error:
-            self._stop = True  # the store is gone, with the process that has it; what waits gets the backend's error
-            _log.debug("the watchdog ends: %s", error)
+        except Exception as error:
+            # A RuntimeError: the store is gone, with the process that has it; what waits gets the backend's error.
+            # Another watchdog of the same ranks would be alone, since theirs go on.
+            _unwatched[:] = [self._world]
+            self._stop = True
+            level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
+            _log.log(level, "the watchdog ends: %s: %s", type(error).__name__, error)
 
     def _sleep(self) -> bool:
         """Whether to go on afterwards."""
@@ -200,10 +209,15 @@ class Watchdog:
     def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
         """End all waits of this process that are ours, or for one of these ranks, with this error."""
         if current.failure is None and self.is_alive:  # else there may be new groups, which are not to blame
-            current.failure = why
             ours = {group for group, _ in trails()}
-            others = [group for group in all_groups() if not set(gone).isdisjoint(dist.get_process_group_ranks(group))]
-            if not _end_waits([group for group in ours.union(others) if group.size() > 1]):
+            groups = [
+                group
+                for group in all_groups()
+                if group.size() > 1 and (group in ours or not set(gone).isdisjoint(dist.get_process_group_ranks(group)))
+            ]
+            backends = [dist.get_backend_config(group) for group in groups]
+            current.failure = why  # from now on the program may destroy them
+            if not _end_waits(groups, backends):
                 _log.error("%s", why)  # the wait may not end, so nothing may be raised
 
 
@@ -230,8 +244,8 @@ def watchdog() -> Watchdog | None:
 
 
 def _past(trail: Trail) -> Past:
-    numbers = trail.numbers[-_MAX_SENT:]
-    return Past(trail.ranks, trail.position - len(numbers), tuple(map(entry_of, numbers)))
+    position, numbers = trail.end(_MAX_SENT)
+    return Past(trail.ranks, position - len(numbers), tuple(map(entry_of, numbers)))
 
 
 def _stack_of_main() -> list[str]:
@@ -244,19 +258,18 @@ def _why_it_ends() -> str:
     return "has ended" if error is None else f"has ended after {type(error).__name__}: {error}"
 
 
-def _end_waits(groups: Sequence[dist.ProcessGroup]) -> bool:
-    """End every wait in `groups`; whether that is certain. The groups are unusable afterwards.
+def _end_waits(groups: Sequence[dist.ProcessGroup], backends: Sequence[str]) -> bool:
+    """End every wait in `groups`, each with its backends; whether that is certain. They are unusable afterwards.
 
     gloo cannot abort, but a message that times out closes the connections of its group, which ends all its waits."""
     others = []
-    for group in groups:
-        backends = dist.get_backend_config(group)
-        if "gloo" in backends:
+    for group, names in zip(groups, backends, strict=True):
+        if "gloo" in names:
             # Every peer: one that has closed its connections fails at once, which ends no wait for the others.
             for peer in set(range(group.size())) - {group.rank()}:
                 with suppress(RuntimeError):
                     group.recv([torch.zeros(1)], peer, _END_WAITS_TAG).wait(timedelta(milliseconds=1))
-        if any(not part.endswith("gloo") for part in backends.split(",")):
+        if any(not part.endswith("gloo") for part in names.split(",")):
             others.append(group)
     if others:
         with suppress(RuntimeError):

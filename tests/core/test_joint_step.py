@@ -16,7 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import agree_on_step
+from fsdp2.comm.base import Pending
+from fsdp2.watch import watchdog as watchdog_module
 from fsdp2.watch.board import Board
+from fsdp2.watch.trail import trails
 from tests.helpers.faults import sharded
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
@@ -181,9 +184,15 @@ def test_places(rank: int, world_size: int, kind: str, place: str) -> None:
     check(kind, rank, world_size, {1: (who[0], place), 2: (who[1], place), 5: (who[2], place)})
 
 
-def stuck(rank: int, folder: str, what: str) -> tuple[str, bool]:
-    """A failure from which ranks cannot recover: the error, and whether parameters are as before."""
+def no_memory() -> Pending:
+    raise torch.OutOfMemoryError("nothing is left")
+
+
+def stuck(rank: int, folder: str, what: str) -> tuple[str, bool, bool]:
+    """A failure from which ranks cannot recover: the error, whether parameters are as before, and whether this rank
+    refuses further communication."""
     os.chdir(folder)
+    watchdog_module._FAST_S = 0.2  # it would be refused before the error by chance
     fsdp2.safety(stall_after_s=0.5, give_up_after_s=2.0, report_folder=folder)
     training = Training("tp" if what == "one of two" else "fsdp", rank, 4)
     if what != "first step":
@@ -191,14 +200,20 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool]:
     before = [each.tolist() for each in training.values()]
     if rank == 1:
         training.failing = "forward"
+    if rank == 1 and what == "no memory":
+        for _, trail in trails():
+            for exchange in list(trail.known.values()):
+                exchange.begin_like = no_memory
     if rank == 1 and what == "killed":
         training.model.at = lambda place: os.kill(os.getpid(), signal.SIGKILL)
     try:
         training.step(1)
     except (fsdp2.CollectiveError, RuntimeError) as error:
+        dog = watchdog_module.watchdog()
+        is_refused = dog is not None and dog.failure is not None
         training.model.reset_iter_state()
-        return f"{type(error).__name__}: {error}", [each.tolist() for each in training.values()] == before
-    return "no error", False
+        return f"{type(error).__name__}: {error}", [each.tolist() for each in training.values()] == before, is_refused
+    return "no error", False, False
 
 
 @pytest.mark.exhaustive
@@ -208,11 +223,13 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool]:
         ("killed", "rank 1 was killed"),
         ("first step", "has never done it"),
         ("one of two", "rank 1: Bad: too long"),
+        ("no memory", "OutOfMemoryError: nothing is left"),
     ],
 )
 def test_no_recovery(what: str, says: str, tmp_path: Path) -> None:
     """A rank dies; it fails where it has never made the exchanges that others are in; it fails alone, and another one
-    waits for its part of a tensor-parallel layer: an error on all ranks, and no step."""
+    waits for its part of a tensor-parallel layer; it has no memory for its part in what others have begun: an error on
+    all ranks, no step, and no communication afterwards (a rank that gave up first could still begin some)."""
     outcomes = run_cases([Case(stuck, 4, (str(tmp_path), what))])[0]
     texts = []
     for rank, outcome in enumerate(outcomes):
@@ -220,8 +237,8 @@ def test_no_recovery(what: str, says: str, tmp_path: Path) -> None:
             assert outcome.how == "died", outcome
             continue
         assert outcome.ok, outcome
-        text, is_unchanged = outcome.value
-        assert is_unchanged
+        text, is_unchanged, is_refused = outcome.value
+        assert is_unchanged and (is_refused or not text.startswith("CollectiveError")), (rank, outcome)
         texts.append(text)
         # The one that waits in tensor parallelism gets the backend's error.
         assert text.startswith("CollectiveError") or (what, rank) == ("one of two", 0), (rank, text)

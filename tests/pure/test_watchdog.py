@@ -21,8 +21,9 @@ from fsdp2.watch import collecting, current, neighbours, settings, trail, watchd
 from fsdp2.watch.board import Board
 from fsdp2.watch.collecting import Collector
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
+from fsdp2.watch.joint_step import JointStep
 from fsdp2.watch.settings import Settings
-from fsdp2.watch.trail import Entry
+from fsdp2.watch.trail import Entry, Trail, number_of
 from fsdp2.watch.watchdog import Watchdog
 
 A, B = (Entry("all-gather", unit, 16, 64, "torch.float32") for unit in "ab")
@@ -58,7 +59,9 @@ def as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("failure", None), ("awaited", None), ("since", 0.0)):
         monkeypatch.setattr(current.current, name, value)
     monkeypatch.setattr(settings, "_settings", [OFF])
+    monkeypatch.setattr(watchdog, "_unwatched", [])
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group.ranks)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
 
 
 @pytest.fixture
@@ -208,7 +211,7 @@ def test_a_new_watchdog_forgets_groups_that_are_gone(store: Any, monkeypatch: py
 
 
 def test_two_equal_findings_make_a_deadlock(dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_end_waits", lambda groups: True)
+    monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: True)
     g, h = cast(Any, (Group("g", (0, 1)), Group("h", (0, 1))))
     trail.trail_of(g).note(A)
     trail.trail_of(h)
@@ -252,23 +255,115 @@ def test_waits_for_a_dead_rank_end_in_every_group(dog: Watchdog, monkeypatch: py
     trail.trail_of(ours)
     monkeypatch.setattr(watchdog, "all_groups", lambda: [ours, with_it, without_it, alone])
     ended: set[Any] = set()
-    monkeypatch.setattr(watchdog, "_end_waits", lambda groups: not ended.update(groups))
+    monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: not ended.update(groups))
     dog._act(Finding("gone", "rank 1 was killed", gone=(1,)))
     assert ended == {ours, with_it}
 
 
-def test_every_peer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+class Gloo(Group):
+    """Counts the peers whose waits are ended."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]):
+        super().__init__(name, ranks)
+        self.peers: list[int] = []
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+        self.peers.append(peer)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_every_peer_is_told() -> None:
     """One that has closed its connections fails at once, which ends no wait for the others."""
-    peers = []
+    group: Any = Gloo("g", (0, 1, 2, 3))
+    assert watchdog._end_waits([group], ["cpu:gloo"])
+    assert sorted(group.peers) == [1, 2, 3]
 
-    class Gloo(Group):
-        def recv(self, tensors: Any, peer: int, tag: int) -> Any:
-            peers.append(peer)
-            raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo")
-    assert watchdog._end_waits([cast(Any, Gloo("g", (0, 1, 2, 3)))])
-    assert sorted(peers) == [1, 2, 3]
+def test_groups_may_be_destroyed_while_waits_end(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program, which has got its error in the first of them. torch then knows no backend of the second, and the
+    watchdog ended with a traceback."""
+    groups: Any = Gloo("g", (0, 1)), Gloo("h", (0, 1))
+    monkeypatch.setattr(watchdog, "all_groups", lambda: list(groups))
+
+    def backend_of(group: Any) -> str:
+        if dog.failure is not None:
+            raise TypeError("Invariant encountered: value was None when it should not be")
+        return "cpu:gloo"
+
+    monkeypatch.setattr(dist, "get_backend_config", backend_of)
+    dog._act(Finding("gone", "rank 1 was killed", gone=(1,)))
+    assert [group.peers for group in groups] == [[1], [1]]
+
+
+def test_a_trail_is_read_while_it_grows() -> None:
+    """The training thread went on between two looks of the watchdog, which then sent all entries one place too far: the
+    ranks seemed to differ, and a healthy job was ended."""
+
+    class Growing(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            self.append(number_of(B))
+            return found
+
+    grows = Trail(cast(Any, Group("g", (0, 1))))
+    grows.numbers = Growing([number_of(A)] * 3)
+    past = watchdog._past(grows)
+    assert (past.first, past.entries) == (0, (A, A, A))
+    assert grows.end(2)[0] == 4 and len(grows.numbers) == 5
+
+
+def test_trails_are_listed_while_others_begin() -> None:
+    """By the training thread. The watchdog ended with "dictionary changed size during iteration"."""
+    groups: list[Any] = [Group(str(number), (0, 1)) for number in range(2000)]
+    beginning = threading.Thread(target=lambda: [trail.trail_of(group) for group in groups])
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        beginning.start()
+        while beginning.is_alive():
+            trail.trails()
+        beginning.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert {group for group, _ in trail.trails()}.issuperset(groups)
+
+
+def test_a_watchdog_that_has_ended_has_no_successor(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read and write other keys than the watchdogs of the other ranks, which have not ended: `agree_on_step`
+    waited for ever."""
+
+    def fails(*_: object) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True)])
+    monkeypatch.setattr(dog._board, "has", fails)
+    dog._wake.set()
+    dog._thread.join(20)
+    monkeypatch.setattr(watchdog, "_running", [dog])
+    monkeypatch.setattr(watchdog, "open_board", fails)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert not dog.is_alive and watchdog.watchdog() is None
+
+
+def test_a_rank_that_stops_is_not_told_at_its_old_place(dog: Watchdog, store: Any, monkeypatch: Any) -> None:
+    """Its training thread notes the end of the step and stops while the watchdog tells the others how far it has come.
+    They saw it stopped where they were, and went on without it."""
+    step, mine = JointStep(dog), trail.trail_of(cast(Any, dist.group.WORLD))
+    end = Trail.end
+
+    def late(self: Trail, most: int) -> tuple[int, list[int]]:
+        found = end(self, most)
+        mine.note(A)
+        step._state = "stopped", 0
+        return found
+
+    monkeypatch.setattr(Trail, "end", late)
+    step._tell(Board(store, 0, 2))
+    text = Board(store, 1, 2).get("joint/1/place/0")
+    assert text is not None
+    status, _, ends = json.loads(text)
+    assert mine.position == 1 and ends[mine.name][0] == 0
+    assert status == "runs"
 
 
 @pytest.mark.parametrize(("theirs", "asks"), [("7", False), ("8", True)])
@@ -280,6 +375,24 @@ def test_what_is_compared_later(dog: Watchdog, store: Any, theirs: str, asks: bo
     assert dog._must_ask() is asks
 
 
+def test_an_error_is_explained_by_answers_after_it(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question was under way when the other rank died, and had been answered: nothing was explained."""
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True, answer_within_s=10.0)])
+    begun, asked = threading.Event(), threading.Event()
+
+    def take(number: int) -> Finding:
+        begun.set()
+        asked.wait(20)
+        time.sleep(0.1)
+        return Finding("fine") if number == 1 else Finding("gone", "rank 1 was killed")
+
+    monkeypatch.setattr(dog, "_round", take)
+    dog.ask()
+    assert begun.wait(20)
+    threading.Timer(0.1, asked.set).start()
+    assert dog.explain() == "rank 1 was killed"
+
+
 def test_last_words(dog: Watchdog, store: Any) -> None:
     """A process that ends tells the others, who would learn only from /proc that it is gone."""
     trail.trail_of(cast(Any, group := Group("g", (0, 1)))).note(A)
@@ -289,3 +402,37 @@ def test_last_words(dog: Watchdog, store: Any) -> None:
     why, content = json.loads(text)
     assert why == "has ended after ValueError: a bad file"
     assert Answer.from_json(content).pasts[f"mesh:{group.group_name}"].entries == (A,)
+
+
+def test_a_process_waits_for_the_last_words_of_its_watchdog(
+    dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has destroyed its process groups, and ends while the watchdog is about to say so: it seemed to be killed."""
+    begun, answer = threading.Event(), dog._answer
+
+    def late() -> Answer:
+        begun.set()
+        time.sleep(0.2)
+        return answer()
+
+    monkeypatch.setattr(dog, "_answer", late)
+    monkeypatch.setattr(type(dist.group), "WORLD", None)
+    dog._wake.set()
+    assert begun.wait(20)
+    dog.close()
+    assert "has destroyed its process groups" in (Board(store, 1, 2).get("ended/0") or "")
+
+
+def test_a_process_that_ends_does_not_wait_for_other_machines(
+    dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watchdog collects answers, and one may come within 60 s."""
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True, answer_within_s=60.0)])
+    other = Board(store, 1, 2)
+    other.arrive("elsewhere 1 1")
+    dog.ask()
+    deadline = time.monotonic() + 20
+    while not other.has("collector/1") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dog.close()
+    assert not dog._thread.is_alive() and "has ended" in (other.get("ended/0") or "")
