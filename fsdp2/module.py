@@ -23,6 +23,7 @@ from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.in_flight import InFlight, Ticket
+from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.settings import Settings, boolean, change_settings, unit_in
 
@@ -176,7 +177,12 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return module  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The model's own `zero_grad`. It does not clear gradients that wait to be reduced, and warns about them."""
+        """The model's own `zero_grad`. It does not clear gradients that wait to be reduced, and warns about them. With
+        ``set_to_none=False`` it waits for steps that still read the gradients (`offload_optimizer`)."""
+        if not set_to_none:
+            for unit in units_below(self):
+                for group in unit.groups:
+                    group.settle()
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
         check_reduced("zero_grad", self.parameters(), is_read=False)
 

@@ -3,6 +3,7 @@
 The public ones have the fields of torch's FSDP2, so that either's objects can be passed to `fully_shard`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -185,8 +186,8 @@ class Offload(OffloadPolicy):
         are_paths = isinstance(tiers, (list, tuple)) and all(isinstance(each, (str, Path)) for each in tiers)
         if not are_paths or not tiers:
             raise ArgumentError(f"Offload: tier: expected 'cpu', a folder or a list of folders, got {self.tier!r}")
-        if not isinstance(self.tier, (str, Path)):
-            object.__setattr__(self, "tier", tuple(self.tier))  # hashable, as policies are
+        if self.tier != "cpu":  # files are made later, when the program may have changed its folder
+            object.__setattr__(self, "tier", tuple(map(os.path.abspath, tiers)))  # a tuple: policies are hashable
         for name in ("states", "grads", "overlap"):
             _check_bool(f"Offload: {name}", getattr(self, name))
         if self.params != "files":
@@ -206,10 +207,8 @@ class Offload(OffloadPolicy):
     @property
     def folders(self) -> tuple[str, ...]:
         """Where the files are; empty without any."""
-        if self.tier == "cpu":
-            return ()
         tiers = (self.tier,) if isinstance(self.tier, (str, Path)) else self.tier
-        return tuple(str(each) for each in tiers)
+        return () if self.tier == "cpu" else tuple(map(str, tiers))
 
     @property
     def home(self) -> torch.device | None:

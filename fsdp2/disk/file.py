@@ -39,6 +39,7 @@ class DiskFile:
         self._fd = -1
         self._direct: DirectFile | None = None
         try:
+            os.makedirs(folder, exist_ok=True)  # it looks empty, and somebody may have removed it
             self._fd, path = tempfile.mkstemp(prefix=PREFIX, dir=folder)
             try:
                 self._direct = open_direct(path, self._fd, os.O_RDWR | os.O_CLOEXEC)

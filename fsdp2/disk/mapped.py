@@ -11,7 +11,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 from typing import Any
@@ -32,10 +32,13 @@ class MappedFile(DiskFile):
 
     Attributes:
         memory: the storage.
+        failure: why it could not be written, until `RestingShards.check` has said so. The system may have forgotten the
+            values, and says so once, to whoever wrote.
     """
 
     def __init__(self, folder: str, nbytes: int, what: str, so: str):
         super().__init__(folder, nbytes, what, so)
+        self.failure: OSError | None = None
         self.memory: Any = torch.UntypedStorage.from_file(f"/dev/fd/{self._fd}", True, nbytes)
 
     def read_ahead(self) -> None:
@@ -44,11 +47,7 @@ class MappedFile(DiskFile):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def rest(self) -> None:
-        """Write what has changed, and free the memory until it is used again.
-
-        Raises:
-            OSError: it cannot be written. The system may have forgotten it.
-        """
+        """Write what has changed, and free the memory until it is used again."""
         if sys.platform != "linux":
             return
         # The page cache only gives up pages that are mapped nowhere, and written.
@@ -58,7 +57,8 @@ class MappedFile(DiskFile):
             os.fdatasync(self._fd)
         except OSError as error:
             message = f"Offload: sharded parameters could not be written ({error.strerror}). Load the last checkpoint"
-            raise OSError(error.errno, message) from error
+            self.failure = OSError(error.errno, message)
+            return
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -117,16 +117,17 @@ class RestingShards:
     def __init__(self, files: Iterable[MappedFile]):
         self._files = list({id(file): file for file in files}.values())
         self._next: WeakKeyDictionary[RestingShards, ref[RestingShards]] = WeakKeyDictionary()
-        self._written: Future[None] | None = None
 
     def check(self) -> None:
         """Before they are used.
 
         Raises:
-            OSError: the last time they could not be written.
+            OSError: one could not be written since the last call, by whomever.
         """
-        if self._written is not None and self._written.done():
-            self._written.result()
+        for file in self._files:
+            failure, file.failure = file.failure, None
+            if failure is not None:
+                raise failure
 
     def used(self) -> None:
         """They rest, and what was used after them the last time is read ahead: after forward units come in another
@@ -136,7 +137,7 @@ class RestingShards:
             recent[0]._next[recent[1]] = ref(self)
         follower = self._next.get(recent[0]) if recent else None
         _recent.appendleft(ref(self))
-        self._written = _thread().submit(self.rest)
+        _thread().submit(self.rest)
         if follower is not None and (shards := follower()) is not None and shards is not self:
             _thread().submit(shards.read_ahead)
 

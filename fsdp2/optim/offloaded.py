@@ -175,9 +175,10 @@ class OffloadedOptimizer(LocalOptimizer):
                 super().step()
         for part in sorted(parts, key=lambda part: part.seen):
             part.begin(self.param_groups, states)
-            self._known.recent.append(part)
-            while backward_is_running() and len(self._known.recent) > MAX_WAITING:
-                self._known.recent.popleft().release()
+            if backward_is_running():
+                self._known.recent.append(part)
+                while len(self._known.recent) > MAX_WAITING:
+                    self._known.recent.popleft().release()
         return loss
 
     def with_state_in_host_memory(self) -> set[torch.Tensor]:

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, set_local_tensor, spec_of
+from fsdp2._torch import local_of, local_tensor, make_dtensor, make_parameter, make_spec, set_local_tensor, spec_of
 from fsdp2.disk.file import in_turn
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import ArgumentError
@@ -140,8 +140,8 @@ class OffloadedPart:
         for param, pending in zip(self.params, self._pendings, strict=True):
             set_local_tensor(param, pending, spec_of(param))
         unit_group = self._unit_group()
-        if unit_group is not None:
-            unit_group.changing = self._unit_needs
+        if unit_group is not None and self._unit_needs not in unit_group.changing:
+            unit_group.changing.append(self._unit_needs)
         self._is_gathered = False
 
     def _unit_needs(self, gathering: bool) -> None:
@@ -173,17 +173,21 @@ class OffloadedPart:
         Raises:
             Exception: what the step raised.
         """
+        try:
+            self.release()
+        finally:
+            if self._future is None or self._future.done():  # not if a signal has interrupted the wait
+                self._become_real()
+                self._future = None
+                self._streams.wait(self._done)
+
+    def _become_real(self) -> None:
         for param, real in zip(self.params, self._reals, strict=True):
             if isinstance(local_of(param), PendingTensor):
                 set_local_tensor(param, real, spec_of(param))
         unit_group = self._unit_group()
-        if unit_group is not None and unit_group.changing == self._unit_needs:
-            unit_group.changing = None
-        try:
-            self.release()
-        finally:
-            self._future = None
-            self._streams.wait(self._done)
+        if unit_group is not None:
+            unit_group.changing = [each for each in unit_group.changing if each != self._unit_needs]
 
     def synchronize(self) -> None:
         """Let the host wait for what the device writes to its memory, and for files. After `settle`."""
@@ -314,4 +318,7 @@ def _grad_for(twin: Any, param: Any) -> DTensor:
         and grad.placements == param.placements
     ):
         return grad
-    return make_dtensor(local_grad(param, grad).to(device), spec_of(grad))
+    moved = local_grad(param, grad).to(device)
+    if isinstance(grad, DTensor) and grad.placements == param.placements:
+        return make_dtensor(moved, spec_of(grad))
+    return make_dtensor(moved, make_spec(param.device_mesh, param.placements, param.shape, param.stride(), moved.dtype))

@@ -13,10 +13,11 @@ leaves behind when it dies, the system frees at once.
 Source: ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import cache
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, RLock
 from typing import Any, NamedTuple, Self
 from weakref import WeakMethod, ref
 
@@ -81,48 +82,60 @@ class DiskState(RestingState):
         self._folder = folder
         self._beside = beside
         self._places: list[Place] = []
-        self._reads: Future[list[Future[None]]] | None = None
+        self._reads: Future[None] | None = None
+        self._begun: list[Future[None]] = []
         self._written: Future[None] | None = None
         remove_leftovers(folder)
 
     def prefetch(self) -> None:
         """Begin to read."""
+        self._begun = []
         self._reads = _threads().gate.submit(self._begin_to_read)
 
-    def _begin_to_read(self) -> "list[Future[None]]":
+    def _begin_to_read(self) -> None:
         _threads().room.acquire()
         self._beside.read_ahead()
         if self._written is not None:
             wait([self._written])
-        return [chunk for place in self._places if place.memory is None for chunk in place.begin_to_read(self.device)]
+        for place in self._places:
+            if place.memory is None:
+                for read in place.begin_to_read(self.device):
+                    self._begun.append(read)  # at once: the next may fail, and `drop` must wait for this one
 
     def fetch(self) -> None:
         """Wait until all is in memory."""
         assert self._reads is not None
-        reads = self._reads.result()
-        wait(reads)
-        for read in reads:
+        self._reads.result()
+        wait(self._begun)
+        for read in self._begun:
             read.result()
         for place in self._places:
             place.move_there()
 
     def store(self) -> None:
-        """Begin to write."""
+        """Begin to write.
+
+        Raises:
+            OSError: the last write has failed, and nobody has asked.
+        """
         values = self.all_values()
+        before = self._written
         try:
             if not identical(values, self.values):
                 self._place(values)
             writes = [write for place in self._places for write in place.begin_to_write()]
+            self._written = _threads().freeing.submit(self._free_after, writes)
         except BaseException:
             _threads().room.release()
             raise
-        self._written = _threads().freeing.submit(self._free_after, writes)
+        if before is not None:
+            before.result()
 
     def drop(self) -> None:
         """Forget what the step has done to it: the file has what was before."""
         assert self._reads is not None
-        if self._reads.exception() is None:
-            wait(self._reads.result())
+        wait([self._reads])
+        wait(self._begun)
         for place in self._places:
             place.free()
         _threads().room.release()
@@ -147,6 +160,7 @@ class DiskState(RestingState):
         except BaseException:
             self._written = None  # said once; the next step writes again
             raise
+        self._beside.check()
 
     def settle(self) -> None:
         """Wait until the step is through, and all is written."""
@@ -203,15 +217,16 @@ class Place:
         self._there = there
         self._nbytes = there.numel()
         self.memory: torch.Tensor | None = None
+        self.changing = RLock()  # held from reading to writing back, when a tensor is changed
 
-    def begin_to_read(self, device: torch.device) -> "list[Future[None]]":
-        """Read all of it into memory."""
+    def begin_to_read(self, device: torch.device) -> "Iterator[Future[None]]":
+        """Read all of it into memory; begins as the futures are taken."""
         if device == HOST:
             self._there.untyped_storage().resize_(self._nbytes)
             self.memory = self._there
         else:
             self.memory = torch.empty(self._nbytes, dtype=torch.uint8, device=HOST)
-        return self._chunks(self._file.fill, self.memory)
+        yield from self._chunks(self._file.fill, self.memory)
 
     def move_there(self) -> None:
         """From the memory of the host to where the optimizer steps."""
@@ -220,19 +235,19 @@ class Place:
             self._there.untyped_storage().resize_(self._nbytes)
             self._there.copy_(self.memory)
 
-    def begin_to_write(self) -> "list[Future[None]]":
-        """Write all of it."""
+    def begin_to_write(self) -> "Iterator[Future[None]]":
+        """Write all of it, likewise."""
         if self._there.device == HOST:
             self.memory = self._there
         else:
             self.memory = self._there.to(HOST)
             self._there.untyped_storage().resize_(0)
-        return self._chunks(self._file.keep, self.memory)
+        yield from self._chunks(self._file.keep, self.memory)
 
-    def _chunks(self, do: Callable[[int, memoryview], None], memory: torch.Tensor) -> "list[Future[None]]":
+    def _chunks(self, do: Callable[[int, memoryview], None], memory: torch.Tensor) -> "Iterator[Future[None]]":
         view = memory_at(memory.data_ptr(), self._nbytes)
-        starts = range(0, self._nbytes, CHUNK)
-        return [_threads().io.submit(do, self._offset + start, view[start : start + CHUNK]) for start in starts]
+        for start in range(0, self._nbytes, CHUNK):
+            yield _threads().io.submit(do, self._offset + start, view[start : start + CHUNK])
 
     def free(self) -> None:
         """The file has it."""
@@ -327,11 +342,28 @@ class DiskTensor(torch.Tensor):
                 originals[id(copies[id(tensor)])] = tensor
             return copies[id(tensor)]
 
-        out = func(*map_tensors(real, args), **map_tensors(real, kwargs))
         positions, names = written_arguments(func)
         written = [args[each] for each in positions if each < len(args)] + [kwargs[each] for each in names & {*kwargs}]
-        map_tensors(lambda tensor: _put_back(tensor, copies), written)
+        with ExitStack() as changing:
+            # Some columns are read and written with those between them, which another thread may be loading.
+            for place in _places(written):
+                changing.enter_context(place.changing)
+            out = func(*map_tensors(real, args), **map_tensors(real, kwargs))
+            map_tensors(lambda tensor: _put_back(tensor, copies), written)
         return map_tensors(lambda tensor: originals.get(id(tensor), tensor), out)
+
+
+def _places(tensors: list[Any]) -> list[Place]:
+    """Those of the tensors that are in files, always in the same order: several are locked at once."""
+    found: dict[int, Place] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DiskTensor):
+            found[id(tensor.place)] = tensor.place
+        return tensor
+
+    map_tensors(note, tensors)
+    return [found[key] for key in sorted(found)]
 
 
 def _put_back(tensor: torch.Tensor, copies: Mapping[int, torch.Tensor]) -> torch.Tensor:

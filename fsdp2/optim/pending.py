@@ -45,9 +45,10 @@ class PendingTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = map_tensors(_real, (args, kwargs or {}))
+        args, kwargs = map_tensors(looked_at, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def looked_at(tensor: torch.Tensor) -> torch.Tensor:
+    """The real tensor, with its final values, if `tensor` is a pending one."""
     return tensor.looked_at() if isinstance(tensor, PendingTensor) else tensor

@@ -86,8 +86,8 @@ class ParamGroup:
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         flat_shards: which shards stand together in memory, since the last `refresh`.
         conversions: how often the unsharded parameters were created again because they did not match.
-        changing: makes the current stream wait for what changes the shards in the background (an offloaded step), and
-            forgets itself; None if nothing does. Called with whether it is the all-gather stream that waits.
+        changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
+            for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits.
         parts: groups of other units whose parameters are the parts of these, which are then never gathered themselves.
         whole: for a group of parts: the group of their wholes.
     """
@@ -100,7 +100,7 @@ class ParamGroup:
         self.smaller: MeshRoles | None = None
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
-        self.changing: Callable[[bool], None] | None = None
+        self.changing: list[Callable[[bool], None]] = []
         self.parts: list[ParamGroup] = []
         self.whole: Callable[[], ParamGroup | None] = lambda: None
         self.phase = Phase.SHARDED
@@ -195,8 +195,8 @@ class ParamGroup:
         whole = self.whole()
         if whole is not None:
             whole.settle(gathering)
-        if self.changing is not None:
-            self.changing(gathering)
+        for wait in tuple(self.changing):
+            wait(gathering)
 
     def _refuse_gradients(self) -> None:
         """The unsharded parameters will be created again: a gradient for those that a graph still holds would be

@@ -188,7 +188,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "disk: what is read is not waited for",
         DISK,
-        "        wait(reads)\n        for read in reads:\n            read.result()\n",
+        "        wait(self._begun)\n        for read in self._begun:\n            read.result()\n",
         "",
         "states_on_disk",
     ),
@@ -246,7 +246,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "disk: a failed step does not wait for what is read",
         DISK,
-        "        if self._reads.exception() is None:\n            wait(self._reads.result())\n",
+        "        wait([self._reads])\n        wait(self._begun)\n",
         "",
         "states_on_disk",
         harmless="`fetch` has waited, before anything else can fail",

@@ -3,6 +3,7 @@ is full, or a process dies. That the training is the same is in `test_offloaded.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import errno
@@ -13,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +25,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2 import Offload, checkpoint, offload_optimizer
@@ -33,7 +35,7 @@ from fsdp2.disk import direct
 from fsdp2.disk.direct import PAGE
 from fsdp2.disk.file import PREFIX, DiskFile, remove_leftovers
 from fsdp2.optim import local_optimizer
-from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor
+from fsdp2.optim.on_disk import IN_MEMORY, DiskTensor, Place
 from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import batch, local
 from tests.helpers.ranks import on_ranks
@@ -180,6 +182,38 @@ def test_checkpoints_read_from_file_to_file(
         assert torch.equal(local(one["exp_avg_sq"]), local(other["exp_avg_sq"]))
 
 
+@on_ranks(2)
+def test_columns_are_loaded_by_several_threads(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files have half of the columns each. Who writes some columns writes those between them too, as he read them:
+    two threads that had both read left one half of the state as it was before the load."""
+    dim = 256
+    torch.manual_seed(0)
+    columns = fsdp2.fully_shard(nn.Linear(dim, dim, bias=False), shard_placement_fn=lambda param: Shard(1))
+    theirs = local_optimizer(KIND, columns.parameters(), lr=1e-2)
+    rows = fsdp2.fully_shard(nn.Linear(dim, dim, bias=False), offload_policy=Offload(tier=tmp_path / "tier"))
+    ours = offload_optimizer(KIND, rows.parameters(), lr=1e-2)
+    for model, optimizer in ((columns, theirs), (rows, ours)):
+        model(torch.randn(4, dim, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        optimizer.step()
+    checkpoint.save(tmp_path / "saved", model=columns, optimizer=theirs)
+    both, in_memory = threading.Barrier(2), DiskTensor.in_memory
+
+    def late(self: DiskTensor) -> Tensor:
+        found = in_memory(self)
+        if not self.is_contiguous():
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+        return found
+
+    monkeypatch.setattr(DiskTensor, "in_memory", late)
+    checkpoint.load(tmp_path / "saved", model=rows, optimizer=ours)
+    [mine], [other] = ours.state.values(), theirs.state.values()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(mine[key].full_tensor(), other[key].full_tensor())
+
+
 @on_ranks(1)
 def test_files_have_no_names_and_are_closed(rank: int, world_size: int, tmp_path: Path) -> None:
     """Folders are used in turn. Nothing is in them, and the space is free when the optimizer is gone."""
@@ -297,6 +331,103 @@ def test_a_disk_that_fails_leaves_the_step_whole(
     for each in (ours, theirs):
         train(*each, rank, range(3, 5))
     assert_same(ours[1], theirs[1])
+
+
+@on_ranks(1)
+def test_a_disk_that_fails_is_reported_by_the_next_step(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a loop that asks for nothing: nobody heard of it."""
+    ours = trained(Offload(tier=tmp_path), rank, 2)
+    ours[1].wait()
+    keep, failed = DiskFile.keep, []
+
+    def failing(self: DiskFile, offset: int, values: memoryview) -> None:
+        if not failed:
+            failed.append(self)
+            raise OSError(errno.EIO, "on purpose")
+        keep(self, offset, values)
+
+    monkeypatch.setattr(DiskFile, "keep", failing)
+    with pytest.raises(OSError, match="on purpose"):
+        train(*ours, rank, range(2, 5))
+
+
+@on_ranks(1)
+def test_reads_are_waited_for_if_another_cannot_begin(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that they write to was freed."""
+    model, optimizer = trained(Offload(tier=tmp_path), rank, 1)
+    optimizer.wait()
+    opens, fill, begin = threading.Event(), DiskFile.fill, Place.begin_to_read
+    places: list[Place] = []
+
+    def late(self: DiskFile, offset: int, into: memoryview) -> None:
+        assert opens.wait(30)
+        fill(self, offset, into)
+
+    def failing(self: Place, device: torch.device) -> Any:
+        places.append(self)
+        if len(places) == 2:
+            raise MemoryError("on purpose")
+        return begin(self, device)
+
+    monkeypatch.setattr(DiskFile, "fill", late)
+    monkeypatch.setattr(Place, "begin_to_read", failing)
+    model(torch.ones(4, DIM)).sum().backward()
+    optimizer.step()
+    while len(places) < 2:
+        time.sleep(0.01)
+    time.sleep(0.1)  # for the step, which fails, and would free
+    assert places[0]._there.untyped_storage().nbytes() == places[0]._nbytes
+    opens.set()
+    with pytest.raises(MemoryError, match="on purpose"):
+        optimizer.wait()
+
+
+@on_ranks(1)
+def test_a_program_that_changes_its_folder(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative tier is that of the program's start. It is made again if somebody has removed it, as it looks
+    empty."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = trained(Offload(tier="tier"), rank, 1)
+    optimizer.wait()
+    monkeypatch.chdir(tmp_path / "other")
+    (tmp_path / "tier").rmdir()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, rank, range(1, 2))
+    optimizer.wait()
+    assert open_files(tmp_path / "tier") and not [*(tmp_path / "other").iterdir()]
+
+
+ENDS = """
+import sys, time, torch, torch.distributed as dist
+sys.path.insert(0, {root!r})
+import fsdp2
+from fsdp2.optim.background import submit
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+policy = fsdp2.Offload(grads=True, params="files", tier=sys.argv[1])
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
+for module in (*model, model):
+    fsdp2.fully_shard(module, offload_policy=policy)
+optimizer = fsdp2.offload_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
+model(torch.ones(2, 8)).sum().backward()
+submit(lambda: time.sleep(1), None)
+optimizer.step()
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_process_ends_while_it_steps(tmp_path: Path) -> None:
+    """Without a state that fails first, each unit's step kept its room in memory, for which the fourth waited."""
+    code = ENDS.format(root=str(Path(fsdp2.__file__).parents[1]))
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "ends\n", done.stderr
 
 
 @on_ranks(1)

@@ -19,17 +19,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import Offload, checkpoint, offload_optimizer
-from fsdp2._torch import local_of
 from fsdp2.errors import ArgumentError
 from fsdp2.optim import local_optimizer
-from fsdp2.optim.background import submit
-from fsdp2.optim.pending import PendingTensor
 from fsdp2.optim.staged import StagedState
+from tests.helpers.background import Gate, pending
 from tests.helpers.optimizers import CASES, Optim, assert_same, params_in
 from tests.helpers.parity_models import Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -67,17 +64,6 @@ KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 def policy_of(setting: str | None, folder: Path) -> Offload | None:
     return None if setting is None else ON_DISK[setting](folder) if setting in ON_DISK else SETTINGS[setting]
-
-
-class Gate:
-    """Holds back the background, so that what is not waited for is seen to be missing."""
-
-    def __init__(self) -> None:
-        self.opens = threading.Event()
-        submit(self._hold, None)
-
-    def _hold(self) -> None:
-        assert self.opens.wait(30)
 
 
 def stack(policy: Offload | None, kind: str = "fsdp", world_size: int = 2, depth: int = 2) -> Any:
@@ -139,12 +125,6 @@ def test_any_optimizer(rank: int, world_size: int, case: str, setting: str, tmp_
     for each, optimizer in ((model, ours), (plain, theirs)):
         train(each, optimizer, rank, range(3), clips=False)
     assert_same(ours, theirs)
-
-
-def pending(model: nn.Module) -> list[str]:
-    """The names of the parameters whose step is under way."""
-    sharded = [(name, param) for name, param in model.named_parameters() if isinstance(param, DTensor)]
-    return [name for name, param in sharded if isinstance(local_of(param), PendingTensor)]
 
 
 def stepped(policy: Offload | None, rank: int, steps: int = 1) -> tuple[Any, Any]:

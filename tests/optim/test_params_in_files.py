@@ -26,6 +26,8 @@ from fsdp2.disk.mapped import MappedFile, RestingShards, file_of
 from fsdp2.errors import UnsupportedError
 from fsdp2.init import materialize
 from fsdp2.optim import local_optimizer
+from fsdp2.optim.background import submit
+from fsdp2.optim.on_disk import _threads
 from tests.helpers.extensions import Wrapped
 from tests.helpers.optimizers import assert_same
 from tests.helpers.ranks import on_ranks
@@ -226,6 +228,36 @@ def test_a_disk_that_fails(rank: int, world_size: int, tmp_path: Path, monkeypat
             settled()
             with pytest.raises(OSError, match=could_not):
                 model(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_a_write_after_a_step_that_fails(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the system forgets the values, and says so only to whoever wrote. The next gather, which had its own
+    record, took the values from before the step."""
+    model = stack(policy(tmp_path), 8, 2)
+    optimizer = optimizer_for(model, policy(tmp_path))
+    train(model, optimizer, rank, range(1))
+    optimizer.wait()
+    model(torch.ones(2, 8)).sum().backward()
+    settled()
+    failed: list[int] = []
+    fdatasync = os.fdatasync
+
+    def failing(fd: int) -> None:
+        if not failed:
+            failed.append(fd)
+            raise OSError(errno.EIO, "on purpose")
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", failing)
+    optimizer.step()
+    submit(lambda: None, None).result()  # behind the step
+    _threads().freeing.submit(lambda: None).result()  # and behind what it writes
+    assert failed
+    with pytest.raises(OSError, match=r"sharded parameters could not be written \(on purpose\)"):
+        model(torch.ones(2, 8))
 
 
 @on_ranks(2)

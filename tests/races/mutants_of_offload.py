@@ -44,8 +44,8 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
     Mutant(
         "step: who looks does not wait",
         PART,
-        "            self._streams.wait(self._done)\n\n    def sync",
-        "\n    def sync",
+        "                self._streams.wait(self._done)\n\n    def _become_real",
+        "\n    def _become_real",
         "stepped_aside",
     ),
     Mutant(

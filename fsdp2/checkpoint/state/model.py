@@ -20,6 +20,7 @@ from fsdp2.errors import ArgumentError
 from fsdp2.init.allocation import tensors_of
 from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.optim.owned import OwnedTensor
+from fsdp2.optim.pending import looked_at
 from fsdp2.placement.box import Box
 from fsdp2.placement.tiling import SPREAD_BYTES, grid_of, replicated
 
@@ -170,7 +171,7 @@ def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ..
     """The entry of a tensor of a model that `ranks` (counted within the world) have. All of them have a plain tensor. A
     DTensor may be on some of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
-        place, local = world.place(tensor, name, ranks), local_tensor(tensor)
+        place, local = world.place(tensor, name, ranks), looked_at(local_tensor(tensor))
     else:
         if tensor.is_nested and tensor.layout is torch.strided:
             raise ArgumentError(f"'{name}': a checkpoint holds dense tensors, got a nested one; save its parts")

@@ -1,0 +1,181 @@
+"""What happens while an offloaded step is under way: a signal, gradients that the model zeroes, a unit whose parameters
+have two dtypes, gradients with other placements."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+import fsdp2
+from fsdp2 import Offload, checkpoint, offload_optimizer
+from fsdp2.optim import local_optimizer
+from tests.helpers.background import Gate, pending
+from tests.helpers.optimizers import assert_same
+from tests.helpers.parity_models import batch
+from tests.helpers.ranks import on_ranks
+
+TWO_DTYPES = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32)
+
+
+def stack(policy: Offload | None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    if policy is not None:
+        options["offload_policy"] = policy
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if "mp_policy" in options:
+        model[1].double()
+        return fsdp2.fully_shard(model, **options)
+    for layer in model:
+        fsdp2.fully_shard(layer, **options)
+    return fsdp2.fully_shard(model, **options)
+
+
+def optimizer_for(model: Any, policy: Offload | None) -> Any:
+    make: Any = local_optimizer if policy is None else offload_optimizer
+    return make(torch.optim.Adam, model.parameters(), lr=1e-2)
+
+
+class Interrupted:
+    """A future: whoever waits for it first gets a signal."""
+
+    def __init__(self, future: Any):
+        self.future, self.has_come = future, False
+
+    def result(self) -> None:
+        if not self.has_come:
+            self.has_come = True
+            raise KeyboardInterrupt
+        self.future.result()
+
+    def done(self) -> bool:
+        return bool(self.future.done())
+
+
+@on_ranks(2)
+def test_a_wait_is_interrupted(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The step goes on. It was forgotten, and a checkpoint that a program saved because of the signal had parameters
+    from before the step or from the middle of it."""
+    results = []
+    for policy in (Offload(), None):
+        model = stack(policy)
+        optimizer = optimizer_for(model, policy)
+        gate = Gate()
+        model(batch(0, rank)).square().mean().backward()
+        if policy is None:
+            gate.opens.set()
+        optimizer.step()
+        if policy is not None:
+            for part in optimizer._known.parts.values():
+                part._future = Interrupted(part._future)
+                with pytest.raises(KeyboardInterrupt):
+                    part.params[0].norm()
+            assert len(pending(model)) == 4
+        threading.Timer(0.05, gate.opens.set).start()
+        saved = {name: param.full_tensor() for name, param in model.named_parameters()}
+        results.append((saved, optimizer))
+    for name, value in results[0][0].items():
+        assert torch.equal(value, results[1][0][name])
+    assert_same(results[0][1], results[1][1])
+
+
+@on_ranks(2)
+def test_the_model_zeroes_gradients(rank: int, world_size: int) -> None:
+    """In place, while the step still reads them: it was one with zeros."""
+    results = []
+    for policy in (Offload(), None):
+        model = stack(policy)
+        optimizer = optimizer_for(model, policy)
+        for step in range(2):
+            gate = Gate()
+            model(batch(step, rank)).square().mean().backward()
+            if policy is None:
+                gate.opens.set()
+            optimizer.step()
+            threading.Timer(0.05, gate.opens.set).start()
+            model.zero_grad(set_to_none=False)
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_a_unit_with_two_dtypes(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Its parameters are stepped by two inner optimizers. The unit knew of the second only: the others could not be
+    saved after a step."""
+    results = []
+    for policy in (Offload(), None):
+        model = stack(policy, mp_policy=TWO_DTYPES)
+        optimizer = optimizer_for(model, policy)
+        for step in range(2):
+            model(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.save(tmp_path / f"{policy is None}-{step}", model=model)
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(2)
+def test_an_error_of_the_first_of_two_dtypes(rank: int, world_size: int) -> None:
+    """It is an error of the next forward, which otherwise computes with parameters of which half were stepped."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            if self.param_groups[0]["params"][0].dtype == torch.float32:
+                raise ZeroDivisionError("on purpose")
+            return super().step(closure)
+
+    model = stack(Offload(), mp_policy=TWO_DTYPES)
+    optimizer = offload_optimizer(Failing, model.parameters(), lr=0.1, elementwise=True)
+    model(batch(0, rank)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        model(batch(1, rank))
+
+
+@on_ranks(2)
+def test_a_plain_dict_is_saved_after_a_step(rank: int, world_size: int, tmp_path: Path) -> None:
+    """It has no hooks that wait for the step."""
+    model = stack(Offload())
+    optimizer = optimizer_for(model, Offload())
+    model(batch(0, rank)).square().mean().backward()
+    gate = Gate()
+    optimizer.step()
+    threading.Timer(0.05, gate.opens.set).start()
+    checkpoint.save(tmp_path / "at", model=dict(model.named_parameters()))
+    loaded = {name: torch.empty_like(param) for name, param in model.named_parameters()}
+    checkpoint.load(tmp_path / "at", model=loaded)
+    for name, param in model.named_parameters():
+        assert torch.equal(loaded[name].full_tensor(), param.full_tensor())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("grads", [False, True])
+def test_gradients_with_other_placements(rank: int, world_size: int, grads: bool) -> None:
+    """Set by hand, and the same on all ranks. The shard of a shard was stepped."""
+    results = []
+    for policy in (Offload(grads=grads), None):
+        model = stack(policy)
+        optimizer = optimizer_for(model, policy)
+        for param in model.parameters():
+            whole: Tensor = torch.arange(1.0, 1.0 + param.numel()).view(param.shape)
+            param.grad = DTensor.from_local(whole, param.device_mesh, [Replicate()])
+        optimizer.step()
+        results.append(optimizer)
+    assert_same(*results)
+
+
+@on_ranks(1)
+def test_steps_are_not_remembered(rank: int, world_size: int) -> None:
+    """A loop that never asks for the state kept a reference for each step of each unit."""
+    model = stack(Offload())
+    optimizer = optimizer_for(model, Offload())
+    for step in range(3):
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+    assert not optimizer._known.recent
