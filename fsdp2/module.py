@@ -192,7 +192,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         """Recover from an exception in forward or backward. Call it on the root, on every rank.
 
         Waits for communication in flight, reshards all units, and drops gradients that were not reduced (those on
-        sharded parameters stay). Does nothing before the first forward.
+        sharded parameters stay); with `share_comm_ctx` also those of other roots that are being reduced. Does nothing
+        before the first forward.
 
         Raises:
             OrderError: this module is not the root.

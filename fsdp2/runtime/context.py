@@ -92,6 +92,7 @@ class Context(Generic[Unit]):
                 unit.forget_uses()
             if has_raised:
                 unit.reshard()  # prefetched but not used: parameters may have changed since
+            unit.drop_stale()
         self.schedule.begin_forward()
         self.follow_compute(self.post_optim_event)
         self.post_optim_event = None
@@ -128,7 +129,8 @@ class Context(Generic[Unit]):
         if not torch.is_grad_enabled():
             self._wait_for_host_memory()
             self.memory.free_all()  # no backward follows, whose all-gathers would free it
-        self.step.awaits_backward = torch.is_grad_enabled() and not backward_is_running()
+        if torch.is_grad_enabled():  # an evaluation between a forward and its backward changes nothing
+            self.step.awaits_backward = not backward_is_running()
 
     def _wait_for_host_memory(self) -> None:
         """Let the host wait until shards that are offloaded have been copied from its memory: it may change them next,
@@ -160,7 +162,6 @@ class Context(Generic[Unit]):
     def end_backward(self) -> None:
         """The backward pass is over: finish all units. The last backward of a step also waits for all reductions."""
         with profiler_range("FSDP::root_post_backward_callback"):
-            self.step.end_backward()
             self.recomputed.clear()
             root = self.units[0]
             self._finish_units()
@@ -172,6 +173,7 @@ class Context(Generic[Unit]):
             if weak_model is not None and (model := weak_model()) is not None:
                 warn_after_backward(model)
             emit("root_post_backward", root.fqn)
+            self.step.end_backward()  # the last: after an error above a forward must not go on
 
     def _finish_units(self) -> None:
         if self.optional is not None:

@@ -28,6 +28,7 @@ from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.reduction import Contribution, Reduction, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
+MAX_PLANS = 64
 _is_there: Callable[[object], bool] = partial(is_not, None)
 
 
@@ -199,6 +200,8 @@ class Gradients:
         key = tuple((index, each.grad is not None, each.param.sharded.grad_dtype) for index, each in found)
         contributions = [each for _, each in found]
         if key not in self._plans:
+            if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
+                self._plans.clear()
             self._plans[key] = ReductionPlan(contributions, self._channel)
         return Reduction(contributions, self._plans[key], settings, streams)
 

@@ -107,8 +107,10 @@ class ParamGroup:
         self._unsharded: UnshardedStorage | None = None
         self._fits = True  # whether `_unsharded` matches the current parameters
         self.conversions = 0  # how often `_unsharded` was created again because it did not match
-        # Versions of the sharded parameters. `_kept_at`: those whose gathered values were kept at reshard. `_used_at`:
-        # at the last forward whose backward may still come, only for parameters whose unsharded form shares memory.
+        # Versions of the sharded parameters. `_gathered_at`: those of the unsharded values. `_kept_at`: those whose
+        # gathered values were kept at reshard. `_used_at`: at the last forward whose backward may still come, only for
+        # parameters whose unsharded form shares memory.
+        self._gathered_at: list[int] = []
         self._kept_at: list[int] | None = None
         self._used_at: list[int] | None = None
         self._host: HostCopy | None = None
@@ -158,6 +160,8 @@ class ParamGroup:
             # stream has waited for the end of that use. The packed buffer is only used on this stream.
             streams.wait(resharded)
             self.settle(gathering=True)
+            if self.phase is not Phase.SMALLER:  # where copies are gathered, from before
+                self._gathered_at = self._versions()
             memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
             if self._unsharded is None:
                 self._unsharded = UnshardedStorage(self.params, self.channel)
@@ -253,7 +257,7 @@ class ParamGroup:
                 with torch.no_grad():
                     unsharded.copies = [param.make_resharded(self.smaller) for param in self.params]
             if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
-                self._kept_at = self._versions()
+                self._kept_at = self._gathered_at
             elif self.keep is not Keep.STORAGE:
                 memory.release(unsharded.storage)
         if to is Phase.SHARDED:
@@ -298,6 +302,13 @@ class ParamGroup:
         if self.phase is Phase.SHARDED and self._unsharded is not None and self._kept_at is not None:
             self._kept_at = None
             memory.release(self._unsharded.storage)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether there are unsharded parameters, or copies on the smaller mesh, from before a change of the sharded
+        ones."""
+        is_copy = self.phase in (Phase.UNSHARDED, Phase.SMALLER) and self.roles.shard_axis is not None
+        return is_copy and self._gathered_at != self._versions()
 
     def _is_complete(self) -> bool:
         """Whether the unsharded parameters were kept and equal what a gather would produce."""

@@ -276,6 +276,11 @@ class Unit:
                 if to_change:
                     group.forget_kept(self.context.memory)
 
+    def drop_stale(self) -> None:
+        """Reshard what was gathered before an optimizer stepped it: by a forward without a backward, or kept."""
+        if any(group.is_stale for group in self.groups):
+            self.reshard_all()
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     @profiled("FSDP::pre_forward")
@@ -485,6 +490,8 @@ class Unit:
         """The backward pass is over: reduce and reshard what is left. If another backward of the step follows,
         parameters that were prefetched but not used stay for it."""
         assert self.context is not None
+        if self.stage is Stage.FORWARD and any(map(is_running, self.modules)):
+            return  # a backward within its forward, the rest of which needs its parameters
         if self.stage is Stage.BACKWARD:
             self.post_backward()
         settings = self.in_backward()

@@ -149,6 +149,34 @@ def test_block_that_is_called_by_itself(rank: int, world_size: int, raf: bool | 
     assert_gradients(model, mean_gradients(plain, world_size, block_alone))
 
 
+class Forces(nn.Module):
+    """An energy, whose gradient the rest of the forward works with, as in models of molecules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.body(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.head(force)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("raf", [True, None, False])
+def test_a_backward_within_a_forward(rank: int, world_size: int, raf: bool | None) -> None:
+    """Its end resharded the root, whose forward went on: "got mixed torch.Tensor and DTensor"."""
+    plain = Forces()
+    model = copy.deepcopy(plain)
+    fsdp2.fully_shard(model.body, reshard_after_forward=raf)
+    fsdp2.fully_shard(model, reshard_after_forward=raf)
+    for _ in range(2):
+        model.zero_grad()
+        one_batch(model, 0, rank)
+        assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: one_batch(m, 0, r)))
+
+
 # --- shallow copies ---------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2 import ZeroPolicy, fully_shard
+from fsdp2 import ZeroPolicy, events, fully_shard
 from tests.helpers.extensions import layers_in_pieces
+from tests.helpers.parity_models import count
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_layers import X, backward_of, sharded_layers, zero_shards
+from tests.helpers.two_layers import X, assert_same_gradients, backward_of, sharded_layers, two_layers, zero_shards
 
 
 @on_ranks(2)
@@ -28,6 +29,57 @@ def test_assigned_weights_are_gathered(rank: int, world_size: int, to_plain: boo
         for param in state.values():
             param._local_tensor.plain.zero_()
     model.load_state_dict(state, assign=True)
+    assert model(X).abs().sum() == 0
+
+
+STAYS: dict[str, dict[str, Any]] = {
+    "root": {},
+    "all": {"reshard_after_forward": False},
+    "smaller mesh": {"reshard_after_forward": 2},
+    "stage 1": {"zero": ZeroPolicy(stage=1)},
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stays", STAYS)
+def test_a_forward_between_backward_and_step(rank: int, world_size: int, stays: str) -> None:
+    """Behaviour 77: an evaluation leaves parameters unsharded, or copies on the smaller mesh, and then the optimizer
+    steps. Each training step was made with the weights of the step before."""
+    plain, model = two_layers(), two_layers()
+    for module in (model[0], model):
+        fully_shard(module, **STAYS[stays])
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            backward_of(each)
+            with torch.no_grad():
+                each(X)
+            optimizer.step()
+            optimizer.zero_grad()
+    backward_of(model)
+    backward_of(plain)
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_what_has_not_changed_is_not_gathered_again(rank: int, world_size: int) -> None:
+    model = sharded_layers(reshard_after_forward=False)
+    with torch.no_grad(), events.record() as log:
+        model(X)
+        model(X)
+    assert count(log, "all_gather") == {"all_gather": 2}
+
+
+@on_ranks(2)
+def test_frozen_parameters_that_change_while_they_are_used(rank: int, world_size: int) -> None:
+    """Between forward and reshard: what is kept is of before, and was taken for what is there now."""
+    model = sharded_layers(zero=ZeroPolicy(keep_frozen=True), reshard_after_forward=False).requires_grad_(False)
+    shards = [*model.parameters()]
+    model(X)
+    with torch.no_grad():
+        for shard in shards:
+            shard.zero_()
+    model.reshard()
     assert model(X).abs().sum() == 0
 
 

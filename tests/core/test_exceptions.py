@@ -163,6 +163,36 @@ def test_another_backward_after_one_that_raised(rank: int, world_size: int, with
     assert all(param.grad is not None for param in model.parameters())
 
 
+@on_ranks(2)
+def test_an_error_at_the_end_of_backward(rank: int, world_size: int) -> None:
+    """A hook that raises when it gets the first gradient, while others are being reduced: a program that skipped the
+    batch without a word to fsdp2 got those in the next step, twice."""
+    model: Any = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    for module in (*model, model):
+        fully_shard(module)
+    model.set_reduce_scatter_max_input_buffers(3)
+    is_odd = [True]
+
+    def refuse(param: Tensor) -> None:
+        if is_odd.pop():
+            raise Broken
+
+    model[2].weight.register_post_accumulate_grad_hook(refuse)
+    with pytest.raises(Broken):
+        step(model, rank)
+    model.zero_grad()
+    with pytest.raises(OrderError, match=r"forward was called, but the last.*reset_iter_state"):
+        model(batch(1, rank))
+    model.reset_iter_state()
+    is_odd.append(False)
+    plain = copy.deepcopy(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)]))
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        one.data.copy_(other.full_tensor())
+    model.zero_grad()
+    step(model, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, step))
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("blows_in", ["forward", "backward"])
 def test_hsdp(rank: int, world_size: int, blows_in: str) -> None:
