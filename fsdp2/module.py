@@ -205,8 +205,6 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         if context.root is not unit:
             raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
         context.reset()
-        for each in context.units:
-            each.reset()
 
     # --- gradients finished by hand ----------------------------------------------------------------------------------
 

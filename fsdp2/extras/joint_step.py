@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.errors import CollectiveError, OrderError, StepError
-from fsdp2.module import FSDPModule
+from fsdp2.runtime.root import units_below
 from fsdp2.watch.current import current
 from fsdp2.watch.joint_step import JointStep
 from fsdp2.watch.settings import settings
@@ -31,7 +31,7 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
     clip and step after it. It costs one exchange of a few bytes with the store of the process group.
 
     Args:
-        models: all roots that communicate in the block.
+        models: all roots that communicate in the block, or modules that contain them.
 
     Raises:
         StepError: a rank has raised an exception; on all ranks.
@@ -61,8 +61,10 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
 
     def reset() -> None:
         for model in models:
-            if isinstance(model, FSDPModule):
-                model.reset_iter_state()
+            # By unit, because the model may be around its roots, as one of torch.compile is.
+            for context in dict.fromkeys(unit.context for unit in units_below(model)):
+                if context is not None:
+                    context.reset()
             for param in model.parameters():
                 param.grad = None
         _restore(generators)

@@ -258,8 +258,8 @@ class Context(Generic[Unit]):
     # --- after an error ----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Wait for reductions, discard their results, and forget the iteration. Raises `OrderError` if they belong to
-        another root that shares them, whose handle has not been waited for."""
+        """Wait for reductions, discard their results, and forget the iteration, in all units. Raises `OrderError` if
+        they belong to another root that shares them, whose handle has not been waited for."""
         ticket, self.in_flight.ticket = self.in_flight.ticket, None
         if ticket is not None and ticket.owner() is not self.step:
             self.in_flight.ticket = ticket
@@ -272,6 +272,8 @@ class Context(Generic[Unit]):
         self.recomputed.clear()
         self.step.reset()
         self.schedule.end_forward()
+        for unit in self.units:
+            unit.reset()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -264,6 +264,48 @@ def test_one_process() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", ["second microbatch", "backward"])
+def test_a_module_around_the_roots(rank: int, world_size: int, where: str) -> None:
+    """Only an argument that was a root itself was reset. Of a module around two roots the gradients of a skipped first
+    microbatch stayed, and went into the next step; after a backward that failed every step was an OrderError."""
+
+    skipped: list[str] = []
+
+    def trained(places: list[str]) -> list[Tensor]:
+        around = nn.Sequential(build("fsdp", world_size), build("fsdp", world_size))
+        optimizer = torch.optim.AdamW(around.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        for place in places:
+
+            def fail(at: str, bad: str = place) -> None:
+                if rank == 1 and at == bad:
+                    raise Bad("too long")
+
+            around[1].at = fail
+            x = torch.full((4, 8), 0.7 if place else 0.1)
+            try:
+                with agree_on_step(around):
+                    for part in around:
+                        part.set_requires_gradient_sync(False)
+                    around(x).square().sum().backward()
+                    fail("second microbatch")
+                    for part in around:
+                        part.set_requires_gradient_sync(True)
+                    around(2 * x).square().sum().backward()
+            except fsdp2.StepError:
+                skipped.append(place)
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.to_local().clone() for param in around.parameters() if isinstance(param, DTensor)]
+
+    expected = trained(["", ""])
+    found = trained(["", where, ""])
+    assert skipped == [where]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
     """An optimizer that steps before all are through, a block within a block, and ranks that cannot ask each other."""
     training = Training("fsdp", rank, world_size)
