@@ -52,9 +52,15 @@ def blocks_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> list[
     specs = spec if isinstance(spec, (list, tuple)) else [spec]
     if not specs:
         raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
-    chosen = {module for each in specs for module in _selected(model, each)}
-    chosen.discard(model)
-    return [Block(fqn, module) for fqn, module in _children_first(model) if module in chosen]
+    chosen: dict[nn.Module, Mapping[str, Any]] = {}
+    for each in specs:
+        if isinstance(each, Policy):
+            chosen |= {block.module: block.options for block in _by_policy(model, each)}
+        else:
+            for module in _selected(model, each):
+                chosen.setdefault(module, {})  # a policy's options stay
+    chosen.pop(model, None)
+    return [Block(fqn, module, chosen[module]) for fqn, module in _children_first(model) if module in chosen]
 
 
 def matches(pattern: str, fqn: str) -> bool:

@@ -53,6 +53,7 @@ def units(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
+ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
 TOLD: dict[str, tuple[Any, list[str]]] = {
     "found": (None, ["", "blocks.0", "blocks.1", "blocks.2"]),
     "class": (DecoderBlock, ["", "blocks.0", "blocks.1", "blocks.2"]),
@@ -61,6 +62,7 @@ TOLD: dict[str, tuple[Any, list[str]]] = {
     "list of blocks": ("blocks", ["", "blocks.0", "blocks.1", "blocks.2"]),
     "several": (["blocks.0", nn.Embedding, "head"], ["", "embed", "blocks.0", "head"]),
     "nested": (["blocks.*", "blocks.0.attention"], ["", "blocks.0", "blocks.0.attention", "blocks.1", "blocks.2"]),
+    "policy in a list": ([by_class("Attention"), "blocks.1"], ["", *ATTENTIONS[:1], "blocks.1", *ATTENTIONS[1:]]),
     "policy": (
         by_class(DecoderBlock, "Attention"),
         ["", *(f"blocks.{i}{a}" for i in range(3) for a in ("", ".attention"))],
