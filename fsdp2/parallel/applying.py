@@ -48,8 +48,8 @@ def parallelize(
     parameters are gathered once for everything that happens in it.
 
     Every rank must call it on the same model, before optimizers are created. Collective: it creates the meshes if they
-    do not exist yet, and with tensor parallelism sends the values of the split layers from the first rank of each
-    tensor group to the others. For models on the meta device no values are sent; give them values afterwards
+    do not exist yet, and with tensor parallelism sends the values of all parameters and buffers from the first rank of
+    each tensor group to the others. For models on the meta device no values are sent; give them values afterwards
     (`to_empty`, then `fsdp2.init`).
 
     Within a pipeline, `model` is one stage, and each rank calls it on the stages that `Meshes.stage_indices` returns;

@@ -7,6 +7,8 @@ that transformers uses, a check of the whole plan before anything changes, and t
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from fsdp2._torch import parameter_slots
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.parallel.blocks import matches
+from fsdp2.runtime.extension import is_wrapper
 
 __all__ = ["TensorPlan", "apply_tensor_parallel", "check_tensor_plan"]
 
@@ -85,7 +88,8 @@ def check_tensor_plan(
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
     """Split the modules over `mesh`, in place; tied weights stay tied.
 
-    Collective over `mesh`: the values are those of its first rank (on the meta device nothing is communicated).
+    Collective over `mesh`: the values are those of its first rank, also of parameters and buffers that are not split
+    (on the meta device nothing is communicated).
 
     Raises:
         ArgumentError: the names of one tied weight would be split in different ways.
@@ -97,6 +101,19 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[st
         parallelize_module(model.get_submodule(fqn), mesh, style)
     for before, tied in names.items():
         _tie(model, tied, before.requires_grad)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, DTensor) and not tensor.is_meta:
+            _take_from_first(tensor, mesh)
+
+
+@torch.no_grad()
+def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Give all ranks the first one's values of a plain tensor, as torch's styles do for those that they split."""
+    if is_wrapper(tensor):
+        return  # only its own operators may read its memory
+    dense = tensor.to(mesh.device_type).contiguous()
+    dist.broadcast(dense.view(-1).view(torch.uint8), group=mesh.get_group(), group_src=0)  # of any dtype
+    tensor.copy_(dense)
 
 
 def _style(pattern: str, given: ParallelStyle | str | Any) -> ParallelStyle:
