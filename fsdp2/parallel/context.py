@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fsdp2.errors import MisuseError, UnsupportedError
 from fsdp2.parallel.ring_attention import context_group, num_ring_attentions, refuse, ring_attention_over
 
-__all__ = ["apply_context_parallel", "context_parallel"]
+__all__ = ["apply_context_parallel", "context_parallel", "replace_attention"]
 
 
 class _Active:
@@ -112,14 +112,21 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             fully_shard(block, mesh=data_mesh)  # shard x context, flattened
         fully_shard(model, mesh=data_mesh)
     """
+    group_name = replace_attention(model, mesh)
+    if group_name:
+        _FirstForward(type(model).__name__, group_name).watch(model)
+
+
+def replace_attention(model: nn.Module, mesh: DeviceMesh) -> str:
+    """`apply_context_parallel` for a part of a model, which may have no attention. Returns the name of the group; "" on
+    one rank."""
     group_name = context_group(mesh)
-    if not group_name:
-        return
-    _install()
-    for module in model.modules():
-        module.register_forward_pre_hook(partial(_enter, group_name))
-        module.register_forward_hook(_leave, always_call=True)
-    _FirstForward(type(model).__name__, group_name).watch(model)
+    if group_name:
+        _install()
+        for module in model.modules():
+            module.register_forward_pre_hook(partial(_enter, group_name))
+            module.register_forward_hook(_leave, always_call=True)
+    return group_name
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------

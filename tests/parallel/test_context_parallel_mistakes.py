@@ -15,6 +15,7 @@ from fsdp2.parallel import (
     build_meshes,
     context_parallel,
     next_token_labels,
+    parallelize,
     positions,
     shard_sequence,
 )
@@ -102,6 +103,13 @@ def test_without_any_attention(rank: int, world_size: int) -> None:
     model = nn.Sequential(NoAttention(2, 2))
     apply_context_parallel(model, mesh)
     assert "in the first forward of Sequential no F." in error_of(MisuseError, lambda: model(torch.ones(1, 2)))
+
+
+@on_ranks(4)
+def test_a_stage_without_attention(rank: int, world_size: int) -> None:
+    """Of a pipeline that has its attention in other stages: its first forward raised, as if it were a whole model."""
+    stage = parallelize(nn.Sequential(NoAttention(2, 2)), ParallelConfig(pipeline=2, context=2), blocks=NoAttention)
+    stage(torch.ones(1, 2)).sum().backward()
 
 
 @on_ranks(2)
