@@ -63,13 +63,15 @@ def materialize(
             ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each module,
             children first. A module's `reset_buffers()` is also called, if it has one.
         seed: see `seeded`; None continues with the default generators, which must be in the same state on all ranks.
-        mode: see `seeded`.
+            Not with a recording, which has its random numbers from when it was made.
+        mode: see `seeded`; not with a recording.
         device: the device of buffers, and of parameters that are not sharded. None: that of the units.
 
     Raises:
         ArgumentError: parameters or buffers got memory but no values; all are named. Usually these are non-persistent
             buffers: give their module a method ``reset_buffers()``, or use `deferred`. Or a module is parametrised, or
-            its reset fails on sharded parameters; the message says which, and why.
+            its reset fails on sharded parameters; the message says which, and why. Or a recording is given a `seed` or
+            a `mode`.
         FSDPError: replicas differ after the broadcast.
 
     Example::
@@ -85,6 +87,11 @@ def materialize(
     units = units_below(model)
     home = torch.device(device) if device is not None else units[0].device if units else torch.device("cpu")
     if isinstance(init, Recording):
+        if seed is not None or mode != "sequential":
+            raise ArgumentError(
+                f"materialize: got seed={seed!r} and mode={mode!r} with a recording, which has its random numbers from "
+                "when it was made. Leave them out, and call torch.manual_seed before deferred(), or deferred(seed=...)."
+            )
         init.replay(model, device=device)
     else:
         fresh = allocate(model, home)

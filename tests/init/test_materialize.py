@@ -117,6 +117,19 @@ def test_a_recording_gives_the_values_of_the_constructor(rank: int, world_size: 
 
 
 @on_ranks(2)
+def test_a_recording_has_its_own_random_numbers(rank: int, world_size: int) -> None:
+    """`seed` and `mode` beside a recording had no effect, silently."""
+    with deferred() as recording:
+        model = Net()
+    shard(model, None)
+    several: list[Any] = [{"seed": 0}, {"mode": "counter"}]
+    for options in several:
+        with pytest.raises(ArgumentError, match=r"with a recording.*deferred\(seed=\.\.\.\)"):
+            materialize(model, recording, **options)
+    materialize(model, recording)
+
+
+@on_ranks(2)
 def test_what_has_no_values_is_named(rank: int, world_size: int) -> None:
     model = on_meta(positions=Positions)
     with pytest.raises(ArgumentError, match=r"positions\.table \(not persistent\).*reset_buffers"):
