@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor, parameter_slots, version
-from fsdp2.checks.emptied import can_mark, is_marked
+from fsdp2.checks.emptied import SMALLEST, can_mark, is_marked
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.shard_memory import Places
 
@@ -32,7 +32,10 @@ class Fresh:
     writes_on_meta: int
 
     def is_unwritten(self) -> bool:
-        """Whether it has not been written to since it was allocated, neither visibly to torch nor through `.data`."""
+        """Whether it has not been written to since it was allocated, neither visibly to torch nor through `.data`.
+        False on ranks that cannot tell, because their shard is too small for a mark."""
+        if isinstance(self.tensor, DTensor) and local_tensor(self.tensor).nbytes < SMALLEST:
+            return False
         return _writes(self.tensor) == self.writes and (is_marked(self.tensor) or not can_mark(self.tensor))
 
     def is_written_less(self) -> bool:

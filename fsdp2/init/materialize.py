@@ -25,6 +25,7 @@ from fsdp2.errors import ArgumentError, FSDPError
 from fsdp2.init.allocation import Fresh, allocate, tensors_of
 from fsdp2.init.deferred import Recording
 from fsdp2.init.seeded import Mode, seeded
+from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit
 
@@ -99,7 +100,7 @@ def materialize(
             mark(each.tensor)
         with seeded(seed, mode=mode), torch.no_grad():
             _initialise(model, init, fresh)
-        _check_all_written(model, fresh)
+        _check_all_written(model, fresh, _roles(units))
         if init is None and not _has_init_weights(model):
             _warn_of_replaced(model, fresh)
         for unit in units:
@@ -187,12 +188,17 @@ def _children_first(module: nn.Module) -> Iterable[nn.Module]:
     return seen
 
 
-def _check_all_written(model: nn.Module, fresh: list[Fresh]) -> None:
+def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | None) -> None:
+    """Raise, on all ranks alike, if tensors have no values: some ranks cannot tell it of their shards."""
     now = dict(tensors_of(model))
     persistent = set(model.state_dict())
-    garbage = [
+    unwritten = {
         each.name for each in fresh if now.get(each.name) is each.tensor and each.is_unwritten() and each.tensor.numel()
-    ]
+    }
+    flags = torch.tensor([name in unwritten for name in now], dtype=torch.int32, device=roles.device if roles else None)
+    for group in _groups(roles):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+    garbage = [name for name, flag in zip(now, flags.tolist(), strict=True) if flag]
     if garbage:
         shown = [name if name in persistent else f"{name} (not persistent)" for name in garbage]
         raise ArgumentError(
@@ -233,13 +239,21 @@ def _synchronise(model: nn.Module, units: list[Unit]) -> None:
             for _, local in params:
                 _broadcast(local, group, unit.device)
             _compare(params, group, unit.device)
-    roles = next((param.roles for unit in units for param in unit.params), None)
-    for group in (roles.shard_group, roles.replicate_group) if roles is not None else ():
-        if group is None or roles is None:
-            continue
+    roles = _roles(units)
+    for group in _groups(roles):
         for _, buffer in model.named_buffers():
-            if not isinstance(buffer, DTensor):
+            if not isinstance(buffer, DTensor) and roles is not None:
                 _broadcast(buffer, group, roles.device)
+
+
+def _roles(units: list[Unit]) -> MeshRoles | None:
+    return next((param.roles for unit in units for param in unit.params), None)
+
+
+def _groups(roles: MeshRoles | None) -> list[dist.ProcessGroup]:
+    """Over which, one after the other, all ranks agree."""
+    both = () if roles is None else (roles.shard_group, roles.replicate_group)
+    return [group for group in both if group is not None]
 
 
 def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -216,6 +216,27 @@ def test_values_through_data(rank: int, world_size: int) -> None:
     assert all((value == 2).all() for value in whole(model).values())
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_too_small_to_tell(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """A bias of few rows: a rank with none or less than four bytes of it said that `.data` had given it no values, and
+    raised alone. If it has none in fact, the ranks that can tell raise, and the others with them."""
+
+    def small() -> Any:
+        with torch.device("meta"):
+            return fully_shard(nn.Linear(4, 3 if dtype is torch.bfloat16 and world_size == 2 else 1, dtype=dtype))
+
+    def fill(model: nn.Module, names: tuple[str, ...] = ("weight", "bias")) -> None:
+        for name in names:
+            model.get_parameter(name).data.fill_(2)
+
+    model = small()
+    materialize(model, fill)
+    assert all((value == 2).all() for value in whole(model).values())
+    with pytest.raises(ArgumentError, match=r"allocated and not initialised: weight\."):
+        materialize(small(), lambda model: fill(model, ("bias",)))
+
+
 class Residual(nn.Module):
     """As torchvision's ResNet: the model's constructor initialises what its layers have initialised, and the last norm
     with zeros; the rest it leaves to them."""
