@@ -4,6 +4,7 @@ None of these libraries is a dependency: a writer imports its own when it is mad
 """
 
 import json
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from os import PathLike
@@ -96,6 +97,9 @@ class WandB:
 class MLflow:
     """A run of MLflow, by its own library, at the tracking URI that is set.
 
+    A ``/`` in a name becomes a dot, and what MLflow allows in no name is left out: ``grad_norm.layers.0``. (Its folders
+    cannot hold both ``grad_norm`` and ``grad_norm/layers.0``.)
+
     Args:
         options: of `mlflow.start_run`, such as `run_name` and `experiment_id`.
 
@@ -109,7 +113,8 @@ class MLflow:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """See `Writer`."""
-        self._mlflow.log_metrics(dict(values), step=step, run_id=self._run.info.run_id)
+        named = {re.sub(r"[^\w.\- ]+", "", name.replace("/", ".")): value for name, value in values.items()}
+        self._mlflow.log_metrics(named, step=step, run_id=self._run.info.run_id)
 
     def close(self) -> None:
         """See `Writer`."""

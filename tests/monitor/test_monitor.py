@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from time import sleep
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,12 +105,13 @@ def test_nothing_is_left_behind(rank: int, world_size: int) -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UnsupportedError, match="pip install wandb"):
         WandB(project="p")
 
 
-VALUES = {"seconds": 0.5, "grad_norm/layers.0": 2.0}
+VALUES = {"seconds": 0.5, "grad_norm": 3.0, "grad_norm/layers.0": 2.0, "grad_norm/embed, head": 1.0}
+IN_MLFLOW = {"seconds": 0.5, "grad_norm": 3.0, "grad_norm.layers.0": 2.0, "grad_norm.embed head": 1.0}
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -122,6 +125,15 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [(each.step, each.value) for each in read.Scalars("grad_norm/layers.0")] == [(3, 2.0)]
 
 
+def test_names_in_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its folders `grad_norm` was a file and, for `grad_norm/layers.0`, had to be a folder; and it refuses the comma
+    in the name of a unit of several modules. Either ended training."""
+    library = Mock()
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    MLflow().write(3, VALUES)
+    assert library.log_metrics.call_args.args == (IN_MLFLOW,)
+
+
 @pytest.mark.exhaustive
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -131,7 +143,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer.write(3, VALUES)
     writer.close()
     (run,) = mlflow.MlflowClient().search_runs(["0"])
-    assert run.data.metrics == VALUES
+    assert run.data.metrics == IN_MLFLOW
 
 
 @pytest.mark.exhaustive
