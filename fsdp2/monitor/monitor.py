@@ -19,6 +19,7 @@ from torch import nn
 from fsdp2 import events
 from fsdp2.errors import ArgumentError
 from fsdp2.monitor.writers import Writer
+from fsdp2.optim.in_backward import is_stepping_in_backward
 from fsdp2.optim.norms import norm_of
 from fsdp2.runtime.root import units_below
 
@@ -32,7 +33,8 @@ class Monitor:
     ``tokens_per_second`` if the number of tokens is given, ``exposed_seconds`` (of those: how long the host waited for
     communication, mean over ranks; not on an accelerator, whose host waits for nothing), ``memory_bytes`` (the most so
     far, on the rank with most: allocated on the accelerator, or resident in the process), ``grad_norm``, and
-    ``grad_norm/UNIT`` for each unit, of the gradient that the optimizer gets, so after clipping.
+    ``grad_norm/UNIT`` for each unit, of the gradient that the optimizer gets, so after clipping (with
+    `step_in_backward`, when backward steps the unit).
 
     Every rank makes one and calls `step` after each step. Collective in written steps: the norms, and what is compared
     over the ranks.
@@ -70,10 +72,11 @@ class Monitor:
         self._tokens = 0
         self._exposed = 0.0
         self._norms: dict[str, torch.Tensor] = {}
+        self._stepped: dict[str, torch.Tensor] = {}  # those of what backward has stepped already
         self._since = perf_counter()
         self._stack = ExitStack()
         self._log = self._stack.enter_context(events.record())
-        handle = optimizer.register_step_pre_hook(lambda *_: self._measure_gradients())
+        handle = optimizer.register_step_pre_hook(lambda stepped, *_: self._measure_gradients(stepped))
         self._stack.callback(handle.remove)
         for writer in self._writers:
             self._stack.callback(writer.close)
@@ -88,12 +91,23 @@ class Monitor:
         """Close the writers; measure no more."""
         self._stack.close()
 
-    def _measure_gradients(self) -> None:
-        if (self._num_steps + 1) % self._every == 0:
-            for unit in self._units:  # which have their names since the first forward
-                params = [param.sharded for param in unit.params]
-                norm, _ = norm_of(params, [param.grad for param in params], 2.0, True)
-                self._norms[unit.fqn or "root"] = norm.float().to(self._device)
+    def _measure_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        if (self._num_steps + 1) % self._every:
+            return
+        in_backward = is_stepping_in_backward(optimizer)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for unit in self._units:  # which have their names since the first forward
+            params = [param.sharded for param in unit.params if not in_backward or id(param.sharded) in held]
+            if not params:
+                continue
+            norm, _ = norm_of(params, [param.grad for param in params], 2.0, True)
+            name = unit.fqn or "root"
+            norm = norm.float().to(self._device)
+            if name in self._stepped:  # what backward has stepped has no gradients any more
+                norm = norm.hypot(self._stepped[name])
+            if in_backward:
+                self._stepped[name] = norm
+            self._norms[name] = norm
 
     def step(self, step: int, tokens: int = 0, **values: float) -> Mapping[str, float]:
         """A step has ended. Every rank calls it.
@@ -115,7 +129,7 @@ class Monitor:
         written = {**values, **self._measured()}
         for writer in self._writers:
             writer.write(step, written)
-        self._norms = {}
+        self._norms, self._stepped = {}, {}
         self._tokens, self._exposed, self._since = 0, 0.0, perf_counter()
         return written
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import clip_grad_norm_, fully_shard
+from fsdp2 import clip_grad_norm_, fully_shard, step_in_backward
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.monitor import JsonLines, MLflow, Monitor, TensorBoard, WandB
 from tests.helpers.ranks import on_ranks
@@ -88,6 +88,30 @@ def test_waiting_is_exposed(rank: int, world_size: int) -> None:
             written = monitor.step(step)
     assert 0.1 * 2 / 3 * 0.9 < written["exposed_seconds"] < written["seconds"]
     assert "tokens_per_second" not in written
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_called", [True, False])
+def test_steps_in_backward(rank: int, world_size: int, is_called: bool) -> None:
+    """Each unit is measured as backward steps it. The norm was that of the last one, or zero after the loop's own
+    `optimizer.step()`, which finds no gradients."""
+    measured = []
+    for in_backward in (False, True):
+        model, optimizer = sharded()
+        if in_backward:
+            step_in_backward(optimizer)
+        with Monitor(model, optimizer, every=2) as monitor:
+            for step in range(1, 5):
+                torch.manual_seed(step)
+                model(torch.randn(4, 7)).square().sum().backward()
+                if is_called or not in_backward:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                written = monitor.step(step)
+        measured.append({name: value for name, value in written.items() if name.startswith("grad_norm")})
+    assert len(measured[0]) == 5 and measured[1].keys() == measured[0].keys()
+    for name, value in measured[0].items():
+        assert measured[1][name] == pytest.approx(value, rel=1e-6) and value > 0, name
 
 
 @on_ranks(2)
