@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -29,6 +30,7 @@ from fsdp2.runtime.context import Context
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root, units_below
 from fsdp2.runtime.unit import Stage, Unit, unit_of
+from fsdp2.watch.exchange import Exchange, at_once
 
 _open: WeakSet[Unit] = WeakSet()  # the units whose parameters are whole now
 
@@ -59,7 +61,7 @@ def full_params(
             dropped if the body raises, because they may be incomplete or differ between ranks.
         recurse: False gathers only the unit of `module`.
         rank0_only: only the first rank of the mesh holds whole parameters; the others hold sharded ones and cannot run
-            forward. The first rank's changes are sent to all.
+            forward. The first rank's changes are sent to all; if any rank raises, all do, and nothing is written.
         offload_to_cpu: keep the whole parameters in host memory; only one at a time is on the device.
         with_grads: gather the reduced gradients into `.grad` and write them back like the parameters; otherwise `.grad`
             is None.
@@ -69,7 +71,7 @@ def full_params(
             parameters on several meshes; on exit, a parameter that was replaced by something of another shape (nothing
             is written then).
         OrderError: called in forward or backward, after one that raised, or within another `full_params` of the same
-            unit; or parameters are on the meta device.
+            unit; or parameters are on the meta device. With `rank0_only` and `write_back`: another rank has raised.
 
     Example::
 
@@ -104,9 +106,21 @@ def full_params(
         if not holds:
             for unit in units:
                 _forbid_forward(unit, undo)
-        yield
+        must_agree = rank0_only and write_back and bool(meshes)
+        try:
+            yield
+            if write_back:
+                _check_unchanged_shapes(wholes)
+        except Exception:
+            if must_agree:
+                _failed_rank(meshes[0], True)
+            raise
+        if must_agree and (failed := _failed_rank(meshes[0], False)) >= 0:
+            raise OrderError(
+                f"full_params: rank {failed} has raised an exception within the context or at its end, so no rank "
+                "writes back. See its message."
+            )
         if write_back:
-            _check_unchanged_shapes(wholes)
             for param in params:
                 _write_back(param, holds, rank0_only, with_grads)
 
@@ -239,6 +253,16 @@ def _forbid_forward(unit: Unit, undo: ExitStack) -> None:
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+def _failed_rank(mesh: DeviceMesh, has_failed: bool) -> int:
+    """The last rank of the mesh that has failed, so that none writes back; -1 if none has. Collective over it."""
+    flag = torch.tensor([dist.get_rank() if has_failed else -1], device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        with at_once(Exchange("end of full_params", None, group, device=flag.device)):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return int(flag.item())
 
 
 def _check_unchanged_shapes(wholes: dict[ManagedParameter, nn.Parameter]) -> None:

@@ -333,6 +333,40 @@ def test_replaced_parameters(rank: int, world_size: int) -> None:
     assert torch.equal(full(model.up.weight), plain.up.weight)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_rank_that_raises_with_rank0_only(rank: int, world_size: int, layout: str, failing: int) -> None:
+    """An error in the body or at its end reached one rank; the others waited for the first one's values, or took what
+    it sent next for them. All raise, nothing is written, and the ranks can go on."""
+    plain = Stack()
+    model = sharded(plain, world_size, layout)
+
+    def fail_in_body() -> None:
+        with full_params(model, rank0_only=True):
+            if rank == 0:
+                change(model)
+            if rank == failing:
+                raise KeyError("own")
+
+    def fail_at_exit() -> None:
+        with full_params(model, rank0_only=True):
+            if rank == 0:
+                model.out.bias = nn.Parameter(torch.zeros(1, 2))
+
+    if rank == failing:
+        assert error_of(KeyError, fail_in_body) == "'own'"
+    else:
+        assert f"rank {failing} has raised" in error_of(OrderError, fail_in_body)
+    assert_holds(model, plain)
+    if rank == 0:
+        assert "'out.bias' was replaced by" in error_of(ArgumentError, fail_at_exit)
+    else:
+        assert "rank 0 has raised" in error_of(OrderError, fail_at_exit)
+    assert_holds(model, plain)
+    one_batch(model, 0, rank)
+
+
 @on_ranks(2)
 def test_wrong_time(rank: int, world_size: int) -> None:
     """Only between iterations: in a forward or backward, after one that raised, and within itself it is an OrderError;
