@@ -389,3 +389,41 @@ def test_a_conversion_that_fails_takes_nothing_of_a_save_away(tmp_path: Path) ->
     found = {"w": torch.zeros(2)}
     load(target, model=found)
     assert found["w"].eq(2).all()
+
+
+def test_a_conversion_takes_no_name_of_a_users_file(tmp_path: Path) -> None:
+    """Consolidated files have the names that everybody's have. One that was there was overwritten, and deleted if the
+    conversion then failed."""
+    save(tmp_path / "source", model={"w": torch.ones(2)})
+    storage = RemoteStorage("memory://hf")
+    [values] = (tmp_path / "source").glob("model-*")
+    sound = values.read_bytes()
+    for content in (sound[:-1] + b"!", sound):
+        values.write_bytes(content)
+        for theirs in ("model.safetensors", "sums-rank-00000-of-00001.json"):
+            storage.write_all(f"memory://hf/{theirs}", b"theirs")
+            with pytest.raises(CheckpointError, match=rf"hf: has {theirs}, which the conversion would write over"):
+                convert(tmp_path / "source", "memory://hf", to="consolidated")
+            assert MemoryFileSystem().cat(f"/hf/{theirs}") == b"theirs"
+            storage.remove("memory://hf")
+    storage.write_all("memory://hf/config.json", b"theirs")
+    convert(tmp_path / "source", "memory://hf", to="consolidated")
+    verify("memory://hf")
+
+
+def test_a_conversion_that_fails_deletes_only_what_it_has_begun(tmp_path: Path) -> None:
+    """All files that it was going to write were deleted: also one that somebody had put there in the meantime."""
+    save(tmp_path / "source", model={"v": torch.ones(2), "w": torch.ones(2)})
+    (tmp_path / "bucket").mkdir()
+    target = bucket(tmp_path / "bucket")
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+    def fails(key: str) -> None:
+        if names[0] in key:
+            RemoteStorage(target).write_all(f"{target}/a/{names[1]}", b"theirs")
+            raise OSError("no quota")
+
+    Bucket.before_put.append(fails)
+    with pytest.raises(OSError, match="no quota"):
+        convert(tmp_path / "source", f"{target}/a", to="consolidated", max_file_bytes=8)
+    assert RemoteStorage(target).names(f"{target}/a") == [names[1]]

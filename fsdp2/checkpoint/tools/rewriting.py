@@ -85,7 +85,7 @@ class Rewriting:
 
     Attributes:
         id: of the new checkpoint.
-        names: of the files, set when writing begins.
+        names: of the files that were begun.
     """
 
     catalog: Catalog
@@ -99,7 +99,8 @@ class Rewriting:
         """Write everything to the folder `work`, the manifest last.
 
         Raises:
-            CheckpointError: without renames: another save or conversion has written to the same folder.
+            CheckpointError: without renames: the folder has a file of one of the names, or another save or conversion
+                has written there.
         """
         sections = ("model",) if self.options.model_only else ("model", "optimizer")
         for section in sections:
@@ -113,23 +114,37 @@ class Rewriting:
             extra, extra_files = self._extra(values)
             homes = self._homes()
             files = [*self._files(values, homes), *extra_files]
-            self.names += [file.name for file in files]
+            indexes = {
+                f"{section}.safetensors.index.json": huggingface_index(placed)
+                for section, placed in homes.items()
+                if len(placed) > 1
+            }
+            sums = [sums_file_name(0, 1)] if homes else []
+            self._check_names(work, {*sums, *indexes, *(file.name for file in files)})
             meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
-            written = write_files(self.storage, work, files, meter.add)
+            written: list[Written] = []
+            for file in files:
+                self.names.append(file.name)
+                written += write_files(self.storage, work, [file], meter.add)
             meter.finish()
         finally:
             values.close()
-        if homes:
-            written.append(self._write_json(work, sums_file_name(0, 1), encode_sums(self._about(0, 1), written)))
-        for section, placed in homes.items():
-            if len(placed) > 1:
-                index = huggingface_index(placed)
-                written.append(self._write_json(work, f"{section}.safetensors.index.json", index))
+        for name in sums:
+            written.append(self._write_json(work, name, encode_sums(self._about(0, 1), written)))
+        written += [self._write_json(work, name, index) for name, index in indexes.items()]
         content = Manifest.encode(self._body(written, homes, extra))
         sizes = self.storage.sizes(work)
         if any(sizes.get(file.name) != file.size for file in written):
             raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
         write_manifest(self.storage, self.storage.join(work, MANIFEST), content, self.id)
+
+    def _check_names(self, work: str, names: set[str]) -> None:
+        """Without renames the folder may have a user's files, and consolidated files have no names of their own."""
+        if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
+            raise CheckpointError(
+                f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion would "
+                "write over. Convert to another folder, or delete what is there."
+            )
 
     @property
     def _world(self) -> int:
