@@ -166,7 +166,8 @@ def save(
                               extra={"loader": loader, "random": fsdp2.checkpoint.RandomState()})
     """
     began = time.perf_counter()
-    options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s, about or {}, on_saved)
+    # A copy of `about`, since the caller may change it while the save is in the background.
+    options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s, dict(about or {}), on_saved)
     if isinstance(model, nn.Module) and units_below(model):
         warn_in_save(model)
     world = world_of(process_group)

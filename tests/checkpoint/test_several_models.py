@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import ArgumentError, MismatchError, checkpoint, fully_shard
+from fsdp2.checkpoint import saving
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 
@@ -127,6 +129,24 @@ def test_what_a_save_costs_and_says(rank: int, world_size: int, async_op: bool, 
             checkpoint.save(tmp_path / "c", model=values, about={"loss": number})
     with pytest.raises(ArgumentError, match=r"about= takes texts and finite numbers"):
         checkpoint.save(tmp_path / "c", model=values, about={"config": {"lr": 1}})
+
+
+def test_about_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that keeps one dict and writes the loss of each step into it: a save in the background took the one of
+    a later step."""
+    go_on, real = threading.Event(), saving.write_files
+
+    def late(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(saving, "write_files", late)
+    about: dict[str, Any] = {"loss": 1.0}
+    handle = checkpoint.save(tmp_path / "a", model={"a": torch.ones(2)}, async_op=True, about=about)
+    about["loss"] = 0.5
+    go_on.set()
+    handle.wait()
+    assert checkpoint.describe(tmp_path / "a").about == {"loss": 1.0}
 
 
 def test_what_is_no_optimizer(tmp_path: Path) -> None:
