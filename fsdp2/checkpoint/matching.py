@@ -17,7 +17,7 @@ from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, decode
 from fsdp2.checkpoint.state.model import State, entry_of, model_state, named_as_in, ranks_of, unwrapped, within
 from fsdp2.checkpoint.state.optimizer import OptimizerTarget, named_params
-from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, tables_of
+from fsdp2.checkpoint.state.optimizers import ALONE, Optimizers, named_optimizers, tables_of
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
@@ -116,15 +116,32 @@ class Matching:
         if model is not None:
             self._ask("model", model)
         optimizers = named_optimizers(optimizer)
+        held: set[str] = set()
         for name, each in optimizers.items():
-            self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
+            held |= self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
         if optimizers:
-            asked = {*optimizers}
-            kinds = [table.get("kinds") for table in self.catalog.values.get("optimizer", [])]
-            others = {str(name) for each in kinds if isinstance(each, dict) for name in each} - asked
-            self.unexpected += [f"optimizer '{name}'" for name in sorted(others) if "" not in asked]
+            self._note_unasked({*optimizers}, held)
         elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
+
+    def _note_unasked(self, asked: set[str], held: set[str]) -> None:
+        """Note what is stored for none of several optimizers. A single one takes everything, and notes that itself.
+
+        Args:
+            asked: their names.
+            held: FQNs of their parameters.
+        """
+        if ALONE in asked:
+            return
+        others: set[str] = set()
+        left: set[str] = set()
+        for table in self.catalog.values.get("optimizer", []):
+            if isinstance(kinds := table.get("kinds"), dict):
+                others.update(str(name) for name in kinds if name not in asked)
+            else:
+                left.update(fqn for group in table["groups"] for fqn in group["params"] if fqn not in held)
+        self.unexpected += [f"optimizer '{name}'" for name in sorted(others)]
+        self.unexpected += [f"optimizer state of '{fqn}'" for fqn in sorted(left)]
 
     def _fitted(self, model: Any) -> Any:
         """The model without DDP's wrapper, or inside such a module if all stored names have its prefix. With
@@ -251,7 +268,8 @@ class Matching:
 
         return make
 
-    def _ask_optimizer(self, model: nn.Module | None, name: str, optimizer: torch.optim.Optimizer) -> None:
+    def _ask_optimizer(self, model: nn.Module | None, name: str, optimizer: torch.optim.Optimizer) -> set[str]:
+        """Note what an optimizer needs. Returns the FQNs of its parameters, as they are stored."""
         section = "optimizer"
         stored = self.catalog.tensors.get(section, {})
         names, other_names = named_params(model, optimizer), self.catalog.aliases.get("model", {})
@@ -271,6 +289,7 @@ class Matching:
         for tensor, entry in target.entries.items():
             self._need(section, from_stored(tensor), entry)
         self._finish.append(target.finish)
+        return set(target.names.values())
 
     def _need(self, section: str, source: Source, entry: Entry) -> None:
         """Request this rank's part of a tensor, if it matches what is stored."""

@@ -18,7 +18,7 @@ from fsdp2.checkpoint.state.model import State, check_name, check_text
 from fsdp2.checkpoint.state.optimizer import check_table, optimizer_state
 from fsdp2.errors import ArgumentError
 
-__all__ = ["Optimizers", "named_optimizers", "optimizers_state", "tables_of"]
+__all__ = ["ALONE", "Optimizers", "named_optimizers", "optimizers_state", "tables_of"]
 
 # An optimizer, several of them, by name or not; or a plain dict of tensors.
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Mapping[str, Any]
