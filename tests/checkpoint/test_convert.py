@@ -359,6 +359,7 @@ def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path:
         ({"to": "consolidated", "world": 2}, ArgumentError, "world=2 has no effect on to='consolidated'"),
         ({"dtype": torch.int8}, ArgumentError, "dtype is a floating point type"),
         ({"to": "dcp", "dtype": torch.float16}, ArgumentError, "takes everything as it is"),
+        ({"to": "dcp", "overwrite": True}, ArgumentError, "to='dcp' replaces nothing"),
         ({"shards": 3}, TypeError, "unexpected keyword argument 'shards'"),
     ],
 )

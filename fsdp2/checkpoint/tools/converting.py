@@ -49,7 +49,7 @@ def convert(
         progress: is called with the number of bytes done and the total.
         model_only: without optimizer and extra state.
         max_file_bytes: as for `save`.
-        overwrite: as for `save`.
+        overwrite: as for `save`; not with "dcp".
         verify: check the source's checksums.
 
     Returns:

@@ -77,6 +77,9 @@ class Conversion:
             raise ArgumentError(
                 "convert: to='dcp' takes everything as it is; convert to 'ranks' with the options first"
             )
+        # What is replaced is set aside, where it is found until a folder with a manifest has the name.
+        if self.to == "dcp" and self.overwrite:
+            raise ArgumentError("convert: to='dcp' replaces nothing, got overwrite=True; convert to another folder")
 
 
 @dataclass
