@@ -14,11 +14,12 @@ import torch
 
 from fsdp2 import ArgumentError, CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.run import retention
+from fsdp2.checkpoint.run import folders, retention
 from fsdp2.checkpoint.run.folders import STALE_S, left_overs, sweep
-from fsdp2.checkpoint.run.lease import take_lease
+from fsdp2.checkpoint.run.lease import check_lease, take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.checkpoint.tools import cli
 from fsdp2.checkpoint.tools.cli import main
 
 
@@ -301,6 +302,50 @@ def test_what_an_earlier_version_has_deleted_in_part(tmp_path: Path, capsys: pyt
     remains(tmp_path, 2, 2 * STALE_S)
     assert checkpoint.prune(tmp_path, keep=5) == []
     assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("when", ["prune", "left_overs"])
+def test_left_overs_that_are_in_use_when_their_turn_comes(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list was made before `prune`, which may read for an hour: a dead lease had been taken by another save, and a
+    checkpoint been saved over remains. Both were deleted."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    old, dead = remains(tmp_path, 2, 2 * STALE_S), tmp_path / ".lease-step-00000003"
+    dead.write_text("")
+    os.utime(dead, (1, 1))
+    leases = []
+    real = left_overs
+
+    def meanwhile(*args: Any) -> list[str]:
+        found = real(LocalStorage(), str(tmp_path)) if when == "left_overs" else []
+        leases.append(take_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab", 5))
+        save(tmp_path, 2, value=9.0, overwrite=True)
+        return found
+
+    monkeypatch.setattr(cli, when, meanwhile)
+    keep = ["--keep", "5"] if when == "prune" else []  # which deletes remains too
+    assert main(["prune", str(tmp_path), *keep, "--sweep", "--json"]) == 0
+    assert checkpoint.latest(tmp_path) == str(old) and value_at(tmp_path, 2) == 9.0
+    check_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab")
+    leases[0].release()
+
+
+def test_remains_that_are_a_checkpoint_when_they_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save comes between the last look and the rename: what was taken is not what was judged, and goes back."""
+    save(tmp_path, 1)
+    old = remains(tmp_path, 1, 2 * STALE_S)
+    real = folders.put_aside
+
+    def late(storage: LocalStorage, path: str) -> str | None:
+        monkeypatch.undo()
+        save(tmp_path, 1, value=9.0, overwrite=True)
+        return real(storage, path)
+
+    monkeypatch.setattr(folders, "put_aside", late)
+    assert not folders.discard_left_over(LocalStorage(), str(old))
+    assert value_at(tmp_path, 1) == 9.0 and os.listdir(tmp_path) == [old.name]
 
 
 @pytest.mark.parametrize("theirs", ["notes.txt", "config.json", "checkpoint.json.txt"])

@@ -34,6 +34,7 @@ __all__ = [
     "age_of",
     "delete",
     "discard",
+    "discard_left_over",
     "find",
     "free_name",
     "is_complete",
@@ -243,9 +244,16 @@ def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
 def remains(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
     """Folders of a run that hold partly deleted checkpoints and have not changed recently."""
     names = storage.names(folder) if storage.renames else ()
-    paths = [storage.join(folder, name) for name in names if step_of(name) is not None]
-    folders = [path for path in paths if not is_complete(storage, path) and storage.kind(path) == "folder"]
-    return [path for path in folders if _are_remains(storage.names(path)) and storage.age(path) > older_than_s]
+    return [storage.join(folder, name) for name in names if _is_remains(storage, folder, name, older_than_s)]
+
+
+def _is_remains(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
+    path = storage.join(folder, name)
+    if step_of(name) is None or is_complete(storage, path) or storage.kind(path) != "folder":
+        return False
+    with suppress(FileNotFoundError):  # another process may be cleaning up too
+        return _are_remains(storage.names(path)) and storage.age(path) > older_than_s
+    return False
 
 
 def _are_remains(names: Collection[str]) -> bool:
@@ -332,6 +340,23 @@ def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> 
         own = storage.join(folder, match[2]) if match else ""
         return match is None or (not is_leased(storage, own) and (match[1] == "tmp" or is_whole(storage, own)))
     return False
+
+
+def discard_left_over(storage: Storage, path: str) -> bool:
+    """Delete one of `left_overs`, if it still is one: since they were listed, a process may have taken that lease, or
+    saved a checkpoint under that name. Returns whether it was deleted."""
+    folder, name = storage.split(path)
+    if not (_is_stale(storage, folder, name, STALE_S) or _is_remains(storage, folder, name, STALE_S)):
+        return False
+    aside = put_aside(storage, path)
+    if aside is None:
+        return False
+    if step_of(name) is not None and is_complete(storage, aside):  # saved between the two
+        with suppress(OSError):  # another save has taken the name
+            storage.rename_folder(aside, path)
+        return False
+    storage.remove(aside)
+    return True
 
 
 def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> list[str]:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from math import inf
 
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, remains, replaced, set_aside, step_of
+from fsdp2.checkpoint.run.folders import (
+    age_of,
+    discard,
+    discard_left_over,
+    find,
+    old_of,
+    remains,
+    replaced,
+    set_aside,
+    step_of,
+)
 from fsdp2.checkpoint.run.lease import is_leased
 from fsdp2.checkpoint.run.replacing import id_at, open_found
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
@@ -152,7 +162,7 @@ def prune(
     old = [folder for folder in _old(root, rule, valid, known) if folder in ids]
     gone = [folder for folder in old if _pruned(storage, folder, ids[folder])]
     for left in remains(storage, path):
-        discard(storage, left)
+        discard_left_over(storage, left)
     return gone
 
 

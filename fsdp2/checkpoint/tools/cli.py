@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.opening import checkpoints_in, is_checkpoint
-from fsdp2.checkpoint.run.folders import discard, left_overs
+from fsdp2.checkpoint.run.folders import discard_left_over, left_overs
 from fsdp2.checkpoint.run.retention import checkpoints, prune, superseded
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools import screen
@@ -269,12 +269,11 @@ def _prune(args: argparse.Namespace) -> int:
     every_s = None if args.every_hours is None else 3600 * args.every_hours
     looked = args.keep is not None and args.dry_run
     old = superseded(args.folder, args.keep, args.every, valid, every_s) if looked else []
+    if args.keep is not None and not args.dry_run:
+        old = prune(args.folder, args.keep, args.every, valid, every_s)
     dead = left_overs(storage, path) if args.sweep else []
     if not args.dry_run:
-        if args.keep is not None:
-            old = prune(args.folder, args.keep, args.every, valid, every_s)
-        for folder in dead:
-            discard(storage, folder)
+        dead = [one for one in dead if discard_left_over(storage, one)]
     if args.json:
         _write_json({"deleted": not args.dry_run, "checkpoints": old, "left_overs": dead})
     else:
