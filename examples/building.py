@@ -11,6 +11,7 @@ import torch
 from data import Batch
 from model import LM
 from options import Options
+from reporting import MONITOR
 from torch import Tensor
 
 from fsdp2 import AdamW8bit, offload_optimizer
@@ -73,7 +74,7 @@ def muon(options: Options, model: LM) -> torch.optim.Optimizer:
 def build_monitor(options: Options, model: LM, optimizer: torch.optim.Optimizer, leads: bool) -> Monitor:
     """What `--track` names, below the folder of the run; without it nothing is measured."""
     kinds = {
-        "jsonl": lambda: JsonLines(options.out / "monitor.jsonl"),
+        "jsonl": lambda: JsonLines(options.out / MONITOR),
         "tensorboard": lambda: TensorBoard(options.out / "tensorboard"),
         "wandb": lambda: WandB(project="fsdp2", dir=options.out),
         "mlflow": MLflow,

@@ -114,5 +114,9 @@ def check_same_model(saved: Saved, now: Mapping[str, Any]) -> None:
 
 
 def load(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the shards of this rank into `model` and `optimizer`, and the random numbers. Every rank calls this."""
+    """Load the shards of this rank into `model` and `optimizer`, and the random numbers. What the command line says of
+    the optimizer counts, not what the checkpoint says. Every rank calls this."""
+    wanted = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
     load_checkpoint(saved.path, model=model, optimizer=optimizer, extra={"random": RandomState()})
+    for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+        group.update(settings)

@@ -178,6 +178,9 @@ def prepare_folders(options: Options, saved: checkpoints.Saved | None) -> Path:
     """Make room in `--out`; returns the folder of the base model. On rank 0 alone."""
     if options.model is not None and not (options.model / "config.json").is_file():
         raise UsageError(f"--model {options.model} has no config.json: it is no folder in Hugging Face's layout")
+    result = (options.out / RESULT).resolve()
+    if options.model is not None and result in (options.model.resolve(), *options.model.resolve().parents):
+        raise UsageError(f"--model {options.model} is where the result goes: choose another --out")
     prepare_folder(options.out, saved, results=[RESULT])
     if options.model is not None:
         return options.model

@@ -15,6 +15,7 @@ from model import LM
 from options import Options
 from torch import Tensor, nn
 
+from fsdp2 import FSDPError
 from fsdp2.plan import MACHINES, Machine, Workload, compare
 
 # Its rates are a guess; `fsdp2.plan.calibrate` measures them.
@@ -40,5 +41,8 @@ def _line(options: Options, world_size: int, machine: Machine) -> str:
         return LM(options.model(), options.seq_len)
 
     workload = Workload(build, batch, loss, batch_size=options.batch_size, microbatches=options.grad_accum)
-    comparison = compare(workload, options.parallel, machine, world_size, blocks="Block", tp_plan=TENSOR_PLAN)
-    return comparison.line
+    try:
+        comparison = compare(workload, options.parallel, machine, world_size, blocks="Block", tp_plan=TENSOR_PLAN)
+    except FSDPError as error:  # a run does not need its plan
+        return str(error)
+    return comparison.line + ("" if options.optimizer == "adamw" else " (all with AdamW)")

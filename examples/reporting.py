@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
+MONITOR = "monitor.jsonl"  # of `fsdp2.monitor`, for `--track jsonl`
 
 
 class Report:
@@ -43,7 +44,8 @@ class Report:
         self._progress = Progress(*columns, console=self._console, disable=not self._live)
         self._task = self._progress.add_task("starting", total=steps, completed=first_step)
         if active:
-            _forget_after(folder / METRICS, first_step)
+            for name in (METRICS, MONITOR):
+                _forget_after(folder / name, first_step)
 
     def __enter__(self) -> Report:
         self._progress.start()
@@ -120,14 +122,18 @@ def measure(
 def _forget_after(metrics: Path, step: int) -> None:
     """Drop what an interrupted run recorded after the checkpoint that is now resumed: it will be recorded again."""
     if metrics.exists():
-        kept = [record for record in read_metrics(metrics.parent) if record["step"] <= step]
+        kept = [record for record in _records(metrics) if record["step"] <= step]
         metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All records of the run in `folder`, without a last line that was cut off by a crash."""
+    return _records(folder / METRICS)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
     records = []
-    for line in (folder / METRICS).read_text().splitlines():
+    for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import checkpoint
-from reporting import CURVE, METRICS
+from reporting import CURVE, METRICS, MONITOR
 from runtime import UsageError
+
+FILES = (METRICS, CURVE, MONITOR, "tensorboard")  # of a run, beside its checkpoints
 
 
 class Resumable(Protocol):
@@ -46,17 +48,22 @@ def find_checkpoint(options: Resumable, model: Mapping[str, Any]) -> checkpoint.
 
 def prepare_folder(out: Path, saved: checkpoint.Saved | None, results: Sequence[str] = ()) -> None:
     """Create `out`; files of another run in it, and `results`, move to a subfolder: two runs' checkpoints must never
-    mix. On rank 0 alone."""
+    mix. If the run goes on here from before its end, so do the later checkpoints: the next resume takes the newest. On
+    rank 0 alone."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         goes_on_here = saved is not None and saved.path.parent.resolve() == (out / checkpoint.FOLDER).resolve()
-        present = [out / name for name in (checkpoint.FOLDER, METRICS, CURVE, *results) if (out / name).exists()]
-        if goes_on_here or not present:
+        if saved is not None and goes_on_here:
+            present = [path for path in saved.path.parent.glob("step-*") if path.name > saved.path.name]
+        else:
+            present = [out / name for name in (checkpoint.FOLDER, *FILES, *results) if (out / name).exists()]
+        if not present:
             return
-        previous = out / f"previous-{1 + sum(1 for _ in out.glob('previous-*'))}"
+        numbers = [path.name.removeprefix("previous-") for path in out.glob("previous-*")]
+        previous = out / f"previous-{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
         previous.mkdir()
         for path in present:
             path.rename(previous / path.name)
-        print(f"moved the earlier run in {out} to {previous}", flush=True)
+        print(f"moved {', '.join(path.name for path in present)} to {previous}", flush=True)
     except OSError as error:
         raise UsageError(f"cannot write to --out {out}: {error.strerror}") from error

@@ -39,7 +39,7 @@ class Comparison:
         if self.best is self.asked:
             return "Of these, what you asked for is the fastest that fits."
         if self.best is not None:
-            gain = self.best.tokens_per_second / self.asked.tokens_per_second - 1
+            gain = _rate(self.best) / _rate(self.asked) - 1
             peak = f"peak {amount(self.best.device_bytes)}"
             if self.asked.fits:
                 return f"Choose '{self.best.name}': {gain:+.0%} tokens/s, {peak}."
@@ -66,7 +66,7 @@ class Comparison:
     def _lever(self) -> str:
         least = min(self.plans, key=lambda plan: plan.device_bytes)
         if self.best is not None and self.best is not self.asked and self.asked.fits:
-            gain = self.best.tokens_per_second / self.asked.tokens_per_second - 1
+            gain = _rate(self.best) / _rate(self.asked) - 1
             return f"next lever: '{self.best.name}', {gain:+.0%} tokens/s"
         if self.best is not None and self.best is not self.asked:
             return f"next lever: '{self.best.name}', which fits"
@@ -85,11 +85,16 @@ class Comparison:
         return "\n".join([*lines, "", self.advice])
 
 
+def _rate(plan: Plan) -> float:
+    """Tokens per second of a rank. Those of a tensor-parallel group go through the same ones, and share them here."""
+    return plan.tokens_per_second / plan.config.tensor
+
+
 def row_of(plan: Plan) -> tuple[str, ...]:
     """Cells of a table."""
     return (
         plan.name,
-        f"{plan.tokens_per_second:,.0f}",
+        f"{_rate(plan):,.0f}",
         duration(plan.seconds),
         duration(plan.rehearsal.exposed),
         amount(plan.device_bytes),
@@ -162,5 +167,5 @@ def compare(
             plans.append(predict(other_workload, other, machine, world_size, **chosen))
         except Exception as error:  # the model's own, too: it may not allow what was changed
             failed.append((name, str(error)))
-    plans.sort(key=lambda plan: (not plan.fits, -plan.tokens_per_second / plan.config.tensor))
+    plans.sort(key=lambda plan: (not plan.fits, -_rate(plan)))
     return Comparison(asked, plans, failed)

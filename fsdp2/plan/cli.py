@@ -95,6 +95,8 @@ def _calibrate(arguments: Sequence[str]) -> int:
             config = ParallelConfig.load(given.config) if given.config else ParallelConfig()
             plan = predict(_load(given.workload), config, _UNKNOWN, world)
             operators = plan.rehearsal.operators
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         if world > 1:
             dist.init_process_group()
         machine = calibrate(operators, name=Path(given.file).stem)

@@ -223,12 +223,15 @@ def rehearse(
 
     Raises:
         ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
-        UnsupportedError: an operator cannot run on fake tensors; or there are pipeline stages, or state in files.
+        UnsupportedError: an operator cannot run on fake tensors; or there are pipeline stages, context parallelism, or
+            state in files.
         OrderError: this process has a process group.
     """
     config = config.resolve(world_size)
     if config.pipeline > 1:
         raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
+    if config.context > 1:  # its attention is one operator, which has no inside under fake tensors
+        raise UnsupportedError("plan: plans no context parallelism yet; plan with context = 1 and shorter sequences")
     if getattr(options.get("offload_policy"), "folders", ()):
         raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
     comm = NcclComm() if machine.is_accelerator else GlooComm()

@@ -378,6 +378,8 @@ def test_what_cannot_be_planned_says_why() -> None:
         predict(LINEARS, BLOCKS, CPU, 2, offload_policy=Offload(tier="/nowhere"))
     with pytest.raises(UnsupportedError, match="pipeline = 1"):
         predict(of_mlps(), ParallelConfig(pipeline=2), CPU, 8)
+    with pytest.raises(UnsupportedError, match="context = 1"):
+        predict(of_mlps(), ParallelConfig(context=2), CPU, 8)
     with pytest.raises(ArgumentError, match="batch_size"):
         Workload(Mlps, batch, batch_size=0)
     assert not dist.is_initialized()

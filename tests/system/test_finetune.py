@@ -135,6 +135,28 @@ def test_a_resumed_run_ends_in_the_same_weights(merged: tuple[Path, Finished], t
     assert metrics(out, "loss") == metrics(merged[0], "loss")
 
 
+def test_the_command_line_counts(merged: tuple[Path, Finished], tmp_path: Path) -> None:
+    """A lower learning rate on resume was noted, and the checkpoint's was used."""
+    job = run("finetune.py", *SHORT, "--out", tmp_path, "--resume", merged[0], "--lr", "0", "--steps", "30")
+    assert job.status == 0, job.errors
+    assert "lr was 0.01 and is 0.0" in job.output
+    before, after = (
+        [load_file(path) for path in sorted((out / "checkpoints" / step).glob("model-rank-*.safetensors"))]
+        for out, step in ((merged[0], "step-00000020"), (tmp_path, "step-00000030"))
+    )
+    for one, other in zip(before, after, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+
+
+def test_the_result_is_no_model_to_begin_with(tmp_path: Path) -> None:
+    """It moved away with the run before, and then could not be read."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    job = run("finetune.py", *SHORT, "--out", tmp_path, "--model", tmp_path / "model", ranks=None)
+    assert job.status == 2 and "is where the result goes" in job.errors
+    assert (tmp_path / "model" / "config.json").exists()
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_frozen_base_that_stays_gathered(merged: tuple[Path, Finished], tmp_path: Path, where: str) -> None:
     """Where the frozen weights stay changes no bit of the result."""

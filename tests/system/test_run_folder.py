@@ -1,0 +1,55 @@
+"""The folder of an example's run: what moves away before it starts, and what is forgotten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.examples import EXAMPLES
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The examples' own, which are no package."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    pytest.importorskip("rich")
+    import checkpoint
+    import reporting
+    import run_folder
+
+    return checkpoint, reporting, run_folder
+
+
+def test_a_run_goes_on_from_before_its_end(modules: Any, tmp_path: Path) -> None:
+    """The loss had gone wrong. What was saved later stayed, and the next resume took that."""
+    checkpoint, _, run_folder = modules
+    for step in (20, 40, 60):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    saved = checkpoint.Saved(tmp_path / "checkpoints/step-00000020", 20, {}, {})
+    run_folder.prepare_folder(tmp_path, saved)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000020"]
+    assert len([*(tmp_path / "previous-1").iterdir()]) == 2
+
+
+def test_numbers_of_earlier_runs(modules: Any, tmp_path: Path) -> None:
+    """Somebody had deleted the first: there was one folder, so that the next was called like it, and no run began."""
+    *_, run_folder = modules
+    (tmp_path / "previous-2").mkdir()
+    for name in ("metrics.jsonl", "monitor.jsonl"):
+        (tmp_path / name).touch()
+    run_folder.prepare_folder(tmp_path, None)
+    assert sorted(path.name for path in (tmp_path / "previous-3").iterdir()) == ["metrics.jsonl", "monitor.jsonl"]
+
+
+def test_records_after_the_checkpoint_are_forgotten(modules: Any, tmp_path: Path) -> None:
+    """Those of `--track jsonl` stayed, and had steps twice."""
+    _, reporting, _ = modules
+    for name in ("metrics.jsonl", "monitor.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
+    reporting.Report(tmp_path, 20, 40, active=True)
+    for name in ("metrics.jsonl", "monitor.jsonl"):
+        records = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert records == [{"step": 10}, {"step": 20}]
