@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2.watch.order import compare_before_step
@@ -55,6 +56,17 @@ def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     if _has_closure(args, kwargs):
         for check in _final:
             check(optimizer)
+    if not getattr(optimizer, "counts_changes", False):
+        _count_changes(optimizer)
+
+
+def _count_changes(optimizer: torch.optim.Optimizer) -> None:
+    """Let the versions of DTensors say that they have changed. Operators on lists of tensors, which `foreach=True` and
+    `fused=True` use, do not (https://github.com/pytorch/pytorch/pull/197502); what was gathered before is known to be
+    old by them. The same on all ranks."""
+    groups = [group for group in optimizer.param_groups if group.get("foreach") or group.get("fused")]
+    params = [param for group in groups for param in group["params"]]
+    torch.autograd.graph.increment_version([p for p in params if isinstance(p, DTensor) and p.grad is not None])
 
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -38,7 +38,8 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
         CollectiveError: a rank has died, or ranks cannot come to the same place: one is in communication that is not
             fsdp2's, such as tensor parallelism, or in one that the rank which failed had not made before, because it
             failed in its first step.
-        OrderError: at the entry, not by a rank alone: it is within another one; `safety(False)`.
+        OrderError: at the entry: it is within another one; `safety(False)`; or, on one rank alone, its watchdog has
+            lost the store, and ended.
 
     Example::
 

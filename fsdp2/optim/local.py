@@ -127,6 +127,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         taken: what each param group's last step found; empty before the first. Only `step` uses it, and works without.
     """
 
+    counts_changes = True  # of parameters itself, see `fsdp2.checks.step_hook`
     _joins = False  # whether contiguous parameters may be merged: only for optimizers known to be elementwise
 
     def __init__(self, params: Params, **options: Any):

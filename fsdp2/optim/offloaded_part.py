@@ -116,6 +116,8 @@ class OffloadedPart:
         stepped = [(p, twin) for p, twin in zip(self.params, self._twins, strict=True) if p.grad is not None]
         if not stepped:
             return
+        for twin in self._twins:
+            twin.grad = None  # a step that raised may have left some
         for param, twin in stepped:
             twin.grad = _grad_for(twin, param)
         for group, inner in zip(groups, self._inner.param_groups, strict=True):

@@ -16,7 +16,7 @@ from fsdp2.api import fully_shard
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.parallel.blocks import Block, Blocks, blocks_of
 from fsdp2.parallel.config import OFFLOADS, ParallelConfig
-from fsdp2.parallel.context import apply_context_parallel, replace_attention
+from fsdp2.parallel.context import replace_attention
 from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.recompute import check_plain, recompute_and_compile
 from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
@@ -107,9 +107,7 @@ def parallelize(
         assert meshes.tensor is not None
         apply_tensor_parallel(model, meshes.tensor, styles)
     if meshes.context is not None:
-        # A stage may be without attention, such as one of a head alone; in a whole model that is a mistake.
-        to_ring = apply_context_parallel if meshes.pipeline is None else replace_attention
-        to_ring(model, meshes.context)
+        replace_attention(model, meshes.context, is_stage=meshes.pipeline is not None)
     recompute_and_compile(chosen, config.checkpoint_every, config.compile)
     for block in chosen:
         fully_shard(block.module, **{**options, **block.options})

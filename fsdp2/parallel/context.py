@@ -112,21 +112,19 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             fully_shard(block, mesh=data_mesh)  # shard x context, flattened
         fully_shard(model, mesh=data_mesh)
     """
-    group_name = replace_attention(model, mesh)
-    if group_name:
-        _FirstForward(type(model).__name__, group_name).watch(model)
+    replace_attention(model, mesh)
 
 
-def replace_attention(model: nn.Module, mesh: DeviceMesh) -> str:
-    """`apply_context_parallel` for a part of a model, which may have no attention. Returns the name of the group; "" on
-    one rank."""
+def replace_attention(model: nn.Module, mesh: DeviceMesh, is_stage: bool = False) -> None:
+    """See `apply_context_parallel`. A stage of a pipeline may have no attention: there it is a warning."""
     group_name = context_group(mesh)
-    if group_name:
-        _install()
-        for module in model.modules():
-            module.register_forward_pre_hook(partial(_enter, group_name))
-            module.register_forward_hook(_leave, always_call=True)
-    return group_name
+    if not group_name:
+        return
+    _install()
+    for module in model.modules():
+        module.register_forward_pre_hook(partial(_enter, group_name))
+        module.register_forward_hook(_leave, always_call=True)
+    _FirstForward(type(model).__name__, group_name, is_stage).watch(model)
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -156,8 +154,9 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 class _FirstForward:
     """Checks, once, whether the model's forward used ring attention."""
 
-    def __init__(self, name: str, group_name: str):
+    def __init__(self, name: str, group_name: str, is_stage: bool):
         self.name = name
+        self.is_stage = is_stage
         self.group_name = group_name
         self.ran = num_ring_attentions(group_name)
         self.done = False
@@ -170,7 +169,10 @@ class _FirstForward:
         if self.done or torch.compiler.is_compiling():
             return
         if num_ring_attentions(self.group_name) == self.ran:
-            raise MisuseError(f"apply_context_parallel: in the first forward of {self.name} {_NO_ATTENTION}")
+            message = f"apply_context_parallel: in the first forward of {self.name} {_NO_ATTENTION}"
+            if not self.is_stage:
+                raise MisuseError(message)
+            warn(f"{message}. A stage that has none is right.", stacklevel=2)
         self.done = True
 
 

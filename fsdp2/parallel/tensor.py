@@ -108,11 +108,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: Mapping[st
 
 @torch.no_grad()
 def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Give all ranks the first one's values of a plain tensor, as torch's styles do for those that they split."""
-    if is_wrapper(tensor) or any(
-        size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        return  # only its own operators may read its memory; elements that share memory (`expand`) cannot be written
+    """Give all ranks the first one's values of a plain tensor, as torch's styles do for those that they split.
+    Sparse tensors and wrappers stay as they are."""
+    if is_wrapper(tensor) or tensor.layout is not torch.strided:
+        return  # only its own operators may read its memory
+    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return  # elements that share memory (`expand`) cannot be written
     dense = tensor.to(mesh.device_type).contiguous()
     dist.broadcast(dense.view(-1).view(torch.uint8), group=mesh.get_group(), group_src=0)  # of any dtype
     tensor.copy_(dense)

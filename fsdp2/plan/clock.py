@@ -38,6 +38,7 @@ class Issued(Future[None]):
 
     def __init__(self, clock: "Clock", seconds: float):
         super().__init__()
+        self.set_result(None)
         self._moment = Moment(clock, seconds)
 
     def result(self, timeout: float | None = None) -> None:

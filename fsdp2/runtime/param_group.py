@@ -307,7 +307,7 @@ class ParamGroup:
     def is_stale(self) -> bool:
         """Whether there are unsharded parameters, or copies on the smaller mesh, from before a change of the sharded
         ones."""
-        is_copy = self.phase in (Phase.UNSHARDED, Phase.SMALLER) and self.roles.shard_axis is not None
+        is_copy = self.phase in (Phase.GATHERING, Phase.UNSHARDED, Phase.SMALLER) and self.roles.shard_axis is not None
         return is_copy and self._gathered_at != self._versions()
 
     def _is_complete(self) -> bool:
@@ -319,7 +319,10 @@ class ParamGroup:
         """How often torch saw each sharded parameter change. Reads the DTensors' versions: all ranks run the same
         DTensor operators, while local tensors may change on some ranks only, and a gather that only some ranks issue
         would hang."""
-        return [version(param.sharded) for param in self.params]
+        try:
+            return [version(param.sharded) for param in self.params]
+        except RuntimeError:  # made in inference mode: such tensors count no changes
+            return []
 
     def _check_aliases(self) -> None:
         """Unsharded parameters may share the memory of sharded ones. Then changing these between forward and backward

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from fsdp2 import ZeroPolicy, events, fully_shard
 from tests.helpers.extensions import layers_in_pieces
@@ -40,16 +42,25 @@ STAYS: dict[str, dict[str, Any]] = {
 }
 
 
+STEPS: dict[str, Any] = {
+    "loop": partial(torch.optim.SGD, lr=0.1),
+    "foreach": partial(torch.optim.SGD, lr=0.1, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("stays", STAYS)
-def test_a_forward_between_backward_and_step(rank: int, world_size: int, stays: str) -> None:
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_forward_between_backward_and_step(rank: int, world_size: int, stays: str, steps: str) -> None:
     """Behaviour 77: an evaluation leaves parameters unsharded, or copies on the smaller mesh, and then the optimizer
-    steps. Each training step was made with the weights of the step before."""
+    steps. Each training step was made with the weights of the step before. (torch's operators on lists of tensors do
+    not count as changes of a DTensor.)"""
     plain, model = two_layers(), two_layers()
     for module in (model[0], model):
         fully_shard(module, **STAYS[stays])
     for each in (plain, model):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        optimizer = STEPS[steps](each.parameters())
         for _ in range(3):
             backward_of(each)
             with torch.no_grad():
@@ -59,6 +70,47 @@ def test_a_forward_between_backward_and_step(rank: int, world_size: int, stays: 
     backward_of(model)
     backward_of(plain)
     assert_same_gradients(model, plain)
+
+
+class Skipping(nn.Module):
+    """Evaluations may leave out the second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        x = self.one(x)
+        return x if skips else self.two(x)
+
+
+@on_ranks(2)
+def test_what_was_gathered_ahead_is_old(rank: int, world_size: int) -> None:
+    """Behaviour 77: and nobody has used it before the optimizer stepped."""
+    plain, model = Skipping(), Skipping()
+    for layer in (model.one, model.two):
+        fully_shard(layer)
+    fully_shard(model)
+    model.one.set_modules_to_forward_prefetch([model.two])
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        backward_of(each)
+        with torch.no_grad():
+            each(X, skips=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward_of(each)
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_sharded_in_inference_mode(rank: int, world_size: int) -> None:
+    """Its parameters count no changes."""
+    with torch.inference_mode():
+        model = sharded_layers()
+        assert_close(model(X), two_layers()(X))
+        assert_close(model(X), two_layers()(X))
 
 
 @on_ranks(2)

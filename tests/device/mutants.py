@@ -249,7 +249,7 @@ MORE: tuple[Mutant, ...] = (
         "        wait([self._reads])\n        wait(self._begun)\n",
         "",
         "states_on_disk",
-        harmless="`fetch` has waited, before anything else can fail",
+        harmless="`fetch` has waited, unless a read could not begin, which is tested without a device",
     ),
     Mutant(
         "disk: there is always room",

@@ -316,6 +316,8 @@ def test_ranks_of_a_tensor_group_get_the_first_ones_values(rank: int, world_size
         model = Lm()
         model.register_buffer("phases", torch.polar(torch.ones(3), torch.rand(3)))
         model.register_buffer("scale", torch.rand(()))
+        model.register_buffer("sparse", torch.eye(2).to_sparse(), persistent=False)
+        model.register_buffer("shared", torch.ones(1).expand(3), persistent=False)
         return model
 
     model = parallelize(seeded(rank), config_of({"tensor": 2}), tp_plan=tensor_plan())
