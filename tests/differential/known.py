@@ -116,6 +116,12 @@ KNOWN = (
         in_program=lambda program: "Scalar" in program.kinds(),
     ),
     Known(
+        "a step while parameters are unsharded, after a forward without a backward or because resharding is off",
+        "the next forward computes with the values from before",
+        "the next forward gathers them again",
+        at_action=lambda program, action, situation: action.kind in ("step", "scaler") and situation.unsharded,
+    ),
+    Known(
         "trainable parameters of several dtypes in a unit",
         "rejected",
         "one reduction for each dtype",

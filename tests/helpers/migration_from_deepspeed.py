@@ -75,6 +75,32 @@ def plain_loop(rank: int, world_size: int) -> None:
         assert_close(mine, theirs.detach())
 
 
+@case("Accelerate", "`accelerator.backward(loss)`")
+def divided_losses(rank: int, world_size: int) -> None:
+    """Two microbatches whose losses are divided by two are one batch of both."""
+    model, plain = shard(), shard()
+    batches = [batch(index, rank) for index in range(2)]
+    for index, each in enumerate(batches):
+        model.set_requires_gradient_sync(index == 1)
+        (model(each).square().mean() / 2).backward()
+    plain(torch.cat(batches)).square().mean().backward()
+    for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert_close(mine, theirs)
+
+
+@case("Accelerate", "`accelerator.prepare(scheduler)`")
+def schedules(rank: int, world_size: int) -> None:
+    """torch's own scheduler sets the rate of sharded parameters, once for each call."""
+    model = shard()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    run(model, rank)
+    optimizer.step()
+    for _ in range(world_size):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**world_size
+
+
 @case("DeepSpeed", "`engine.save_checkpoint`, `engine.load_checkpoint`, universal checkpoints", ranks=4)
 @case("Accelerate", "`accelerator.save_state`, `accelerator.load_state`", ranks=4)
 def checkpoints(rank: int, world_size: int) -> None:
