@@ -307,13 +307,8 @@ def test_a_full_disk_leaves_the_step_whole(
     assert_same(ours[1], theirs[1])
 
 
-@on_ranks(1)
-def test_a_disk_that_fails_leaves_the_step_whole(
-    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a unit's state is written over that of the step before."""
-    ours, theirs = trained(Offload(tier=tmp_path), rank, 2), trained(None, rank, 2)
-    ours[1].wait()
+def fail_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next write to a file fails, and no other."""
     keep, failed = DiskFile.keep, []
 
     def failing(self: DiskFile, offset: int, values: memoryview) -> None:
@@ -323,6 +318,16 @@ def test_a_disk_that_fails_leaves_the_step_whole(
         keep(self, offset, values)
 
     monkeypatch.setattr(DiskFile, "keep", failing)
+
+
+@on_ranks(1)
+def test_a_disk_that_fails_leaves_the_step_whole(
+    rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a unit's state is written over that of the step before."""
+    ours, theirs = trained(Offload(tier=tmp_path), rank, 2), trained(None, rank, 2)
+    ours[1].wait()
+    fail_once(monkeypatch)
     for each in (ours, theirs):
         train(*each, rank, range(2, 3))
     with pytest.raises(OSError, match="on purpose"):
@@ -340,15 +345,7 @@ def test_a_disk_that_fails_is_reported_by_the_next_step(
     """Also in a loop that asks for nothing: nobody heard of it."""
     ours = trained(Offload(tier=tmp_path), rank, 2)
     ours[1].wait()
-    keep, failed = DiskFile.keep, []
-
-    def failing(self: DiskFile, offset: int, values: memoryview) -> None:
-        if not failed:
-            failed.append(self)
-            raise OSError(errno.EIO, "on purpose")
-        keep(self, offset, values)
-
-    monkeypatch.setattr(DiskFile, "keep", failing)
+    fail_once(monkeypatch)
     with pytest.raises(OSError, match="on purpose"):
         train(*ours, rank, range(2, 5))
 
