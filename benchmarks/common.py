@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -351,6 +352,8 @@ WRITTEN = (":(exclude)benchmarks/*/results/*", ":(exclude)docs/figures/*")
 
 def _commit(root: Path = ROOT) -> str | None:
     """The checked-out commit, with a plus when tracked files differ from it, apart from results."""
+    if shutil.which("git") is None:
+        return None
     git = ["git", "-C", str(root)]
     head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:

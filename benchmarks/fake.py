@@ -102,7 +102,7 @@ class Silent(dist.ProcessGroup):
     reduce_scatter_single = reduce_scatter_single_coalesced = _nothing
 
 
-dist.Backend.register_backend("silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu"])
+dist.Backend.register_backend("silent", lambda store, rank, size, timeout: Silent(rank, size), devices=["cpu", "cuda"])
 
 
 class Recorder(TorchDispatchMode):

@@ -58,14 +58,14 @@ CASES: dict[str, Case] = {
 }
 
 
-def steps_of(model: str, variants: list[str]) -> dict[str, Callable[[], None]]:
+def steps_of(model: str, variants: list[str], device: str = "cpu") -> dict[str, Callable[[], None]]:
     """Forward, backward and the gradients dropped, for each variant; no optimizer."""
-    case, workload = CASES[model], common.Workload()
+    case, workload = CASES[model], common.Workload(device=device)
     torch.manual_seed(0)
-    feed = case.feed()
+    feed = case.feed().to(device)
 
     def step_of(name: str) -> Callable[[], None]:
-        trained: Any = common.PEERS[name].wrap(case.build(), workload)  # type: ignore[arg-type]
+        trained: Any = common.PEERS[name].wrap(case.build().to(device), workload)  # type: ignore[arg-type]
         params = list(trained.parameters())
 
         def step() -> None:
@@ -78,10 +78,10 @@ def steps_of(model: str, variants: list[str]) -> dict[str, Callable[[], None]]:
     return {name: step_of(name) for name in variants}
 
 
-def time_steps(model: str, variants: list[str], rounds: int, warmup: int) -> dict[str, Any]:
+def time_steps(model: str, variants: list[str], rounds: int, warmup: int, device: str) -> dict[str, Any]:
     """Wall and processor seconds of every step in every round, in an order drawn anew each round; and of the
-    collectives of each variant alone."""
-    steps = steps_of(model, variants)
+    collectives of each variant alone. On an accelerator: until the step has been issued."""
+    steps = steps_of(model, variants, device)
     for _ in range(warmup):
         for step in steps.values():
             step()
@@ -98,6 +98,7 @@ def time_steps(model: str, variants: list[str], rounds: int, warmup: int) -> dic
         shuffle(order)
         for name in order:
             gc.collect()
+            common.synchronize(device)
             before = {clock: read() for clock, read in clocks.items()}
             steps[name]()
             for clock, read in clocks.items():
@@ -105,9 +106,9 @@ def time_steps(model: str, variants: list[str], rounds: int, warmup: int) -> dic
     return found
 
 
-def profile(model: str, variant: str, warmup: int) -> str:
+def profile(model: str, variant: str, warmup: int, device: str) -> str:
     """Python's functions of one variant by their own and by cumulative time."""
-    step = steps_of(model, [variant])[variant]
+    step = steps_of(model, [variant], device)[variant]
     for _ in range(warmup):
         step()
     python = cProfile.Profile()

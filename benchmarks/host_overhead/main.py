@@ -3,6 +3,7 @@
 python benchmarks/host_overhead/main.py                                          # the tables in README.md
 python benchmarks/host_overhead/main.py --models tiny --worlds 8 --rounds 15     # 64 units of 8 parameters: 20 s
 python benchmarks/host_overhead/main.py --models tiny --worlds 8 --profile fsdp2-true
+python benchmarks/host_overhead/main.py --worlds 8 --device cuda                 # what it takes to issue the kernels
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ DRY_RUN = {
 }
 FLOOR = "none"
 ALONE = ", collectives alone"
-CLOCKS = {"thread_seconds": "Processor time of the training thread", "seconds": "Wall time"}
+CLOCKS = {
+    "cpu": {"thread_seconds": "Processor time of the training thread", "seconds": "Wall time"},
+    # a thread of autograd's runs the backward there
+    "cuda": {"seconds": "Wall time until a step has been issued", "cpu_seconds": "Processor time of the process"},
+}
 
 
 def parse() -> argparse.Namespace:
@@ -41,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--rank", type=int, default=0, help="the rank that is run; tiny parameters live on the first")
     parser.add_argument("--profile", choices=variants, metavar="VARIANT", help="where this one's time goes, instead")
+    parser.add_argument("--device", choices=CLOCKS, default="cpu")
     common.add_size_options(parser)
     options = common.apply_size_options(parser, SHORT, DRY_RUN)
     if FLOOR not in options.variants:
@@ -56,7 +62,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             case: dict[str, Any] = {"model": model, "world": world, "num_units": len(CASES[model].build().blocks)}
             for backend in fake.BACKENDS:
                 where = fake.FakeRank(options.rank, world, backend)
-                args = model, options.variants, options.rounds, options.warmup
+                args = model, options.variants, options.rounds, options.warmup, options.device
                 case[backend] = fake.in_fake_rank(where, time_steps, *args)
             cases.append(case)
             print(f"{model}, {world} ranks: done", file=sys.stderr, flush=True)
@@ -110,7 +116,7 @@ def rows_of(case: dict[str, Any], clock: str) -> list[list[str]]:
     return rows
 
 
-def report(cases: list[dict[str, Any]]) -> str:
+def report(cases: list[dict[str, Any]], device: str) -> str:
     """The tables of README.md: microseconds a unit a step, and ratios to torch's FSDP2 with the same setting."""
     header = [
         "model",
@@ -126,7 +132,7 @@ def report(cases: list[dict[str, Any]]) -> str:
         "/ torch's",
     ]
     parts = []
-    for clock, title in CLOCKS.items():
+    for clock, title in CLOCKS[device].items():
         rows = [row for case in cases for row in rows_of(case, clock)]
         parts.append(f"{title}, microseconds a unit:\n\n{common.table(header, rows)}")
     return "\n\n".join(parts)
@@ -138,10 +144,10 @@ def main() -> None:
         for model in options.models:
             for world in options.worlds:
                 where = fake.FakeRank(options.rank, world, "silent")
-                text = fake.in_fake_rank(where, profile, model, options.profile, options.warmup)
+                text = fake.in_fake_rank(where, profile, model, options.profile, options.warmup, options.device)
                 print(f"{options.profile}: {model}, {world} ranks\n\n{text}")
         return
-    machine = fake.in_fake_rank(fake.FakeRank(0, 1), common.provenance, "cpu")
+    machine = fake.in_fake_rank(fake.FakeRank(0, 1), common.provenance, options.device)
     result = {
         "question": "host overhead",
         "command": " ".join(["python", "benchmarks/host_overhead/main.py", *sys.argv[1:]]),
@@ -154,9 +160,9 @@ def main() -> None:
         "models": {name: CASES[name].description for name in options.models},
         "cases": measure(options),
     }
-    path = common.out_path(options, RESULTS, "cpu_fake.json")
+    path = common.out_path(options, RESULTS, f"{options.device}_fake.json")
     common.write_json(path, result)
-    print(report(result["cases"]))
+    print(report(result["cases"], options.device))
     print(f"\nraw data: {path}")
 
 
