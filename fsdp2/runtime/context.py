@@ -126,10 +126,10 @@ class Context(Generic[Unit]):
             unit.complete_forward()
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
+        self.memory.free_all()  # the loss needs memory, and the next all-gather may be far away
         if not torch.is_grad_enabled():
             self._wait_for_host_memory()
-            self.memory.free_all()  # no backward follows, whose all-gathers would free it
-        if torch.is_grad_enabled():  # an evaluation between a forward and its backward changes nothing
+        else:  # an evaluation between a forward and its backward changes nothing
             self.step.awaits_backward = not backward_is_running()
 
     def _wait_for_host_memory(self) -> None:

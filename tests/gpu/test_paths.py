@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,14 +39,16 @@ def test_compute_does_not_wait_for_a_partial_reduction_at_once(rank: int, world_
 
 
 @on_ranks(2)
-def test_nothing_is_kept_after_a_forward_without_backward(rank: int, world_size: int) -> None:
-    """Two units' memory stayed until the next all-gather, which after an evaluation may be long."""
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_nothing_is_kept_after_a_forward(rank: int, world_size: int, has_backward: bool) -> None:
+    """Two units' memory stayed until the next all-gather, which after an evaluation may be long; and before a backward,
+    for as long as the loss was computed, which is where a step of a language model needs most."""
     with detecting():
         model: nn.Module = linears(3)
         for layer in model.children():
             fully_shard(layer, reshard_after_forward=True)
         fully_shard(model)
-        with torch.no_grad():
+        with torch.set_grad_enabled(has_backward):
             model(torch.randn(2, 4))
     for layer in model.children():
         unit = unit_of(layer)
