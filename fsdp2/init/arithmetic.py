@@ -1,17 +1,18 @@
 """Elementary functions of float64 tensors with the same bits everywhere. Layer: init.
 
 `torch.log`, `torch.cos` and the like may differ in the last bit between devices, libraries and versions, and even
-between positions in one tensor (a vector loop and its remainder). The functions here use only additions,
-multiplications, divisions, square roots and bit shifts, for each of which IEEE 754 defines the rounding. Each operation
-is a separate call, so that nothing is fused. Accurate to a few units in the last place.
+between positions in one tensor (a vector loop and its remainder). So may `torch.sqrt`, for which the CPU calls MKL. The
+functions here use only additions, multiplications, divisions and bit shifts, for each of which IEEE 754 defines the
+rounding. Each operation is a separate call, so that nothing is fused. Accurate to a few units in the last place.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["exp", "log", "normal_quantile", "sin_cos_half_pi"]
+__all__ = ["exp", "log", "normal_quantile", "sin_cos_half_pi", "sqrt"]
 
+SPLITTER = 2.0**27 + 1.0  # a number times this gives its upper half, whose square is exact (Dekker, 1971)
 LN2 = 0.6931471805599453
 LN2_HIGH, LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10  # their sum is ln 2; k * LN2_HIGH is exact
 HALF_PI = 1.5707963267948966
@@ -65,6 +66,19 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     return _polynomial(EXP_SERIES, rest).mul_(power.view(torch.float64))
 
 
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """The square root of numbers between 1e-200 and 1e200, rounded as IEEE 754 says: Newton's step from torch's root,
+    which may be one unit in the last place beside it, with the exact remainder."""
+    root = x.sqrt()
+    scaled = root * SPLITTER
+    high = scaled - (scaled - root)
+    low = root - high
+    square = root * root
+    error = (high * high).sub_(square).add_((high * low).mul_(2.0)).add_(low * low)
+    rest = (x - square).sub_(error)
+    return root + rest.div_(root).mul_(0.5)
+
+
 def sin_cos_half_pi(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sine and cosine of ``x * pi / 2`` for x between -1 and 1."""
     turned = x.abs() > 0.5  # sin and cos are exchanged there
@@ -89,7 +103,7 @@ def normal_quantile(p: torch.Tensor) -> torch.Tensor:
 
 def _tail(p: torch.Tensor) -> torch.Tensor:
     """The negated quantile of p, for p up to 0.075."""
-    r = log(p).neg_().sqrt_()
+    r = sqrt(log(p).neg_())
     result = _ratio(TAIL, r - 1.6)
     far = (r > 5.0).nonzero().squeeze(1)
     if far.numel():

@@ -59,14 +59,18 @@ def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_counter_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal."""
+    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal. (Up to torch 2.12
+    `trunc_normal_` computes values with `erfinv_`, which is each device's own.)"""
     values = []
     for device in (torch.device("cpu"), DEVICE):
         tensor = torch.zeros(517, 263, device=device, dtype=dtype)
         with torch.no_grad(), fsdp2.init.seeded(3, mode="counter"):
             FILLS[name](tensor)
         values.append(tensor.cpu())
-    assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
+    if name == "truncated" and torch.__version__ < "2.13":
+        torch.testing.assert_close(*values)
+    else:
+        assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
 
 
 def test_generators_are_left_alone() -> None:

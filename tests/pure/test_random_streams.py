@@ -340,6 +340,14 @@ def test_random_integers_span_what_torchs_do() -> None:
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
+def test_square_roots_are_rounded_correctly() -> None:
+    """MKL's, which `torch.sqrt` calls on the CPU, are not, so that values in float64 differed from those of a GPU."""
+    x = by_counter("uniform_", (50_000,), torch.float64, 7, 1e-3, 40.0)
+    x = torch.cat([x, x * 1e-200, x * 1e190])
+    expected = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=torch.float64)
+    assert torch.equal(arithmetic.sqrt(x), expected)
+
+
 def test_functions_are_accurate_and_do_not_depend_on_the_position() -> None:
     x = by_counter("uniform_", (5003,), torch.float64, 7, 1e-12, 1.0)
     inputs_and_references: list[tuple[Callable[[Tensor], Tensor], Tensor, Callable[[float], float]]] = [
