@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", choices=("nothing", "copy", "timed", "nccl"), default="nothing")
     parser.add_argument("--variants", default="floor,none,torch,fsdp2,fsdp2-flat")
     parser.add_argument("--size", choices=SHAPES, default="1b")
+    parser.add_argument(
+        "--vocab", type=int, default=0, help="another than the size has; logits take much memory"
+    )
     parser.add_argument("--ranks", type=int, default=8, help="that are simulated; 1 with nccl")
     parser.add_argument("--bandwidth-gb", type=float, default=100.0, help="a second and rank, with --group timed")
     parser.add_argument("--latency-us", type=float, default=20.0, help="of each collective, with --group timed")
@@ -58,6 +62,7 @@ def run_one(options: argparse.Namespace, name: str) -> dict[str, Any]:
     _join(options, device)
     try:
         shape = SHAPES[options.size]
+        shape = replace(shape, vocab=options.vocab or shape.vocab)
         trainer = Trainer(VARIANTS[name], shape, device)
         for _ in range(WARMUP):
             trainer.step()
@@ -116,7 +121,7 @@ def run_all(options: argparse.Namespace, names: Sequence[str]) -> list[dict[str,
 
 
 def _as_arguments(options: argparse.Namespace) -> list[str]:
-    names = ("group", "size", "ranks", "bandwidth_gb", "latency_us", "steps", "device")
+    names = ("group", "size", "vocab", "ranks", "bandwidth_gb", "latency_us", "steps", "device")
     return [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
 
 

@@ -4,6 +4,7 @@ is what the design says, in every step. `tests/core/test_streams.py` proves the 
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,7 +29,14 @@ SHAPE = replace(SHAPES["tiny"], dim=256, blocks=4, hidden=512, length=64, recomp
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    torch.cuda.set_sync_debug_mode("default")
+    refuse_to_wait(False)
+
+
+def refuse_to_wait(enabled: bool) -> None:
+    """Whether it is an error from now on that the host waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error" if enabled else "default")
 
 
 @pytest.mark.parametrize("setting", delays.SETTINGS)
@@ -68,9 +76,9 @@ def test_a_step_never_waits_for_the_device(lanes: str, options: dict[str, object
         tokens = some_tokens()
         for _ in range(2):
             one_step(model, optimizer, tokens)
-        torch.cuda.set_sync_debug_mode("error")
+        refuse_to_wait(True)
         one_step(model, optimizer, tokens)
-        torch.cuda.set_sync_debug_mode("default")
+        refuse_to_wait(False)
 
 
 def test_offload_waits_for_gradients_only() -> None:
@@ -80,9 +88,9 @@ def test_offload_waits_for_gradients_only() -> None:
         tokens = some_tokens()
         with torch.no_grad():
             model(tokens)
-            torch.cuda.set_sync_debug_mode("error")
+            refuse_to_wait(True)
             model(tokens)
-            torch.cuda.set_sync_debug_mode("default")
+            refuse_to_wait(False)
 
 
 @pytest.mark.parametrize("lanes", ["direct", "flat"])

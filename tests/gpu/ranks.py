@@ -1,0 +1,42 @@
+"""Ranks that share one GPU, for what `tests/device/` does on ranks with a lagging device each.
+
+Their collectives are gloo's: data of another rank, CUDA's streams, its allocator and pinned memory, but not NCCL.
+Arithmetic is the GPU's, so that values are near those of the CPU instead of equal.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu import groups
+from tests.device import lagging, ranks
+
+__all__ = ["BACKENDS", "assert_near", "register"]
+
+BACKENDS = "cpu:gloo,cuda:gloo"
+
+
+def register() -> None:
+    """Let the GPU be what `tests/device/` trains on in this process, from before its other modules are imported."""
+    groups.take_gpu()
+    ranks.DEVICE = "cuda"
+    lagging.counts, lagging.occupy, lagging.set_delays = _counts, groups.occupy, _no_delays
+    from tests.device import steps
+
+    steps.assert_same = assert_near
+
+
+def _counts() -> dict[str, int]:
+    return {"allocated": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+
+
+def _no_delays(seed: int, max_us: int = 300) -> None:
+    torch.accelerator.synchronize()
+
+
+def assert_near(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-3) -> None:
+    """Each tensor is, by its norm. What is stale or lost is far: each step changes a parameter by some percent."""
+    for number, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        difference = (left.double() - right.double()).norm().item()
+        limit = tolerance * right.double().norm().item() + 1e-6
+        assert difference <= limit, f"number {number}: {left} is not {right}, by {difference}"
