@@ -42,9 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", choices=("nothing", "copy", "timed", "nccl"), default="nothing")
     parser.add_argument("--variants", default="floor,none,torch,fsdp2,fsdp2-flat")
     parser.add_argument("--size", choices=SHAPES, default="1b")
-    parser.add_argument(
-        "--vocab", type=int, default=0, help="another than the size has; logits take much memory"
-    )
+    parser.add_argument("--vocab", type=int, default=0, help="another than the size has; logits take much memory")
     parser.add_argument("--ranks", type=int, default=8, help="that are simulated; 1 with nccl")
     parser.add_argument("--bandwidth-gb", type=float, default=100.0, help="a second and rank, with --group timed")
     parser.add_argument("--latency-us", type=float, default=20.0, help="of each collective, with --group timed")
