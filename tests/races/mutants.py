@@ -72,7 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
         PARAM_GROUP,
         "            memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)\n",
         "",
-        "plain",
+        "again",
     ),
     Mutant(
         "gather: on the compute stream",
@@ -113,7 +113,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        with self.streams.gathering():\n            self._released.append((storage, self.streams.record()))\n",
         "plain",
     ),
-    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "plain"),
+    Mutant("release: taken back without a wait", MEMORY, "self.streams.wait(entry[1])", "pass", "again"),
     Mutant("release: freed without a wait", MEMORY, "self.streams.wait(event)", "pass", "plain"),
     Mutant(
         "release: compute waits instead",

@@ -55,6 +55,13 @@ def added(rank: int, look: Look) -> list[Tensor]:
     return [param.grad.to_local().clone() for param in model.parameters()]
 
 
+def again(rank: int, look: Look) -> list[Tensor]:
+    """A unit runs again in a forward, when another has run in between."""
+    one, two = (fully_shard(block) for block in net(2))
+    model = fully_shard(nn.Sequential(one, two, one))
+    return trained(model, rank)
+
+
 def hsdp(rank: int, look: Look) -> list[Tensor]:
     model = sharded(net(), mesh=mesh_of(2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     model.set_reduce_scatter_max_input_buffers(3)
@@ -286,6 +293,7 @@ PROGRAMS: dict[str, tuple[int, Callable[[int, Look], list[Tensor]]]] = {
     "mixed": (2, mixed),
     "half": (2, half),
     "added": (2, added),
+    "again": (2, again),
     "kept": (2, kept),
     "int8": (2, int8),
     "wire": (2, wire),
