@@ -59,8 +59,8 @@ def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_counter_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal. (Up to torch 2.12
-    `trunc_normal_` computes values with `erfinv_`, which is each device's own.)"""
+    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal. (In torch 2.11
+    `trunc_normal_` computes values with `erfinv_`, which is each device's own; not in 2.13.)"""
     values = []
     for device in (torch.device("cpu"), DEVICE):
         tensor = torch.zeros(517, 263, device=device, dtype=dtype)

@@ -224,7 +224,7 @@ def test_the_table_of_commits_is_that_of_the_results() -> None:
             found.setdefault(commit, set()).add(f"{path.parts[-3]}/{path.stem}")
     text = (ROOT / "benchmarks/README.md").read_text()
     rows = re.findall(r"^\| `(\w+\+?)` \|[^|]*\| (.*) \|$", text, re.M)
-    assert {commit: set(re.findall(r"`([\w./]+)`", names)) for commit, names in rows} == found
+    assert {commit: set(re.findall(r"`([\w./-]+)`", names)) for commit, names in rows} == found
 
 
 @pytest.mark.exhaustive
