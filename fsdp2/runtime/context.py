@@ -126,11 +126,11 @@ class Context(Generic[Unit]):
             unit.complete_forward()
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
-        self.memory.free_all()  # the loss needs memory, and the next all-gather may be far away
         if not torch.is_grad_enabled():
-            self._wait_for_host_memory()
+            self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
         else:  # an evaluation between a forward and its backward changes nothing
             self.step.awaits_backward = not backward_is_running()
+        self.memory.free_all()  # the next all-gather may be far away
 
     def _wait_for_host_memory(self) -> None:
         """Let the host wait until shards that are offloaded have been copied from its memory: it may change them next,

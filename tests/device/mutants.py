@@ -126,8 +126,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "release: memory stays after a forward",
         CONTEXT,
-        "        self.memory.free_all()  # the loss needs memory",
-        "        pass  # the loss needs memory",
+        "        self.memory.free_all()  # the next",
+        "        pass  # the next",
         "two units",
     ),
     Mutant(

@@ -4,6 +4,7 @@ Each takes (rank, world_size, seed) and asserts."""
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,22 @@ def states_loaded(rank: int, world_size: int, seed: int) -> None:
     expected = resumed("cpu")
     with late(seed, 3000):  # later than the host, which copies a whole state before it looks
         assert_same(resumed(DEVICE), expected)
+
+
+def evaluated_ahead(rank: int, world_size: int, seed: int) -> None:
+    """At the end of a forward without gradients the host waits for copies of offloaded shards, and for no compute."""
+    with late(seed, 0), torch.no_grad():
+        model = sharded(FEATURES["offload"], DEVICE, world_size)
+        x = inputs(rank, DEVICE)[0]
+        model(x)
+        model.reshard()
+        model.blocks[-1].register_forward_pre_hook(lambda *_: lagging.occupy(1.0))
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        model(x)
+        took = time.perf_counter() - start
+        torch.accelerator.synchronize()
+    assert took < 0.8, took
 
 
 def failed(rank: int, world_size: int, seed: int) -> None:
@@ -297,6 +314,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "states in host memory, loaded": states_loaded,
     "states in host memory, other optimizers": other_optimizers,
     "gradients in host memory, scaled": scaled,
+    "offload, evaluated ahead": evaluated_ahead,
     "failed": failed,
     "bad batch": bad_batch,
     "backward, repeated": repeated,
