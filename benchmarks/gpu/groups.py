@@ -242,7 +242,7 @@ def simulated(ranks: int = 8, wire: Wire | None = None) -> Iterator[None]:
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Within, this process is a world of its own, over NCCL on a GPU."""
+    """Within, this process is a world of its own, with NCCL on a GPU."""
     take_gpu()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

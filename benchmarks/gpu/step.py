@@ -2,7 +2,7 @@
 
 python benchmarks/gpu/step.py --group nothing                      # world of 8, collectives that move nothing
 python benchmarks/gpu/step.py --group timed --bandwidth-gb 100     # ... that occupy their stream
-python benchmarks/gpu/step.py --group nccl                         # world of 1, real NCCL
+python benchmarks/gpu/step.py --group nccl                         # world of 1, where torch's uses NCCL
 
 Each variant runs in a process of its own, so that memory is its own; all of them `--rounds` times, in turn.
 """

@@ -67,8 +67,9 @@ def exp(x: torch.Tensor) -> torch.Tensor:
 
 
 def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root of numbers between 1e-200 and 1e200, rounded as IEEE 754 says: Newton's step from torch's root,
-    which may be one unit in the last place beside it, with the exact remainder."""
+    """The square root of numbers between 1e-200 and 1e200: Newton's step from torch's root, which may be one unit in
+    the last place beside it, with the exact remainder. Rounded correctly but for the number just below a power of 4,
+    and the same whichever neighbour torch gives."""
     root = x.sqrt()
     scaled = root * SPLITTER
     high = scaled - (scaled - root)

@@ -34,7 +34,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "mixed": ("reduced in 16 bits",),
     "half": ("reduced in fp16",),
     "added": ("two backwards of a graph",),
-    "again": ("plain",),
+    "again": ("a block again",),
     "kept": ("keeps storage",),
     "inner": ("sharded replicas, mixed precision",),
     "hsdp": ("replicas, reduced in 16 bits", "replicas, mixed precision"),

@@ -107,6 +107,11 @@ def prefetches_two(model: Any, device: str) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(index - 2, 0) : index][::-1])
 
 
+def runs_again(model: Any, device: str) -> None:
+    """The first block also comes last."""
+    model.blocks.append(model.blocks[0])
+
+
 def waits_in_backward(model: Any, device: str) -> None:
     """In backward the host waits before each block: the step of the block behind it has been given to the device, and
     could have freed its gradients, before the next reduction takes memory."""
@@ -186,6 +191,7 @@ def in_pieces(model: Any) -> None:
 FEATURES = {
     "plain": Feature(),
     "coalesced": Feature(coalesced=True),
+    "a block again": Feature(prepare=runs_again),
     "stays unsharded": Feature({"reshard_after_forward": False}),
     "keeps storage": Feature(prepare=lambda model, device: model.set_keep_unsharded_storage(True)),
     "mixed precision": Feature(mixed()),

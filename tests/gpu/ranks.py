@@ -37,8 +37,8 @@ def _no_delays(seed: int, max_us: int = 300) -> None:
 def assert_near(actual: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 1e-3) -> None:
     """Each tensor is, by its norm. What is stale or lost is far: each step changes a parameter by some percent.
 
-    bf16 is rounded otherwise there, and AdamW's first steps have the size of its learning rate however small a gradient
-    is: where there are tensors of 16 bits, a fifth of the norm is allowed.
+    Where there are tensors of 16 bits, a fifth of the norm is allowed, by which what is lost may not be seen: bf16 is
+    rounded otherwise there, and AdamW's first steps have the size of its learning rate however small a gradient is.
     """
     if any(each.dtype.itemsize == 2 for each in expected):
         tolerance = 0.2

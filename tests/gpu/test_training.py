@@ -1,4 +1,4 @@
-"""Training on a GPU gives what torch's FSDP2 gives there. Over NCCL as a world of one, over gloo as two ranks on one
+"""Training on a GPU gives what torch's FSDP2 gives there. As a world of one (where only torch's calls NCCL), over gloo as two ranks on one
 GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers deterministic."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def assert_same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("reshard", [False, True])
-def test_alone_over_nccl(mixed: bool, reshard: bool) -> None:
+def test_alone(mixed: bool, reshard: bool) -> None:
     plain = make_model()
     with groups.alone(DEVICE):
         mesh = init_device_mesh(DEVICE.type, (1,))
