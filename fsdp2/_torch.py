@@ -494,6 +494,25 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
+def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
+    """A new group that is made by its ranks alone, which must have made equally many such groups. torch names it after
+    them, so that it may be made at the same time as another one.
+
+    If a program bound the default group to a device (`device_id=`), torch would split its communicator, for which all
+    ranks of the default group are needed (https://github.com/pytorch/pytorch/pull/129965).
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, backend=backend, use_local_synchronization=True, group_desc=name
+        )
+        return group
+    finally:
+        world.bound_device_id = bound
+
+
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
 
 _ASYNC_GATHER = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
+from fsdp2._torch import concatenate_meshes, flatten_mesh, new_group_of, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.policies import DataParallelMeshDims
 
@@ -166,15 +166,17 @@ class MeshRoles:
         return MeshRoles(known[key], replicate_axis=0, shard_axis=1)
 
     def _make_smaller(self, size: int) -> DeviceMesh:
-        groups = self.shard_size // size
         assert self.shard_axis is not None
         with real_tensors():
-            ranks = self.mesh.mesh.movedim(self.shard_axis, -1)
-            if self.replicate_axis is None:
-                return DeviceMesh(self.mesh.device_type, ranks.view(groups, size), mesh_dim_names=("groups", "shard"))
-            ranks = ranks.reshape(-1, groups, size)
-            names = ("replicate", "groups", "shard")
-            return DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=names)["groups", "shard"]
+            ranks = self.shard_mesh.mesh.view(-1, size)
+            group, place = divmod(self.shard_rank, size)
+            # `DeviceMesh` would make all groups of a mesh and count them to name them. Where this mesh is part of a
+            # larger one, other ranks make another mesh, and groups of different ranks would have one name.
+            backend = dist.get_backend_config(self.shard.group)
+            own = ranks[:, place].tolist(), ranks[group].tolist()
+            groups = [new_group_of(each, backend, "smaller") for each in own]
+            names = ("groups", "shard")
+            return DeviceMesh.from_group(groups, self.mesh.device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def roles_of(mesh: DeviceMesh) -> MeshRoles:

@@ -20,6 +20,9 @@ def comm_for(group: dist.ProcessGroup, device: torch.device) -> Comm:
     for part in dist.get_backend_config(group).split(","):
         device_type, _, backend = part.rpartition(":")
         if device_type in ("", device.type):
-            # gloo's point-to-point needs host memory; its collectives also take CUDA tensors.
-            return COMMS.get(backend, _FLAT) if backend != "gloo" or device.type == "cpu" else _FLAT
+            # gloo's point-to-point needs host memory; its collectives also take CUDA tensors. What torch puts around a
+            # group for TORCH_DISTRIBUTED_DEBUG=DETAIL has no coalesced collectives (in 2.11; in 2.13 it has).
+            level = dist.get_debug_level().name  # type: ignore[attr-defined]
+            is_plain = device.type == "cpu" if backend == "gloo" else level != "DETAIL"
+            return COMMS.get(backend, _FLAT) if is_plain else _FLAT
     return _FLAT

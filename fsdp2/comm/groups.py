@@ -6,6 +6,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2._torch import new_group_of
+
 # Keyed by the default group: groups do not outlive it, and a later one may have other ranks.
 _separate: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]]
 _separate = WeakKeyDictionary()
@@ -28,7 +30,7 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     key = (tuple(ranks), dist.get_backend_config(group))
     if key not in known:
         # With HSDP each rank knows only its own shard group, so ranks of other groups cannot join the call.
-        known[key] = dist.new_group(ranks, backend=key[1], use_local_synchronization=True, group_desc="reduce_scatter")
+        known[key] = new_group_of(ranks, key[1], "reduce_scatter")
     return known[key]
 
 
@@ -47,6 +49,5 @@ def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
     known = _separate.setdefault(world, {})
     key = (tuple(ranks), "all of a mesh")
     if key not in known:
-        backend = dist.get_backend_config(groups[0])
-        known[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="whole_mesh")
+        known[key] = new_group_of(ranks, dist.get_backend_config(groups[0]), "whole_mesh")
     return known[key]

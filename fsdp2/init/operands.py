@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.init.owned import Owned, owned_of
 
 __all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "write_on_whole"]
@@ -20,9 +20,9 @@ __all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "
 def whole_of(tensor: DTensor) -> torch.Tensor:
     """The values of all ranks. Collective. Detached, because torch 2.11 cannot gather a tensor that requires grad below
     autograd: it detaches the result in place, for which its DTensor has no strategy."""
-    detached = tensor.detach()
-    assert isinstance(detached, DTensor)
-    return detached.full_tensor()
+    on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # collectives need that of offloaded tensors
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor().to(tensor.device)
 
 
 def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:
@@ -87,13 +87,14 @@ def _whole(arg: Any) -> Any:
 
 
 def _as_dtensor(plain: torch.Tensor, like: DTensor) -> DTensor:
-    mesh = like.device_mesh
-    if plain.shape != like.shape or any(placement.is_partial() for placement in like.placements):
-        return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    part = _part_of(plain, like)
-    return DTensor.from_local(
-        part, mesh, like.placements, run_check=False, shape=plain.shape, stride=tuple(plain.stride())
-    )
+    mesh, placements, part = like.device_mesh, like.placements, plain
+    if plain.shape != like.shape or any(placement.is_partial() for placement in placements):
+        placements = (Replicate(),) * mesh.ndim
+    else:
+        part = _part_of(plain, like)
+    # `DTensor.from_local` would move it to the mesh's device; an offloaded parameter is not there.
+    spec = make_spec(mesh, placements, plain.shape, plain.stride(), plain.dtype)
+    return make_dtensor(part.detach().to(local_tensor(like).device), spec)
 
 
 def _part_of(plain: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -175,6 +175,8 @@ class _Filling(TorchDispatchMode):
             return first
         if func in SLICING and cuts_sliced_dim(func, args):
             return self._slices.take(func, args)
+        if func is aten.fill_.Tensor and not isinstance(args[1], DTensor):  # ``weight[pad] = 0``; DTensor has no rule
+            func, args = aten.fill_.Scalar, (first, args[1].item())
         if func is aten.view.default:
             result: Any = viewed(first, args[1])
         else:

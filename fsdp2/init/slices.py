@@ -148,7 +148,7 @@ class Slices:
         # Collective if the copy itself is cut, so it must come before the part that only some ranks do.
         values = whole_of(tensor).reshape([len(_positions(kept)) for kept in region.entries])
         if all(index.numel() for index in here):
-            local[here] = values[there].to(local.dtype)
+            local[here] = values[there].to(local)
 
     def _copy(self, region: Region) -> DTensor:
         copy = region.copied()

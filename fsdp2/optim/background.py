@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from fsdp2.runtime.streams import simulation
+from fsdp2.runtime.streams import device_index, simulation
 
 
 def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
@@ -29,12 +29,14 @@ def submit(task: Callable[[], None], threads: int | None) -> "Future[None]":
 def _worker(threads: int, is_bound: bool) -> ThreadPoolExecutor:
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2-step")
     before = torch.get_num_threads()
-    worker.submit(_prepare, threads, is_bound).result()
+    worker.submit(_prepare, threads, is_bound, device_index()).result()
     torch.set_num_threads(before)  # the number is the thread's own, but the last one set is that of new threads
     return worker
 
 
-def _prepare(threads: int, is_bound: bool) -> None:
+def _prepare(threads: int, is_bound: bool, device: int | None) -> None:
+    if device is not None:  # a thread begins with the first one, and what returns to it makes a context there
+        torch.accelerator.set_device_index(device)
     torch.get_num_threads()  # a thread's first operator would take the number of the process
     torch.set_num_threads(threads)
     if is_bound and sys.platform == "linux":

@@ -148,7 +148,10 @@ def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: Dev
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
         token_mean(losses, (labels != -100).sum(), data_mesh).backward()
     """
-    total = torch.as_tensor(num_tokens, dtype=torch.int64).to(loss_sum.device, copy=True)
+    if isinstance(num_tokens, torch.Tensor) and num_tokens.device == loss_sum.device:
+        total = num_tokens.to(torch.int64, copy=True)
+    else:  # not copied: from memory that is not page-locked the host would wait for the forward
+        total = torch.full((), int(num_tokens), dtype=torch.int64, device=loss_sum.device)
     for axis in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(axis))
     return (loss_sum * (mesh.size() / total.clamp(min=1).double())).to(loss_sum.dtype)

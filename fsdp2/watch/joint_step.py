@@ -35,7 +35,7 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, Trail, number_of, text_of, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog
 
-_MAX_TOLD = 256  # entries that a rank may be behind
+_MAX_TOLD = 4096  # entries that a rank may be behind; on a device others run ahead for half a second
 _MAX_TEXT = 10_000  # characters of an error
 _LIMIT_S = 60.0
 _REFUSED_S = 2.0  # within which a watchdog that is not in a question learns that recovery was given up

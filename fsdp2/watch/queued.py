@@ -49,6 +49,7 @@ class Queued:
     def __init__(self) -> None:
         self._waits: deque[tuple[torch.Event, Waiting]] = deque()
         self._lock = Lock()
+        self._device_index = 0
 
     def add(self, awaited: Awaited, place: int, device: torch.device) -> None:
         """The current stream of `device` has been made to wait."""
@@ -65,13 +66,16 @@ class Queued:
                     waits.popleft()
             elif len(waits) == _MAX_KEPT:
                 waits.pop()  # the oldest is what others are asked about, and the last shows whether there is any
-            event = torch.Event(device) if spare is None else spare
-            event.record(torch.accelerator.current_stream(device))
+            event, stream = torch.Event(device) if spare is None else spare, torch.accelerator.current_stream(device)
+            event.record(stream)
+            self._device_index = stream.device_index
             waits.append((event, Waiting(awaited, monotonic(), place)))
 
     def oldest(self, after_s: float) -> Waiting | None:
         """The oldest wait that has not ended, if it has lasted for `after_s`. Younger ones are not looked at."""
         with self._lock:
+            if self._waits:  # a thread begins with the first device, and events would make a context there
+                torch.accelerator.set_device_index(self._device_index)
             while self._waits:
                 event, wait = self._waits[0]
                 if monotonic() - wait.since < after_s:

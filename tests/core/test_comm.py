@@ -13,6 +13,7 @@ from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.groups import separate_group
 from fsdp2.comm.nccl import NcclComm
+from fsdp2.mesh import roles_of
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world, run_threads
 
@@ -231,6 +232,21 @@ def test_choice_follows_the_backend(rank: int, world_size: int) -> None:
     assert isinstance(comm_for(group, torch.device("cuda")), FlatComm)  # gloo's point-to-point wants host memory
 
 
+def test_no_coalesced_calls_where_torch_looks_at_each() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around groups, which in torch 2.11 has no coalesced collectives."""
+    with fake_world(0, 2), pytest.MonkeyPatch.context() as patch:
+        group = dist.group.WORLD
+        assert group is not None
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        assert isinstance(comm_for(group, torch.device("cuda")), NcclComm)
+        before = dist.get_debug_level()
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+        try:
+            assert isinstance(comm_for(group, torch.device("cuda")), FlatComm)
+        finally:
+            dist.set_debug_level(before)
+
+
 @pytest.mark.parametrize("world_size", [3, 8, 16])
 def test_flat_on_many_threads(world_size: int) -> None:
     def body(rank: int, world_size: int) -> None:
@@ -329,3 +345,33 @@ def test_a_group_of_one(rank: int, world_size: int) -> None:
     source = Operand(torch.arange(3.0), [0, 3])
     GlooComm().reduce_scatter([Scatter(source, output)], alone, average=True).wait()
     assert output.tolist() == [0, 1, 2]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16])
+def test_nccl_moves_what_it_has_no_type_for(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Nor has gloo."""
+    group = dist.group.WORLD
+    assert group is not None
+    operand = Operand(torch.zeros(4, dtype=dtype), range(0, 5, 2))
+    operand.row(rank).fill_(rank + 1)
+    NcclComm().all_gather([operand], group).wait()
+    assert operand.full.tolist() == [1, 1, 2, 2]
+    if dtype.is_complex:
+        scatter = Scatter(
+            Operand(torch.full((4,), rank + 2j, dtype=dtype), range(0, 5, 2)), torch.zeros(2, dtype=dtype)
+        )
+        NcclComm().reduce_scatter([scatter], group, average=False).wait()
+        assert scatter.output.tolist() == [1 + 4j, 1 + 4j]
+
+
+@on_ranks(4)
+def test_smaller_meshes_of_parts_of_a_mesh(rank: int, world_size: int) -> None:
+    """Pipeline stages, or ranks of a tensor-parallel group, reshard to smaller meshes of their own. Groups of different
+    ranks had one name, so that they read each other's keys in the store."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
+    smaller = roles_of(mesh).smaller(1)
+    assert smaller.replicate_size == 2 and smaller.shard_size == 1
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=smaller.replicate_group)
+    assert total.item() == sum(mesh.mesh.tolist())

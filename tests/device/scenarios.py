@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
 import fsdp2
-from fsdp2 import checkpoint
+from fsdp2 import CPUOffloadPolicy, checkpoint
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.parallel import ring_attention, shard_sequence, unshard_sequence
 from tests.device import lagging
@@ -173,6 +173,33 @@ def materialized(rank: int, world_size: int, seed: int) -> None:
             assert_same(made(DEVICE, mode), expected)  # type: ignore[arg-type]
 
 
+class Padded(nn.Module):
+    """Initialised through slices, indices and plain operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(10, 8, padding_idx=0), nn.Linear(8, 6)
+
+    def reset(self) -> None:
+        self.embed.reset_parameters()
+        with torch.no_grad():
+            self.out.weight.normal_().mul_(torch.linspace(0, 1, 8))
+            self.out.weight.index_fill_(0, torch.tensor([1, 4]), 0.5)
+            self.out.bias.zero_()[2:4] = 1.0
+
+
+def materialized_offloaded(rank: int, world_size: int, seed: int) -> None:
+    """Parameters rest on the host, whose group another backend may not have: only the rank of the padding row wrote
+    into it, from the device, and failed; the others waited for it."""
+    with torch.device("meta"):
+        whole, model = Padded(), Padded()
+    fsdp2.init.materialize(whole.to_empty(device="cpu"), lambda each: each.reset(), seed=3)
+    fsdp2.fully_shard(model, mesh=mesh_of(DEVICE, (world_size,), ("shard",)), offload_policy=CPUOffloadPolicy())
+    with late(seed):
+        fsdp2.init.materialize(model, lambda each: each.reset(), seed=3)
+        assert_same([param.to(DEVICE).full_tensor().cpu() for param in model.parameters()], [*whole.parameters()])
+
+
 def seeded(rank: int, world_size: int, seed: int) -> None:
     """A model that is initialised again after it was sharded, from a generator of the program's own too."""
 
@@ -321,6 +348,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     **SCENARIOS_OF_FILES,
     **SCENARIOS_OF_ACTIVATIONS,
     "materialized": materialized,
+    "materialized, offloaded": materialized_offloaded,
     "seeded": seeded,
     "random numbers": random_numbers,
     "gathered": gathered,

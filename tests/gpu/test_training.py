@@ -1,5 +1,6 @@
-"""Training on a GPU gives what torch's FSDP2 gives there. As a world of one (where only torch's calls NCCL), over gloo as two ranks on one
-GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers deterministic."""
+"""Training on a GPU gives what torch's FSDP2 gives there: as a world of one (where only torch's calls NCCL), over gloo
+as two ranks on one GPU, and as rank 0 of 8 of a simulated group (benchmarks/gpu/groups.py), whose copies make numbers
+deterministic."""
 
 from __future__ import annotations
 

@@ -175,6 +175,8 @@ def write_slices(w: Tensor) -> None:
     w[2:, 0].normal_()
     w[:, 1:3] = torch.randn(w.shape[0], 2)
     w[0] = w[5]
+    w[3] = 0.25
+    w[:, 0] = 0.5
     w[3].fill_(7)
     w[-1, 2] = 5
 

@@ -354,6 +354,8 @@ class _Copied:
     def run(self, reader: Reader, buffers: _Buffers) -> int:
         """Read the range, then copy the box out of it. Both fit into the buffer."""
         target, piece = self.request.target, self.source.piece
+        if target.device.index is not None:  # a thread begins with the first device, and events make a context there
+            torch.accelerator.set_device_index(target.device.index)
         buffer = buffers.get(self.last - self.first, target.device)
         data = bytes_of(buffer)
         self.source.read(reader, self.first, data)
