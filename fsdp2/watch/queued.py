@@ -49,7 +49,7 @@ class Queued:
     def __init__(self) -> None:
         self._waits: deque[tuple[torch.Event, Waiting]] = deque()
         self._lock = Lock()
-        self._device_index = 0
+        self._device_index: int | None = None
 
     def add(self, awaited: Awaited, place: int, device: torch.device) -> None:
         """The current stream of `device` has been made to wait."""
@@ -74,7 +74,7 @@ class Queued:
     def oldest(self, after_s: float) -> Waiting | None:
         """The oldest wait that has not ended, if it has lasted for `after_s`. Younger ones are not looked at."""
         with self._lock:
-            if self._waits:  # a thread begins with the first device, and events would make a context there
+            if self._device_index is not None:  # a thread begins with the first, where events would make a context
                 torch.accelerator.set_device_index(self._device_index)
             while self._waits:
                 event, wait = self._waits[0]
