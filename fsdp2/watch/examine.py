@@ -257,7 +257,7 @@ def _where(answer: Answer) -> str:
     own = [frame for frame in answer.stack if "/torch/" not in frame and "/fsdp2/" not in frame]
     # Of the user's program if possible: that it is in `threading`, or in code made of a string, says less than where it
     # called that.
-    program = [frame for frame in own if "/lib/python3" not in frame and not frame.startswith("<")]
+    program = [frame for frame in own if "/lib/python3" not in frame and not frame.startswith(("<frozen ", "<string>"))]
     frames = program or own or answer.stack
     return f"; it is at {frames[-1]}" if frames else ""
 
