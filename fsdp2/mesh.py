@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2._torch import concatenate_meshes, flatten_mesh, new_group_of, real_tensors
-from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.policies import DataParallelMeshDims
 
 # Meshes to which units reshard after forward, by the default process group, the mesh that they were created from and
@@ -185,12 +185,14 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
     Raises:
         ArgumentError: the mesh has another number of axes.
         MisuseError: a 2-D mesh has no axis names, so a wrong order of the axes could not be detected.
+        UnsupportedError: an axis has its ranks in another order than its process group.
     """
     if mesh.ndim not in (1, 2):
         raise ArgumentError(
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "
             "in one mesh, pass the data-parallel part (mesh['dp']) or name its axes with dp_mesh_dims."
         )
+    _check_order(mesh)
     if mesh.ndim == 1:
         return MeshRoles(mesh, replicate_axis=None, shard_axis=0)
     if mesh.mesh_dim_names is None:
@@ -214,6 +216,7 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
 
     Raises:
         ArgumentError: `dims` names nothing, or an axis that `mesh` does not have.
+        UnsupportedError: an axis has its ranks in another order than its process group.
     """
     shard, replicate = dims.shard_names, dims.replicate_names
     if not shard and not replicate:
@@ -227,6 +230,8 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
         if name not in mesh.mesh_dim_names:
             raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
     parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
+    for part in parts:
+        _check_order(part)
     return MeshRoles(
         parts[0] if len(parts) == 1 else concatenate_meshes(parts),
         replicate_axis=0 if replicate else None,
@@ -235,6 +240,24 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
         shard_names=shard,
         replicate_names=replicate,
     )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Collectives place shards by the ranks in the group, which torch sorts; DTensors, by those in the mesh. Where they
+    differ a model trains, and its checkpoints and initial values have rows in another order."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return
+    with real_tensors():
+        for axis in range(mesh.ndim):
+            beside = [at if other != axis else slice(None) for other, at in enumerate(coordinate)]
+            ranks = mesh.mesh[tuple(beside)].tolist()
+            members = dist.get_process_group_ranks(mesh.get_group(axis))
+            if ranks != members:
+                raise UnsupportedError(
+                    f"fully_shard: along axis {axis} the mesh has the ranks {ranks}, and its process group, which "
+                    f"numbers the shards, {members}. Make the mesh with ascending ranks."
+                )
 
 
 def default_mesh() -> DeviceMesh:

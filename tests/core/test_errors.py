@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, OrderError, ShardPlacementResult, fully_shard
+from fsdp2 import DataParallelMeshDims, FSDPModule, OrderError, ShardPlacementResult, UnsupportedError, fully_shard
 from tests.helpers.models import check_step, error_of, is_sharded, linears, sharded_copy, wrapped
 from tests.helpers.parity_models import expect, full, mesh_2d
 from tests.helpers.ranks import on_ranks
@@ -133,6 +133,18 @@ the shard axis; got DeviceMesh((2, 2), 'cpu', stride=(2, 1)) without names. Pass
 mesh_dim_names=('replicate', 'shard') to init_device_mesh.
 """,
     )
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_name: bool) -> None:
+    """It trained, and its checkpoint had the rows of one rank at the place of another's."""
+    mesh = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("a", "b"))
+    options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="a")} if by_name else {"mesh": mesh["a"]}
+    ranks = [rank % 2, rank % 2 + 2]
+    text = error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), **options))
+    assert f"along axis 0 the mesh has the ranks {ranks[::-1]}, and its process group" in text
+    assert f"the shards, {ranks}. Make the mesh with ascending ranks." in text
 
 
 @on_ranks(2)
