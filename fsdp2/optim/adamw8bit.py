@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec, shard_dim, split_factor
+from fsdp2._torch import local_tensor, make_dtensor, make_spec, shard_dim, spec_of, split_factor
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.owned import Owned, owned_of
 from fsdp2.layout import strides
 from fsdp2.optim.eight_bits import BLOCK, SIGNED, UNSIGNED, num_blocks
-from fsdp2.optim.loading import load_with_dtypes
+from fsdp2.optim.loading import load_with_dtypes, own_part
 from fsdp2.optim.rounding import key_of, round_to_bfloat16
 from fsdp2.optim.run import local_grad
 
@@ -186,15 +186,15 @@ class _Step:
 
     def _step_exact(self) -> Callable[..., object]:
         """A function that steps some rows with moments in fp32."""
-        mean, square = (_local(self._state[name]) for name in MOMENTS)
+        mean, square = map(self._own, MOMENTS)
         if not mean.ndim:
             mean, square = mean.view(1), square.view(1)
         return lambda rows, new, grad, step: self._update(new, grad, mean[rows], square[rows], step)
 
     def _step_quantised(self) -> Callable[..., object]:
         """A function that steps some rows with quantised moments."""
-        codes = [_local(self._state[f"{name}_code"]) for name in MOMENTS]
-        scales = [self._scale(f"{name}_scale") for name in MOMENTS]
+        codes = [self._own(f"{name}_code") for name in MOMENTS]
+        scales = [self._own(f"{name}_scale") for name in MOMENTS]
 
         def step_rows(rows: slice, new: torch.Tensor, grad: torch.Tensor, step: int) -> None:
             flat = [code[rows].flatten(1) for code in codes]
@@ -270,18 +270,20 @@ class _Step:
             )
         return scale
 
-    def _scale(self, name: str) -> torch.Tensor:
-        """This rank's scales. Those that were saved or made with another sharding are cut first."""
-        scale = self._state[name]
-        if isinstance(self._param, DTensor):
-            at_home = isinstance(scale, DTensor) and scale.device_mesh == self._param.device_mesh
-            if not at_home or list(scale.placements) != [_of_scale(each) for each in self._param.placements]:
-                new = self._new_scale()
-                whole = scale.full_tensor() if isinstance(scale, DTensor) else scale
-                for box, own in _owned(new).within(tuple((0, size) for size in whole.shape)):
-                    _local(new)[own] = whole[box].to(new.device)
-                scale = self._state[name] = new
-        return _local(scale)
+    def _own(self, name: str) -> torch.Tensor:
+        """This rank's part of a state. What was loaded whole, or saved or made with another sharding, is cut first."""
+        value, param = self._state[name], self._param
+        if isinstance(param, DTensor):
+            is_scale = name.endswith("_scale")
+            placements = [_of_scale(each) for each in param.placements] if is_scale else list(param.placements)
+            at_home = isinstance(value, DTensor) and value.device_mesh == param.device_mesh
+            if not at_home or list(value.placements) != placements:
+                like = self._new_scale() if is_scale else param
+                assert isinstance(like, DTensor)
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                part = own_part(whole, like)
+                value = self._state[name] = make_dtensor(part, spec_of(like)) if is_scale else self._like(part)
+        return _local(value)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

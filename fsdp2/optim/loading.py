@@ -1,15 +1,19 @@
-"""`load_state_dict` for optimizers whose state has dtypes of its own. Layer: optim.
+"""What `load_state_dict` leaves to be done: dtypes that torch changes, and whole tensors. Layer: optim.
 
 torch casts what it loads to the dtype of the parameter, which would change codes of 8 bits, and fp32 preconditioners of
-bf16 parameters.
+bf16 parameters. It takes whole tensors, such as the state of one process, for sharded parameters.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-__all__ = ["load_with_dtypes"]
+from fsdp2._torch import local_tensor
+from fsdp2.init.owned import owned_of
+
+__all__ = ["load_with_dtypes", "own_part"]
 
 StateDict = dict[str, Any]
 
@@ -38,6 +42,15 @@ def load_with_dtypes(
         for key, param in zip(before["params"], group["params"], strict=True) if keeps(index) else ():
             if key in saved["state"]:
                 optimizer.state[param] = _copied(saved["state"][key], optimizer.state[param])
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This rank's part of `whole`, a plain tensor with the global shape of `like`, cut as `like` is."""
+    local = local_tensor(like)
+    part = torch.empty_like(local, dtype=whole.dtype)
+    for box, own in owned_of(like, local.shape).within(tuple((0, size) for size in whole.shape)):
+        part[own] = whole[box].to(part.device)
+    return part
 
 
 def _copied(value: Any, loaded: Any) -> Any:

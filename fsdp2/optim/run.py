@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import base_of, grad_of, local_of, local_tensor, make_dtensor, make_spec, spec_of, version
 from fsdp2.adjacent import can_carve, carve, over, runs_of, span_of
 from fsdp2.errors import ArgumentError
+from fsdp2.optim.loading import own_part
 from fsdp2.optim.norms import by_device_and_dtype
 
 __all__ = [
@@ -162,6 +163,8 @@ class SteppedRun:
             return whole
         if isinstance(first, torch.Tensor) and len(values) > 1:
             return first.clone()
+        if isinstance(first, torch.Tensor) and first.shape == self.params[0].shape != self.bases[0].shape:
+            return own_part(first, self.params[0])
         return first
 
     # --- out ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import AdamW8bit, checkpoint
@@ -27,7 +28,7 @@ from fsdp2.optim.rounding import key_of, round_to_bfloat16
 from tests.helpers.optimizers import Optim, assert_same, params_in
 from tests.helpers.parity_models import batch, local, mesh_2d, shard_blocks, shard_like
 from tests.helpers.ranks import on_ranks, run_on_ranks
-from tests.helpers.tp_models import mesh_of
+from tests.helpers.tp_models import dp_tp, mesh_of
 
 # Even and uneven rows, fewer rows than ranks, several spans of rows, blocks that are not full, moments in fp32.
 SHAPES = [(8, 700), (5, 1000), (1, 5000), (300, 512), (70, 64), (32, 20, 3, 3), (9, 100), (4500, 1), (33,), ()]
@@ -240,6 +241,27 @@ def resume_at(rank: int, world_size: int, kind: str, folder: Path, late: bool) -
     assert_equal(optimizer, uninterrupted)
 
 
+@on_ranks(4)
+def test_new_state_is_cut_as_its_parameter(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Of a parameter whose rows tensor parallelism cuts, too: its scales were made whole on each data rank, and the
+    next step gathered them."""
+
+    def make() -> tuple[nn.Module, AdamW8bit]:
+        torch.manual_seed(0)
+        net = parallelize_module(nn.Linear(600, 64, bias=False), dp_tp()["tp"], ColwiseParallel())
+        return fsdp2.fully_shard(net, mesh=dp_tp()["dp"]), AdamW8bit(net.parameters(), lr=1e-2)
+
+    model, optimizer = make()
+    other, fresh = make()
+    step(optimizer, range(2))
+    checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
+    checkpoint.load(tmp_path / "a", model=other, optimizer=fresh)
+    for (param, state), (_, wanted) in zip(fresh.state.items(), optimizer.state.items(), strict=True):
+        for key in ("exp_avg_scale", "exp_avg_code"):
+            assert state[key].placements == wanted[key].placements == param.placements
+            assert torch.equal(local(state[key]), local(wanted[key]))
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -397,3 +419,46 @@ def test_mistakes() -> None:
     param.grad = torch.ones_like(param)
     with pytest.raises(ArgumentError, match="complex64"):
         AdamW8bit([param]).step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["8 bits", "fused", "offloaded"])
+def test_the_state_of_one_process(rank: int, world_size: int, kind: str) -> None:
+    """`load_state_dict` takes whole tensors for sharded parameters. Each rank stepped with the rows of rank 0."""
+    made: dict[str, Any] = {
+        "8 bits": lambda params: AdamW8bit(params, lr=1e-2),
+        "fused": lambda params: local_optimizer(torch.optim.AdamW, params, lr=1e-2, fused=True),
+        "offloaded": lambda params: offload_optimizer(torch.optim.AdamW, params, lr=1e-2, fused=True),
+    }
+    plain, other = (nn.ParameterList([values(shape, 0) for shape in SHAPES]) for _ in range(2))
+    alone = AdamW8bit(plain, lr=1e-2) if kind == "8 bits" else torch.optim.AdamW(plain, lr=1e-2, fused=True)
+
+    def step(optimizer: Any, params: Any, seed: int) -> None:
+        for param, shape in zip(params, SHAPES, strict=True):
+            grad = values(shape, seed)
+            is_sharded = isinstance(param, DTensor)
+            param.grad = distribute_tensor(grad, param.device_mesh, param.placements) if is_sharded else grad
+        optimizer.step()
+
+    step(alone, plain, 1)
+    other.load_state_dict(plain.state_dict())
+    policy = {"offload_policy": fsdp2.Offload()} if kind == "offloaded" else {}
+    model: Any = fsdp2.fully_shard(Holder(other), **policy)
+    optimizer = made[kind](model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
+    for each, params in ((alone, plain), (optimizer, other)):
+        step(each, params, 2)
+        step(each, params, 3)
+    for param, sharded in zip(plain, other, strict=True):
+        torch.testing.assert_close(sharded.full_tensor(), param, rtol=0, atol=0 if kind == "8 bits" else 1e-6)
+
+
+class Holder(nn.Module):
+    """Something to shard."""
+
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec, spec_of
+from fsdp2._torch import local_tensor, make_dtensor, make_spec, shard_dim, spec_of, split_factor
 from fsdp2.checkpoint.io.catalog import StoredTensorInfo
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
@@ -196,11 +196,15 @@ def _is_cut_alike(tensor: DTensor, param: DTensor, world: World) -> bool:
 
 
 def _placement_name(placement: Placement) -> str:
-    return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
+    return "R" if split_factor(placement) is None else f"S{shard_dim(placement)}"
 
 
-def _placement_named(kind: str, ndim: int) -> Placement:
-    return Shard(int(kind[1:])) if kind[1:].isdecimal() and int(kind[1:]) < ndim else Replicate()
+def _placement_named(kind: str, ndim: int, of_param: Placement) -> Placement:
+    """A placement by its name; on the parameter's dim, the parameter's: other axes may cut that too."""
+    if not kind[1:].isdecimal() or int(kind[1:]) >= ndim:
+        return Replicate()
+    dim = int(kind[1:])
+    return of_param if split_factor(of_param) is not None and shard_dim(of_param) == dim else Shard(dim)
 
 
 def _group(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
@@ -321,7 +325,7 @@ class OptimizerTarget:
         like = entry_of(fqn, param, self.world, self.ranks)
 
         def make(note: dict[str, Any]) -> Any:
-            path = note["$tensor"]
+            path = str(note["$tensor"])
             name = f"{path}.{fqn}"
             if "value" in note:  # another library stored a number where torch has a 0-dim tensor
                 return _scalar(note)
@@ -364,7 +368,8 @@ class OptimizerTarget:
             return make_dtensor(local, spec)
         mesh = param.device_mesh
         names = form if isinstance(form, list) and len(form) == mesh.ndim else ["R"] * mesh.ndim
-        placements = [_placement_named(str(kind), len(shape)) for kind in names]
+        pairs = zip(names, param.placements, strict=True)
+        placements = [_placement_named(str(kind), len(shape), of_param) for kind, of_param in pairs]
         spec = make_spec(mesh, placements, shape, strides(shape), dtype)
         box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
