@@ -149,7 +149,7 @@ def fully_shard(
     placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
     drafts = [_draft(each, placing, ignored, reshard_to) for each in _apart(modules)]
     _check_tiled(drafts)
-    note_ignored(ignored_params or ())
+    note_ignored(ignored)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
     for draft in drafts:
         _build(draft, placing, settings)

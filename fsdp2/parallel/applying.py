@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from fsdp2.api import fully_shard
+from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
-from fsdp2.parallel.blocks import Block, Blocks, blocks_of
+from fsdp2.parallel.blocks import Block, Blocks, blocks_of, root_options
 from fsdp2.parallel.config import OFFLOADS, ParallelConfig
 from fsdp2.parallel.context import replace_attention
 from fsdp2.parallel.meshes import Meshes, build_meshes
@@ -95,7 +96,8 @@ def parallelize(
     if any(unit_of(module) is not None for module in model.modules()):
         raise MisuseError("parallelize: the model, or a part of it, is sharded already; call it once, on a plain model")
     signature(fully_shard).bind(model, **options)  # an unknown option is a TypeError now, not later
-    chosen = blocks_of(model, (config.blocks or None) if blocks is None else blocks)
+    blocks = (config.blocks or None) if blocks is None else blocks
+    chosen, of_root = blocks_of(model, blocks), root_options(model, blocks)
     check_plain(chosen)
     styles = None
     if config.tensor > 1:
@@ -111,7 +113,7 @@ def parallelize(
     recompute_and_compile(chosen, config.checkpoint_every, config.compile)
     for block in chosen:
         fully_shard(block.module, **{**options, **block.options})
-    fully_shard(model, **options)
+    fully_shard(model, **{**options, **of_root})
     _logger.info("%s", _report(model, meshes, chosen))
     return model
 
@@ -144,6 +146,8 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
     elif config.pipeline > 1 and "zero" not in given and not meshes.only_replicates:
         options["reshard_after_forward"] = False
     options.update(given)
+    if "ignored_params" in given:
+        options["ignored_params"] = parameter_set(given["ignored_params"])  # an iterator could be read only once
     if meshes.only_replicates:
         _check_replicated(options)
         options["zero"] = ZeroPolicy(stage=0)

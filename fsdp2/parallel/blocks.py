@@ -17,7 +17,7 @@ from fsdp2.runtime.unit import has_forward
 from fsdp2.wrap import auto_shard, transformer_blocks
 from fsdp2.wrap.policies import Policy, classes_of
 
-__all__ = ["Block", "Blocks", "blocks_of", "matches"]
+__all__ = ["Block", "Blocks", "blocks_of", "matches", "root_options"]
 
 Blocks = Policy | nn.Module | type[nn.Module] | str
 """A policy, a module, a class, or the name of a class or of modules (a pattern, such as ``layers.*``)."""
@@ -61,6 +61,13 @@ def blocks_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> list[
                 chosen.setdefault(module, {})  # a policy's options stay
     chosen.pop(model, None)
     return [Block(fqn, module, chosen[module]) for fqn, module in _children_first(model) if module in chosen]
+
+
+def root_options(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> Mapping[str, Any]:
+    """The options of `fully_shard` that the policies in `spec` have for the root."""
+    specs = spec if isinstance(spec, (list, tuple)) else [spec]
+    units = [unit for each in specs if isinstance(each, Policy) for unit in auto_shard(model, each, dry_run=True).units]
+    return {name: value for unit in units if not unit.fqn for name, value in unit.options.items()}
 
 
 def matches(pattern: str, fqn: str) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp2._torch import composable_apis
 from fsdp2.api import fully_shard
+from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
 from fsdp2.runtime.unit import has_forward, unit_of
 from fsdp2.wrap.policies import (
@@ -161,6 +162,8 @@ def auto_shard(model: nn.Module, policy: Policy, *, dry_run: bool = False, **opt
         )
     if unit_of(model) is not None:
         raise MisuseError(f"auto_shard: this {type(model).__name__} is sharded already; call it once, on a plain model")
+    if "ignored_params" in options:
+        options["ignored_params"] = parameter_set(options["ignored_params"])
     plan = _Plan(policy.rule_for(model), model, options.get("ignored_params") or set())
     report = WrapReport(policy.name, tuple(unit for _, unit in plan.units), plan.left())
     if len(plan.units) == 1:

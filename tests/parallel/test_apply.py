@@ -17,7 +17,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing import assert_close
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ZeroPolicy, by_class, by_size, events, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ZeroPolicy,
+    auto_shard,
+    by_class,
+    by_predicate,
+    by_size,
+    events,
+    fully_shard,
+)
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from tests.helpers.models import error_of
@@ -84,6 +95,36 @@ def test_modules_themselves_and_names_in_the_config(rank: int, world_size: int) 
     assert units(parallelize(Lm(), ParallelConfig(blocks=("blocks.1", "Embedding")))) == ["", "embed", "blocks.1"]
     both = parallelize(Lm(), ParallelConfig(blocks=("blocks.1",)), blocks="blocks.0")
     assert units(both) == ["", "blocks.0"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("resharded", [True, False])
+def test_a_policy_has_options_for_the_root_too(rank: int, world_size: int, resharded: bool) -> None:
+    """`by_predicate` promises it, and `parallelize` dropped them."""
+
+    def chosen(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
+        return {"reshard_after_forward": resharded} if not fqn else isinstance(module, DecoderBlock)
+
+    model: Any = parallelize(Lm(), ParallelConfig(), blocks=by_predicate(chosen))
+    with torch.no_grad(), quiet():
+        model(*part_of(build_meshes(ParallelConfig(), "cpu"), global_batch(0))[:1])
+    assert isinstance(model.head.weight, DTensor) is resharded
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", ["parallelize", "auto_shard", "fully_shard"])
+def test_ignored_parameters_that_can_be_read_once(rank: int, world_size: int, call: str) -> None:
+    """From an iterator the first unit took them all, and the root sharded them after all."""
+    model: Any = Lm()
+    ignored = model.embed.parameters()
+    if call == "parallelize":
+        parallelize(model, ParallelConfig(), ignored_params=ignored)
+    elif call == "auto_shard":
+        auto_shard(model, by_class(DecoderBlock), ignored_params=ignored)
+    else:
+        fully_shard(model, ignored_params=ignored)
+    assert not isinstance(model.embed.weight, DTensor)
+    assert isinstance(model.head.weight, DTensor)
 
 
 BAD_BLOCKS: dict[str, tuple[Any, str]] = {
