@@ -344,6 +344,16 @@ def running_backward() -> int:
     return task
 
 
+def next_node_number() -> int:
+    """The number of the next node that this thread adds to the autograd graph; they ascend."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def number_of_node(node: Any) -> int:
+    """Its `next_node_number` before it was added."""
+    return int(node._sequence_nr())
+
+
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -94,6 +94,7 @@ def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 def _before_save(module: nn.Module, *_: Any) -> None:
     for unit in owners_of(module):
+        unit.check_unconverted()
         unit.reshard_all(to_change=False)
 
 

@@ -5,6 +5,7 @@ that calls the whole model) or the earlier forward raised. Only the call stack t
 """
 
 import inspect
+import sys
 from types import CodeType, FrameType
 from typing import Any
 
@@ -19,17 +20,17 @@ def note_entry(function: Any) -> None:
 
 
 def is_running(module: nn.Module) -> bool:
-    """Whether a call of `module` is running."""
-    return _has_calls(module, 1)
+    """Whether a call of `module` is running, in any thread: the end of a backward runs in a thread of the device, while
+    the one that has called it waits."""
+    return any(_has_calls(frame, module, 1) for frame in sys._current_frames().values())
 
 
 def is_within_itself(module: nn.Module) -> bool:
     """Whether the call of `module` that is starting is nested in another call of it."""
-    return _has_calls(module, 2)
+    return _has_calls(inspect.currentframe(), module, 2)
 
 
-def _has_calls(module: nn.Module, wanted: int) -> bool:
-    frame: FrameType | None = inspect.currentframe()
+def _has_calls(frame: FrameType | None, module: nn.Module, wanted: int) -> bool:
     num_calls = 0
     while frame is not None and num_calls < wanted:
         if frame.f_code in _entries and frame.f_locals.get("self") is module:

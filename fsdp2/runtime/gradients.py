@@ -18,6 +18,7 @@ from operator import is_not
 from weakref import ref
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import grad_of, hooks_of, post_accumulate_grad_hooks, running_backward
@@ -65,13 +66,19 @@ class Gradients:
             self._note_trainable(wanted)
 
     def follow_unsharded(self) -> None:
-        """If the user froze or unfroze an unsharded parameter, do the same to the sharded one."""
+        """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
         found = [param.unsharded is not None and param.unsharded.requires_grad for param in self._params]
-        if found != self._trainable:
-            for param, before, trainable in zip(self._params, self._trainable, found, strict=True):
-                if trainable != before:
-                    param.sharded.requires_grad = trainable
-            self._note_trainable(found)
+        if not (found == self._trainable == [param.sharded.requires_grad for param in self._params]):
+            self.follow([param.unsharded for param in self._params])
+            self.sync_trainable()
+
+    def follow(self, forms: Sequence[nn.Parameter | None]) -> None:
+        """If the user froze or unfroze one of `forms`, which the modules have held instead of the sharded parameters,
+        do the same to the sharded one."""
+        if self._trainable:
+            for param, form, before in zip(self._params, forms, self._trainable, strict=True):
+                if form is not None and form.requires_grad != before:
+                    param.sharded.requires_grad = form.requires_grad
 
     def _note_trainable(self, trainable: list[bool]) -> None:
         self._trainable = trainable

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2._torch import base_of, tensors_have_levels
+from fsdp2._torch import base_of, number_of_node, tensors_have_levels
 from fsdp2.events import profiler_range
 from fsdp2.runtime.tree import map_tensors, tensors_in
 
@@ -110,9 +110,13 @@ def on_backward_end(
     return map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def on_backward_begin(callback: Callback, output: Any) -> Any:
+def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     """Hook `output`: `callback` runs in backward when the gradient of a tensor in it is available, once for each
-    tensor."""
+    tensor.
+
+    Args:
+        since: `next_node_number()` when the forward began that has made `output`.
+    """
     if tensors_have_levels():
         begin: Any = _BackwardBeginOfLevels.apply
         return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
@@ -122,9 +126,10 @@ def on_backward_begin(callback: Callback, output: Any) -> Any:
             tensor.register_hook(lambda _grad: callback())
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            if node is not None:
+            if node is not None and number_of_node(node) >= since:
                 # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
-                # remains in the graph.
+                # remains in the graph. A view of an input, such as an input that is returned as it is, has a base from
+                # before the forward, whose backward comes when that of this unit is over.
                 node.register_prehook(lambda _grads: callback())
     return output
 

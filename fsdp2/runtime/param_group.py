@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from operator import is_
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import backward_is_running, version
+from fsdp2._torch import backward_is_running, local_of, local_tensor, version
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
@@ -115,6 +117,9 @@ class ParamGroup:
         self._used_at: list[int] | None = None
         self._host: HostCopy | None = None
         self._shards: list[torch.Tensor] = []
+        # The sharded parameters and their local tensors at the last `refresh`.
+        self._sharded: list[nn.Parameter] = []
+        self._locals: list[torch.Tensor] = []
         self.flat_shards: list[FlatShard] = []
         self._resting: RestingShards | None = None
         self._under_way: Callable[[], None] | None = None
@@ -138,6 +143,8 @@ class ParamGroup:
         if self.parts or self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
+        if self.phase is Phase.SHARDED and not self.changing:
+            self._follow_conversion()
         if self._is_complete():
             self._under_way = lambda: None
         else:
@@ -232,6 +239,7 @@ class ParamGroup:
             self._move(Phase.SHARDED)
             raise
         self._move(Phase.UNSHARDED)
+        self._follow_resharded()
         self.gradients.sync_trainable()
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
@@ -266,8 +274,13 @@ class ParamGroup:
         self._put([param.resharded if to is Phase.SMALLER else param.at_rest for param in self.params])
         if to is not Phase.SMALLER:
             unsharded.copies = []
+            self._follow_resharded()
             self._drop_resharded()
         self._move(to)
+
+    def _follow_resharded(self) -> None:
+        if self.smaller is not None and any(param.resharded is not None for param in self.params):
+            self.gradients.follow([param.resharded for param in self.params])
 
     def _drop_resharded(self) -> None:
         if self.smaller is not None:
@@ -307,8 +320,9 @@ class ParamGroup:
     def is_stale(self) -> bool:
         """Whether there are unsharded parameters, or copies on the smaller mesh, from before a change of the sharded
         ones."""
-        is_copy = self.phase in (Phase.GATHERING, Phase.UNSHARDED, Phase.SMALLER) and self.roles.shard_axis is not None
-        return is_copy and self._gathered_at != self._versions()
+        if self.phase not in (Phase.GATHERING, Phase.UNSHARDED, Phase.SMALLER) or self._gathered_at == self._versions():
+            return False
+        return not all(param.aliases for param in self.params)
 
     def _is_complete(self) -> bool:
         """Whether the unsharded parameters were kept and equal what a gather would produce."""
@@ -348,6 +362,29 @@ class ParamGroup:
 
     # --- following the sharded parameters ----------------------------------------------------------------------------
 
+    def _follow_conversion(self) -> None:
+        """A module that is no unit may have been converted by itself (`model.head.float()`): its parameters have other
+        local tensors now, and nobody has told the unit."""
+        if not all(map(is_, map(local_of, self._sharded), self._locals)):
+            self.refresh()
+
+    def check_unconverted(self) -> None:
+        """The same while unsharded: the conversion has changed what the next gather replaces.
+
+        Raises:
+            OrderError: some parameter is not in the memory of the unsharded ones.
+        """
+        for param in self.params if self.phase is Phase.UNSHARDED else ():
+            unsharded, whole = param.unsharded, param.whole
+            if unsharded is None or whole is None or param.is_extended:
+                continue
+            local = local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
+            if local.untyped_storage() is not whole.untyped_storage():
+                raise OrderError(
+                    f"'{param.fqn}' was moved or converted while it was unsharded, by a call of a module that is no "
+                    "unit, which does not reach its shards. Call reshard() on the model before such a call."
+                )
+
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         self.settle()
@@ -377,6 +414,8 @@ class ParamGroup:
         for part in self.parts:
             if part.phase is Phase.SHARDED:
                 part.refresh()
+        self._sharded = [param.sharded for param in self.params]
+        self._locals = list(map(local_of, self._sharded))
         return any(changed)
 
     def take_parts(self, groups: Sequence["ParamGroup"]) -> None:

@@ -39,7 +39,7 @@ from fsdp2.mesh import MeshRoles
 from fsdp2.policies import MixedPrecisionPolicy, Offload, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
 from fsdp2.runtime.geometry import Geometry
-from fsdp2.runtime.slot import Slot
+from fsdp2.runtime.slot import Slot, tie_again
 from fsdp2.runtime.streams import simulation
 from fsdp2.specs import ParamSpecs
 
@@ -407,6 +407,7 @@ class ManagedParameter:
             return self._follow_whole()
         current = self.slots[0].get()
         if current is self.sharded and self._is_current(local_tensor(current)):
+            tie_again(self.slots, current, self._check_replacement)
             return self._note_extension(local_tensor(current))
         self._check_replacement(current)
         assert isinstance(current, nn.Parameter)

@@ -1,11 +1,12 @@
 """`Slot`: one place where a module holds a parameter; `SlotTable`: the slots of a group. Layer: runtime."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_not
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import allows_direct_slots, parameter_slots
 
@@ -43,6 +44,17 @@ class Slot:
     def module(self) -> nn.Module | None:
         """The module, while it lives."""
         return self._module()
+
+
+def tie_again(slots: Sequence[Slot], param: nn.Parameter, check: Callable[[torch.Tensor], object]) -> None:
+    """Put `param`, which the first slot holds, in place of parameters that other slots hold and `check` lets pass:
+    `load_state_dict(assign=True)` gives each name of a tied weight a parameter of its own, and the first name's counts,
+    as in torch."""
+    for slot in slots[1:]:
+        held = slot.get()
+        if held is not param and isinstance(held, DTensor) and isinstance(held, nn.Parameter):
+            check(held)
+            slot.put(param)
 
 
 class SlotTable:

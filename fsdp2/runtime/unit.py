@@ -22,7 +22,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running, outside_transforms
+from fsdp2._torch import backward_is_running, next_node_number, outside_transforms
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
@@ -126,6 +126,7 @@ class Unit:
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
+        self._first_node = 0  # `next_node_number()` at the beginning of the last forward
         _units.add(self)
         self.adopt(modules, param_lists)
 
@@ -278,8 +279,14 @@ class Unit:
 
     def drop_stale(self) -> None:
         """Reshard what was gathered before an optimizer stepped it: by a forward without a backward, or kept."""
+        self.check_unconverted()
         if any(group.is_stale for group in self.groups):
             self.reshard_all()
+
+    def check_unconverted(self) -> None:
+        """Raise if a part of the module was converted while it was unsharded."""
+        for group in self.groups:
+            group.check_unconverted()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -310,6 +317,7 @@ class Unit:
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
+            self._first_node = next_node_number()
         if self._is_optional and not backward_is_running():
             assert self.role is not None
             self.role.begin_forward(self.fqn, context.schedule.in_root_forward)
@@ -384,7 +392,7 @@ class Unit:
         elif self.groups or self.role is not None:
             order, position = self.context.schedule.finished(self)
         conversions = self._conversions()
-        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output)
+        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output, self._first_node)
 
     def _conversions(self) -> int:
         """How often unsharded parameters were recreated, because those before did not match any more."""

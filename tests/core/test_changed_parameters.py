@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from fsdp2 import ZeroPolicy, events, fully_shard
+from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, events, fully_shard
 from tests.helpers.extensions import layers_in_pieces
 from tests.helpers.parity_models import count
 from tests.helpers.ranks import on_ranks
@@ -197,3 +197,83 @@ def test_grad_dtype_that_is_set_between_steps(rank: int, world_size: int) -> Non
         param.grad_dtype = torch.float32
     backward_of(model, X.bfloat16())
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stays", ["evaluated", "kept"])
+def test_copies_of_whole_parameters_get_old(rank: int, world_size: int, stays: str) -> None:
+    """Behaviour 77, where parameters are whole on every rank and computed in another dtype: the copies in that dtype
+    were taken for the parameters themselves. What stayed gathered was never trained."""
+    mixed = MixedPrecisionPolicy(param_dtype=torch.float64)
+    plain, model = two_layers(), fully_shard(two_layers(), zero=ZeroPolicy(stage=0), mp_policy=mixed)
+    model.set_reshard_after_backward(stays != "kept")
+    for each, x in ((plain, X), (model, X.double())):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            backward_of(each, x)
+            if stays == "evaluated":
+                with torch.no_grad():
+                    each(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward_of(each, x)
+    model.reshard()
+    assert_same_gradients(model, plain)
+
+
+# --- modules that are no units, converted by themselves ---------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_part_is_converted_after_a_step(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """Behaviour 33: its parameters get other memory. The unit went on gathering what was there before, while the
+    optimizer stepped the new one: nothing was trained."""
+    plain, model = two_layers(), fully_shard(two_layers())
+    for each in (plain, model):
+        backward_of(each)
+        each.zero_grad()
+        for layer in (each[0], each[2]):
+            layer.half().float().to(dtype)
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            backward_of(each, X.to(dtype))
+            optimizer.step()
+            optimizer.zero_grad()
+        backward_of(each, X.to(dtype))
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("then", ["forward", "state dict"])
+def test_a_part_is_converted_while_unsharded(rank: int, world_size: int, then: str) -> None:
+    """The conversion reaches what the next gather replaces."""
+    model = fully_shard(two_layers())
+    with torch.no_grad():
+        model(X)
+    model[0].double().float()
+    with pytest.raises(
+        OrderError, match=r"'0\.weight' was moved or converted while it was unsharded.*Call reshard\(\)"
+    ):
+        model(X) if then == "forward" else model.state_dict()
+
+
+# --- frozen and unfrozen ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("held", ["sharded", "module's"])
+@pytest.mark.parametrize("stays", ["root", "smaller mesh"])
+def test_frozen_after_an_evaluation(rank: int, world_size: int, stays: str, held: str) -> None:
+    """Behaviour 24: through the parameter that an optimizer holds, or the one in the module. The first was seen at the
+    next gather only, the second was forgotten with the copy on the smaller mesh."""
+    model = fully_shard(nn.Linear(8, 8), **STAYS[stays])
+    weight = model.weight
+    for is_frozen in (True, False):
+        with torch.no_grad():
+            model(X)
+        (weight if held == "sharded" else model.weight).requires_grad_(not is_frozen)
+        backward_of(model)
+        assert weight.requires_grad is not is_frozen
+        assert (weight.grad is None) is is_frozen
+        model.zero_grad()

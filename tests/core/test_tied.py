@@ -231,3 +231,17 @@ def test_the_old_weight_assigned_after_sharding(rank: int, world_size: int) -> N
     model[1].weight = weight
     with pytest.raises(ArgumentError, match=r"'1.weight' and '0.weight' are one weight; only the second is sharded"):
         model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ORDERS)
+def test_loaded_by_assignment(rank: int, world_size: int, order: str) -> None:
+    """``load_state_dict(assign=True)`` gives each name a parameter of its own, which the next forward refused."""
+    plain, model = Tied(), Tied()
+    model.load_state_dict(plain.state_dict())
+    shard_in_order(fsdp2, model, order)
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict({name: nn.Parameter(value) for name, value in state.items()}, assign=True)
+    plain.load_state_dict({name: value * 2 for name, value in plain.state_dict().items()})
+    assert_close(model(batch(0, rank)), plain(batch(0, rank)))
+    assert_tied(model)

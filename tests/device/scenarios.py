@@ -336,6 +336,40 @@ def scaled(rank: int, world_size: int, seed: int) -> None:
         torch.amp.GradScaler(DEVICE, enabled=False).step(optimizer)
 
 
+class Forces(nn.Module):
+    """An energy, whose gradient the rest of the forward works with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.body(x).square().sum(), x, create_graph=True)
+        return self.head(force)
+
+
+def forces(rank: int, world_size: int, seed: int) -> None:
+    """A backward within a forward. Its end runs in a thread of the device, which does not see the forward among its own
+    calls."""
+
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = Forces().to(device)
+        for unit in (model.body, model):
+            fsdp2.fully_shard(unit, mesh=mesh_of(device, (world_size,), ("shard",)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        for step in range(2):
+            model(batch(step, rank).to(device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+    expected = trained("cpu")
+    with late(seed):
+        assert_same(trained(DEVICE), expected)
+
+
 SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "two units": two_units,
     "states in host memory, loaded": states_loaded,
@@ -345,6 +379,7 @@ SCENARIOS: dict[str, Callable[[int, int, int], None]] = {
     "failed": failed,
     "bad batch": bad_batch,
     "backward, repeated": repeated,
+    "backward within a forward": forces,
     **SCENARIOS_OF_FILES,
     **SCENARIOS_OF_ACTIVATIONS,
     "materialized": materialized,
