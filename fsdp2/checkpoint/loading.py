@@ -157,6 +157,7 @@ def _load(
         agreement.abandon(error)
         raise
     if agreement.report(catalog.manifest.id if isinstance(catalog, NativeCatalog) else ""):
+        agreement.decide()  # also so that nobody joins this attempt again
         if len(set(agreement.records())) > 1:
             agreement.fail(ReplacedError(f"the ranks have loaded different checkpoints, all called {path}"))
         agreement.finish()

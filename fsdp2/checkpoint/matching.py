@@ -1,12 +1,13 @@
 """Compare what is requested with what is stored (names, shapes, dtypes) before anything changes. Layer: checkpoint."""
 
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
@@ -202,8 +203,11 @@ class Matching:
         ]
         self._ask_values(section, state, target)
         if isinstance(target, nn.Module):
-            self._finish.append(lambda: _filled(target))
+            self._finish.append(lambda: _filled(target.parameters()))
             self._finish += [lambda: _load_values(target, computed)] if computed else []
+        else:
+            held = [entry.outside for entry in state.entries.values()]
+            self._finish.append(lambda: _filled(each for each in held if isinstance(each, DTensor)))
 
     def _computed(self, section: str, entry: Entry, source: Source) -> Entry:
         """The tensor to fill for one that a module creates for its state dict. The tensor of an extra state may have
@@ -282,6 +286,10 @@ class Matching:
             ranks_of(model.parameters() if model else (), self.world),
         )
         tables = self.catalog.values.get(section, [])
+        if any(table.keys().isdisjoint(("forms", "states", "groups")) for table in tables):
+            raise MismatchError(
+                f"{self.catalog.path}: the optimizer was saved as a dict, optimizer={{...}}; load it into such a dict"
+            )
         target.prepare(tables_of(name, tables, set(target.names.values())), stored)
         self.missing += target.missing
         self.unexpected += target.unexpected
@@ -344,9 +352,9 @@ def _warn_of_meta(model: nn.Module) -> None:
         )
 
 
-def _filled(model: nn.Module) -> None:
-    """Must be called after a module's tensors were filled without autograd's knowledge."""
-    torch.autograd.graph.increment_version([param for param in model.parameters() if not param.is_meta])
+def _filled(tensors: Iterable[torch.Tensor]) -> None:
+    """Must be called after tensors were filled without autograd's knowledge."""
+    torch.autograd.graph.increment_version([each for each in tensors if not each.is_meta])
 
 
 def _load_values(model: nn.Module, values: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ def save(
         consolidated: whole tensors in ``model-0000i-of-0000n.safetensors`` with Hugging Face's index; needs a file
             system on which ranks may write to one file.
         max_file_bytes: how large each of these may be.
-        overwrite: replace a checkpoint of that name once the new one is complete.
+        overwrite: replace a checkpoint of that name once the new one is complete. Its folder may hold nothing else.
         timeout_s: how long to wait for the other ranks.
         about: texts and numbers by name (a commit, a run id), equal on all ranks, which `describe` shows.
         on_saved: called on every rank with a `Saved` once the checkpoint is complete, on the thread that wrote; if it
@@ -346,9 +346,10 @@ class _Job:
         except BaseException as error:
             # The store may be gone, with a rank that had finished. The folder itself shows the outcome.
             counts = id_of(storage, self.path) == nonce
+            is_told = agreement.has_failed  # also what failed after the commit, so that all ranks raise
             if agreement.abandon(error) and not counts:
                 self._discard(work, planned)
-            if not counts or not isinstance(error, CheckpointError):
+            if not counts or is_told or not isinstance(error, CheckpointError):
                 raise
         # Only now is it known which rank has written extra state that several have.
         own = (*pieces.values(), *(share.pieces for share in shares if share.mine))

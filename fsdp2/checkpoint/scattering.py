@@ -7,7 +7,7 @@ for each other.
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,8 @@ def _load(
         with channel.failing():
             if files is not None:
                 files.compare(matching.twins)
-            matching.allocate(model, None)
+        _agreed(channel, lambda: matching.allocate(model, None))
+        with channel.failing():
             for need in matching.needs:
                 _transfer(channel, files, need)
         channel.end()
@@ -121,14 +122,24 @@ def _load(
 
 def _match(matching: Matching, model: nn.Module | Mapping[str, Any], strict: bool, channel: "_Channel") -> None:
     """Match on all ranks with the same request, and so the same result; otherwise all ranks stop."""
-    try:
+
+    def asked() -> int:
         matching.match(model, None, strict)
+        asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
+        return zlib.crc32(repr(asked).encode(errors="backslashreplace"))
+
+    _agreed(channel, asked)
+
+
+def _agreed(channel: "_Channel", step: Callable[[], int | None]) -> None:
+    """Let every rank do `step`; if it raises on one, or returns something else than on the reader, all ranks stop."""
+    try:
+        mark = step()
     except BaseException:
         with suppress(CheckpointError):
             channel.agree(FAILED)
         raise
-    asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
-    channel.agree(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
+    channel.agree(mark or 0)
 
 
 def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
@@ -193,8 +204,9 @@ class _Files:
 
 
 class _Channel:
-    """The channel from the reader to the other ranks. Before each message, and at the end, the reader sends whether it
-    has failed. So no rank waits for a failed reader, and no rank considers a model loaded that the others do not have.
+    """The channel from the reader to the other ranks. Before each message the reader sends whether it has failed. A
+    receiver that cannot keep what it gets goes on receiving, and says so at the end. So no rank waits for one that has
+    failed, and no rank considers a model loaded that the others do not have.
 
     Args:
         reader: rank within the group.
@@ -208,6 +220,7 @@ class _Channel:
         self._others = [rank for rank in range(world.size) if rank != reader]
         cuda = dist.is_initialized() and dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._error: Exception | None = None  # of a receiver
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -238,7 +251,7 @@ class _Channel:
         failed = [rank for rank, other in marks.items() if other == FAILED]
         different = [rank for rank, other in marks.items() if other != mark]
         if FAILED in (mark, *marks.values()):
-            problem = f"the model of ranks {failed or [self._reader]} does not fit; see their errors"
+            problem = f"ranks {failed or [self._reader]} failed; see their errors"
         elif different:
             problem = f"ranks {different} ask for other tensors, or other parts, than rank {self._reader}: all must"
             problem += " give the same model, sharded over the same mesh"
@@ -262,14 +275,23 @@ class _Channel:
         self._hear()
         values = torch.empty(place.shape, dtype=place.dtype, device=self._device)
         dist.recv(_as_bytes(values), group=self._group, group_src=self._reader)
-        place.copy_(values)
+        try:
+            place.copy_(values)
+        except Exception as error:
+            self._error = self._error or error
 
     def end(self) -> None:
-        """Everything was sent successfully."""
+        """Everything was sent; raise if a rank could not keep what it got."""
         if not self.reads:
             self._hear()
         for receiver in self._others if self.reads else ():
             self._say(0, receiver)
+
+        def check() -> None:
+            if self._error is not None:
+                raise self._error
+
+        _agreed(self, check)
 
     def _refuse(self, why: str) -> None:
         """Tell the others that loading failed. Never raises, because one of them may be gone."""

@@ -24,7 +24,7 @@ from fsdp2.checkpoint.io import workers
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.ranks import agreement
 from fsdp2.checkpoint.run import committing
-from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
@@ -150,6 +150,20 @@ def test_a_process_that_begins_to_count_again(rank: int, world_size: int, tmp_pa
     train(state, 3.0)
     assert not failure(tmp_path / "counted anew", state, timeout_s=20)
     assert stored(tmp_path / "counted anew") == [3.0] * WIDTH
+
+
+@on_ranks(2)
+def test_processes_that_begin_to_count_again_load(rank: int, world_size: int, tmp_path: Path) -> None:
+    """They joined the load that was over: an error of one of them did not reach the other."""
+    path = tmp_path / "loaded anew"
+    checkpoint.save(path, model={"w": torch.ones(WIDTH)})
+    checkpoint.load(path, model={"w": torch.zeros(WIDTH)})
+    for begun in agreement._begun.values():
+        for name in [name for name in begun if "loaded anew" in name]:
+            del begun[name]
+    dist.barrier()
+    with pytest.raises(MismatchError, match="stored with shape"):
+        checkpoint.load(path, model={"w": torch.zeros(WIDTH if rank == 0 else 2)})
 
 
 def with_groups_made_again(rank: int, root: str, port: str) -> list[float]:

@@ -18,6 +18,7 @@ from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.run.folders import delete, find, replace_folder, sweep
 from fsdp2.checkpoint.run.lease import take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
+from fsdp2.checkpoint.storage import local
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, CorruptError
 from tests.helpers.ranks import on_ranks
@@ -382,3 +383,38 @@ def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.M
         assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
     with pytest.raises(OSError, match="Input/output error"):
         find(LocalStorage(), str(tmp_path / "step-00000002"))
+
+
+@on_ranks(2)
+def test_a_disk_that_fails_right_after_the_rename(rank: int, world_size: int, tmp_path: Path) -> None:
+    """One rank raised, and the other told of a checkpoint that is durable, and went on."""
+    sync = local._sync_folder
+
+    def failing(folder: Any) -> None:
+        if str(folder) == str(tmp_path) and (tmp_path / "a").exists():
+            raise OSError(5, "Input/output error", str(folder))
+        sync(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "_sync_folder", failing)
+        with pytest.raises((OSError, CheckpointError), match=f"Input/output error.*{tmp_path.name}"):
+            save(tmp_path / "a", 1.0)
+        dist.barrier()
+    assert value_at(tmp_path / "a") == 1.0
+    save(tmp_path / "b", 2.0)
+    assert value_at(tmp_path / "b") == 2.0
+
+
+def test_errors_of_the_disk_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "[Errno 5] Input/output error", on a machine with a thousand files."""
+    save(tmp_path / "a", 1.0)
+    unreadable(monkeypatch, *tmp_path.glob("a/*.safetensors"))
+    with pytest.raises(OSError, match=r"Input/output error: '.*model-rank-00000-of-00001\.safetensors'"):
+        value_at(tmp_path / "a")
+
+    def full(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match=r"Disk quota exceeded: '.*model-rank-00000-of-00001\.safetensors'"):
+        save(tmp_path / "b", 1.0)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
 from fsdp2 import CheckpointError, checkpoint
+from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
@@ -348,6 +349,18 @@ def test_what_was_there_stays_until_the_new_one_is_complete(old: Path, tmp_path:
     with pytest.raises(CorruptError):
         convert(old, tmp_path / "new", overwrite=True)
     assert verify(tmp_path / "new").ok
+    assert sorted(os.listdir(tmp_path)) == ["new", "old"]
+
+
+def test_what_could_not_be_read_again_replaces_nothing(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest was written unread, in place of a checkpoint that was sound."""
+    fc.save(tmp_path / "new", model={"v": torch.ones(2)})
+    monkeypatch.setattr(committing, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match="convert: nothing is saved, since its manifest could not be read again"):
+        convert(old, tmp_path / "new", overwrite=True)
+    assert [one.name for one in describe(tmp_path / "new").tensors] == ["v"]
     assert sorted(os.listdir(tmp_path)) == ["new", "old"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2.checkpoint as fc
-from fsdp2 import fully_shard
+from fsdp2 import ZeroPolicy, fully_shard
 from fsdp2.errors import CheckpointError, MismatchError
 from tests.helpers.checkpoint_cases import (
     BF16,
@@ -280,3 +280,30 @@ def test_ranks_of_different_sharding(rank: int, world_size: int, tmp_path: Path)
         tensors["some_ranks"] = put(whole, mesh["b"], [Shard(0)])
     with pytest.raises(CheckpointError, match=r"'some_ranks': is on ranks \[0, 1, 2, 3\], of which \[2, 3\] did not"):
         fc.save(tmp_path / "b", model=tensors)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_was_saved_as_a_dict(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A sound checkpoint was called damaged, without its name."""
+    net = nn.Linear(2, 2)
+    fc.save(tmp_path / "a", model=net, optimizer={"m": torch.ones(2), "epoch": 1})
+    with pytest.raises(MismatchError, match=rf"{tmp_path.name}/a: the optimizer was saved as a dict"):
+        fc.load(tmp_path / "a", model=net, optimizer=torch.optim.AdamW(net.parameters()))
+    into = {"m": torch.zeros(2), "epoch": 0}
+    fc.load(tmp_path / "a", model=net, optimizer=into)
+    assert into["epoch"] == 1 and into["m"].eq(1).all()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keep", [True, "host"])
+def test_loading_into_a_state_dict_is_a_change(
+    rank: int, world_size: int, keep: bool | Literal["host"], tmp_path: Path
+) -> None:
+    """The next forward computed with what was kept of the frozen parameters."""
+    net: Any = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    fully_shard(net, zero=ZeroPolicy(keep_frozen=keep))
+    fc.save(tmp_path / "a", model={"weight": torch.full((4, 4), 2.0)})
+    for _ in range(2):
+        net(torch.ones(1, 4))
+    fc.load(tmp_path / "a", model=net.state_dict())
+    assert net(torch.ones(1, 4)).eq(8).all()

@@ -90,6 +90,27 @@ def test_taken_folders_are_refused(rank: int, world_size: int, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "file", "mine"]
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("beside", ["config.json", "step-00000001"])
+def test_what_lies_beside_a_checkpoint_is_not_deleted(rank: int, world_size: int, beside: str, tmp_path: Path) -> None:
+    """All of the folder was, with what a user had put there, and with the checkpoints of a run that lay in it."""
+    fc.save(tmp_path / "a", model={"w": torch.ones(2)}, consolidated=True)
+    if beside == "config.json":
+        (tmp_path / "a" / beside).write_text("{}")
+    else:
+        fc.save(tmp_path / "a", extra={}, step=1)
+    dist.barrier()
+    for write in (
+        lambda: fc.save(tmp_path / "a", extra={}, overwrite=True),
+        lambda: fc.convert(tmp_path / "a", tmp_path / "a", overwrite=True),
+    ):
+        with pytest.raises(CheckpointError, match=rf"holds {beside} beside the checkpoint.*Move that"):
+            write()
+        dist.barrier()
+    assert sorted(path.name for path in (tmp_path / "a").iterdir())[:1] == ["checkpoint.json"]
+    assert (tmp_path / "a" / beside).exists()
+
+
 @on_ranks(2)
 def test_steps_are_refused_and_overwritten_alike(rank: int, world_size: int, tmp_path: Path) -> None:
     fc.save(tmp_path, extra={"version": 1}, step=7)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdp2 import checkpoint, fully_shard
+from fsdp2.checkpoint.matching import Matching
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
 from tests.helpers.checkpoint_cases import spoil
 from tests.helpers.ranks import on_ranks
@@ -96,7 +97,7 @@ def test_ranks_that_differ_do_not_hang(rank: int, world_size: int, odd: int, tmp
     with soon(), pytest.raises(CheckpointError, match=r"ranks .* ask for other tensors"):
         checkpoint.load_from_rank(tmp_path, model=fewer, strict=False)
     wrong = {"a": torch.zeros(3, 5) if rank == odd else torch.zeros(5, 3)}
-    message = "stored with shape" if rank == odd else rf"model of ranks \[{odd}\] does not fit"
+    message = "stored with shape" if rank == odd else rf"ranks \[{odd}\] failed; see their errors"
     with soon(), pytest.raises(CheckpointError, match=message):
         checkpoint.load_from_rank(tmp_path, model=wrong, strict=False)
 
@@ -112,3 +113,27 @@ def test_within_a_group(rank: int, world_size: int, tmp_path: Path) -> None:
     fully_shard(net, mesh=mesh)
     checkpoint.load_from_rank(tmp_path / str(rank), model=net, rank=1, process_group=mesh.get_group())
     assert net.weight.to_local().eq(2 * stage + 1).all()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("where", ["allocating", "keeping"])
+def test_a_receiver_that_fails(rank: int, world_size: int, where: str, tmp_path: Path) -> None:
+    """The reader waited in `send` for the group's timeout; or, after the last message, the others had a model that the
+    failing rank had not."""
+    if rank == 0:
+        save_file({"weight": torch.ones(1200, 1 << 10)}, tmp_path / "model.safetensors")
+    net = rows()
+
+    def failing(*_: Any) -> None:
+        raise MemoryError("none left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2 and where == "allocating":
+            patch.setattr(Matching, "allocate", failing)
+        elif rank == 2:
+            patch.setattr(torch.Tensor, "copy_", failing)
+        kind, message = (MemoryError, "none left") if rank == 2 else (CheckpointError, r"ranks \[2\] failed")
+        with soon(), pytest.raises(kind, match=message):
+            checkpoint.load_from_rank(tmp_path if rank == 0 else "/nowhere", model=net)
+    checkpoint.load_from_rank(tmp_path if rank == 0 else "/nowhere", model=net)
+    assert net.weight.to_local().eq(1).all()

@@ -233,6 +233,11 @@ class Agreement:
             self.claim("outcome", f"rank {self._world.rank}: {type(error).__name__}: {error}")
             self.claim("met", FAILED)  # release ranks that wait in `meet`, so that they see the outcome
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has published an error, or got one as the outcome."""
+        return self._failed
+
     def failed_by(self, kind: type[Exception]) -> bool:
         """After a failure: whether the outcome is an error of that type. False if the store cannot be asked."""
         with suppress(CheckpointError, RuntimeError):

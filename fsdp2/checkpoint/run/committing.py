@@ -69,7 +69,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         "extra": _extra(records),
         **({"about": options["about"]} if options["about"] else {}),
     }
-    content = _encoded(body, storage.join(path, MANIFEST))
+    content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
         write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
@@ -113,8 +113,8 @@ def may_count(storage: Storage, agreement: Agreement) -> bool:
 
 
 @uncollected()
-def _encoded(body: Mapping[str, Any], file: str) -> bytes:
-    """The encoded manifest. It is parsed now, while the values are still in memory, and refused if that fails."""
+def encoded(body: Mapping[str, Any], file: str, call: str = "save") -> bytes:
+    """The encoded manifest. It is parsed now, while nothing counts yet, and refused if that fails."""
     try:
         content = Manifest.encode(body)
         if len(content) > MAX_MANIFEST_BYTES:
@@ -122,8 +122,8 @@ def _encoded(body: Mapping[str, Any], file: str) -> bytes:
         Manifest.parse(content, file)
     except (CorruptError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"save: nothing is saved, since its manifest could not be read again: {error}. Change what this names, "
-            "among the values that are no tensors, the names, or the step, and save again."
+            f"{call}: nothing is saved, since its manifest could not be read again: {error}. Change what this names, "
+            f"among the values that are no tensors, the names, or the step, and {call} again."
         ) from error
     return content
 

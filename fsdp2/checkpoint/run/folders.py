@@ -227,8 +227,23 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
         )
     if found is not None and not storage.renames:
         raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
-    if found != path and storage.renames:
-        _check_contents(storage, path, overwrite)
+    if storage.renames:
+        if found == path:
+            _check_only_its_own(storage, path)
+        else:
+            _check_contents(storage, path, overwrite)
+
+
+def _check_only_its_own(storage: Storage, path: str) -> None:
+    """Check that a checkpoint that will be replaced has nothing beside it: all of its folder is deleted."""
+    own = {name for name in storage.names(path) if name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name)}
+    beside = [name for name in storage.names(path) if name not in own]
+    if beside:
+        some = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
+        raise CheckpointError(
+            f"{path}: holds {some} beside the checkpoint, which overwrite=True would delete too. Move that, or save to "
+            "another folder."
+        )
 
 
 def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
@@ -309,6 +324,7 @@ def _make_way(storage: Storage, path: str) -> str | None:
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
+        _check_only_its_own(storage, path)
         for old in stale if stale and is_whole(storage, path) else ():
             with suppress(OSError):
                 put_aside(storage, old)

@@ -6,8 +6,8 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -155,7 +155,8 @@ class LocalWriter:
             # A file system that reports no blocks does not tell its size (FUSE without statfs).
             if flags & os.O_TRUNC and space.f_blocks and free < size:
                 raise OSError(errno.ENOSPC, f"No space left on device: {size} bytes are needed, {free} are free", path)
-            os.ftruncate(self._fd, size)
+            with _naming(path):
+                os.ftruncate(self._fd, size)
             self._direct = open_direct(path, self._fd, os.O_WRONLY | SAFE_FLAGS) if size >= DIRECT_FROM else None
         except BaseException:
             self.abandon()
@@ -163,6 +164,10 @@ class LocalWriter:
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         """See `Writer`. Whole pages bypass the page cache; pages that others may also write to go through it."""
+        with _naming(self._path):
+            self._write(offset, parts)
+
+    def _write(self, offset: int, parts: Sequence[memoryview]) -> None:
         end = offset + sum(part.nbytes for part in parts)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         if self._direct is None or last - first < DIRECT_FROM:
@@ -194,8 +199,9 @@ class LocalWriter:
 
     def finish(self) -> None:
         """See `Writer`."""
-        os.fsync(self._fd)
-        self._close()
+        with _naming(self._path):
+            os.fsync(self._fd)
+            self._close()
 
     def abandon(self) -> None:
         """See `Writer`."""
@@ -242,7 +248,8 @@ class LocalReader:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """See `Reader`."""
         while buffer.nbytes:
-            count = os.preadv(self._fd, [buffer], offset)
+            with _naming(self._path):
+                count = os.preadv(self._fd, [buffer], offset)
             if count == buffer.nbytes:
                 return
             if not count:
@@ -304,6 +311,17 @@ class PinnedFolder(LocalStorage):
             self._fd = -1
 
 
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Within this context an error of an open file names the file, as one of `open` does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
 def _sizes(folder: str | int) -> dict[str, int]:
     try:
         with os.scandir(folder) as entries:
@@ -331,7 +349,8 @@ def _sync_folder(folder: str | Path) -> None:
     except PermissionError:  # one may create files in this folder, but not list them
         return
     try:
-        os.fsync(fd)
+        with _naming(str(folder)):
+            os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise

@@ -27,10 +27,10 @@ from fsdp2.checkpoint.io.planned_files import (
     sums_file_name,
 )
 from fsdp2.checkpoint.io.writing import write_files
-from fsdp2.checkpoint.run.committing import huggingface_index, write_manifest
+from fsdp2.checkpoint.run.committing import encoded, huggingface_index, write_manifest
 from fsdp2.checkpoint.schema.checksum import ALGORITHM
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, Manifest, table_of
+from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, table_of
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
 from fsdp2.errors import ArgumentError, CheckpointError
@@ -135,7 +135,7 @@ class Rewriting:
         for name in sums:
             written.append(self._write_json(work, name, encode_sums(self._about(0, 1), written)))
         written += [self._write_json(work, name, index) for name, index in indexes.items()]
-        content = Manifest.encode(self._body(written, homes, extra))
+        content = encoded(self._body(written, homes, extra), self.storage.join(work, MANIFEST), "convert")
         sizes = self.storage.sizes(work)
         if any(sizes.get(file.name) != file.size for file in written):
             raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
