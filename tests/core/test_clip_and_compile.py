@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -32,6 +33,7 @@ from tests.helpers.parity_models import (
     shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
+from tests.helpers.tp_models import TpLm, dp_tp, tokens, tp_shard
 
 
 def step(model: nn.Module, rank: int) -> None:
@@ -75,6 +77,47 @@ def test_grad_scaler(rank: int, world_size: int, hsdp: bool) -> None:
         scaler.update()
         changed = [not torch.equal(a, local(p.detach())) for a, p in zip(before, model.parameters(), strict=True)]
         assert any(changed) == (not poisoned)
+        assert scaler.get_scale() == 2.0
+
+
+class ScaleFirst(nn.Module):
+    """As CLIP: a scalar, which every rank has whole, before all that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(())), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscaled first", "step alone"])
+def test_sharded_grad_scaler(rank: int, world_size: int, unscales: bool) -> None:
+    """Behaviour 172: `GradScaler` asks the ranks over which the first gradient is sharded: none for a scalar, and not
+    those of the tensor axis for what tensor parallelism leaves whole. torch's scaler for FSDP1 asks all."""
+    if world_size == 2:
+        model: Any = fsdp2.fully_shard(ScaleFirst())
+        poisoned, given = model.linear.weight, batch(0, rank, 4)
+    else:
+        model = tp_shard(fsdp2, TpLm(), dp_tp())
+        poisoned, given = model.blocks[0].up.weight, tokens(0, rank // 2)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for is_poisoned in (True, False):
+        before = [local(param.detach()).clone() for param in model.parameters()]
+        optim.zero_grad()
+        scaler.scale(model(given).square().sum()).backward()
+        if is_poisoned and rank == world_size - 1:
+            local(poisoned.grad).fill_(float("inf"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of one element that is taken for a scalar
+            if unscales:
+                scaler.unscale_(optim)
+            scaler.step(optim)
+        scaler.update()
+        changed = [not torch.equal(a, local(p.detach())) for a, p in zip(before, model.parameters(), strict=True)]
+        assert any(changed) == (not is_poisoned)
         assert scaler.get_scale() == 2.0
 
 
