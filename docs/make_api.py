@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from types import ModuleType
 
 import fsdp2
-from fsdp2 import checkpoint, compat, events, init, monitor, parallel, plan, trace
+from fsdp2 import checkpoint, compat, events, init, monitor, optim, parallel, plan, trace
+from fsdp2.comm import custom
 
 HEAD = """# API reference
 
@@ -35,12 +36,14 @@ def page() -> str:
             table("Methods of a sharded module (`FSDPModule`)", methods),
             table("`fsdp2.checkpoint`", [(name, getattr(checkpoint, name)) for name in checkpoint.__all__]),
             table("`fsdp2.init`", [(name, getattr(init, name)) for name in init.__all__ if name != "Mode"]),
+            table("`fsdp2.optim`, beside the names of `fsdp2`", [(n, getattr(optim, n)) for n in _only_in(optim)]),
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
             table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
             table("`fsdp2.trace`", [(name, getattr(trace, name)) for name in trace.__all__]),
             table("`fsdp2.monitor`", [(name, getattr(monitor, name)) for name in monitor.__all__]),
             table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
+            table("`fsdp2.comm.custom`", [(cls.__name__, cls) for cls in (custom.AllGather, custom.ReduceScatter)]),
         ]
     )
 
@@ -53,12 +56,18 @@ def reference() -> dict[str, str]:
     shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"
     pages["events"] = "# fsdp2.events\n\n::: fsdp2.events\n    options:\n      show_root_heading: false\n"
+    pages["optim"] = "# fsdp2.optim\n\nBeside the names of `fsdp2`.\n\n" + "".join(_entries(optim, _only_in(optim)))
+    pages["custom"] = "# fsdp2.comm.custom\n\n" + "".join(_entries(custom, ["AllGather", "ReduceScatter"]))
     return pages
 
 
-def _entries(module: ModuleType) -> Iterable[str]:
+def _only_in(module: ModuleType) -> list[str]:
+    return [name for name in module.__all__ if name not in fsdp2.__all__]
+
+
+def _entries(module: ModuleType, names: Iterable[str] | None = None) -> Iterable[str]:
     """What mkdocstrings is to show of a module: functions first, each under the name by which it is imported."""
-    for name in sorted(module.__all__, key=lambda name: (name[0].isupper(), name.lower())):
+    for name in sorted(names or module.__all__, key=lambda name: (name[0].isupper(), name.lower())):
         if name not in ("FSDPModule", "MACHINES", "Mode"):
             title = f"{module.__name__}.{name}"
             yield f"::: {_home(module, name)}\n    options:\n      heading: {title}\n      toc_label: {name}\n\n"

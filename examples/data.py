@@ -1,7 +1,8 @@
 """Text for the examples: bytes of files, split into training and validation, and batches of them.
 
-Imported by `train_lm.py`. There is no tokenizer and nothing to download: a token is a byte, and the default text is
-the source code of the running Python's standard library. All of it is kept in memory by each rank.
+Imported by `train_lm.py`, `finetune.py` and modules of theirs. There is no tokenizer and nothing to download: a token
+is a byte, and the default text is the source code of the running Python's standard library. All of it is kept in memory
+by each rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What every rank of a job needs before and around training: the process group, agreement on errors, stopping.
 
-Imported by `train_lm.py`. All functions that take part in communication say so; all ranks must call those alike.
+Imported by the other examples. All functions that take part in communication say so; all ranks must call those alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run in words and numbers: the effective settings that are printed, and those that a checkpoint remembers.
 
-Imported by `train_lm.py`.
+Imported by `train_lm.py` and `finetune.py`.
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         before the first forward.
 
         Raises:
-            OrderError: this module is not the root.
+            OrderError: this module is not the root; or, with `share_comm_ctx`, another root's
+                ``finalize_backward(async_op=True)`` has not been waited for.
         """
         unit = unit_for(self)
         context = unit.context

@@ -52,7 +52,8 @@ def clip_grad_norm_(
     Raises:
         ArgumentError: a `norm_type` that is none of the above.
         RuntimeError: see `error_if_nonfinite`.
-        OrderError: a backward has stepped these parameters already (`step_in_backward`).
+        OrderError: a backward has stepped these parameters already (`step_in_backward`); or gradients are unreduced,
+            for the second time, and none was ever reduced.
 
     Example::
 
@@ -110,6 +111,16 @@ def clip_grads_with_norm_(
         max_norm: the largest norm to allow.
         total_norm: 0-dim and plain.
         foreach: False takes the tensors one by one.
+
+    Raises:
+        OrderError: as `clip_grad_norm_`.
+
+    Example::
+
+        norm = fsdp2.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        fsdp2.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html
     """
     parameters = _list(parameters)
     check_not_stepped_in_backward("clip_grads_with_norm_", parameters)

@@ -44,7 +44,9 @@ class Crew:
 
 
 class OwnedTensor(DTensor):
-    """See the module docstring.
+    """Optimizer state of `matrix_optimizer`, a DTensor: `owner` has the whole tensor, others have an empty local one.
+
+    Any rank of the matrix's group can gather it (`full_tensor`), which is collective there.
 
     Attributes:
         owner: a global rank.

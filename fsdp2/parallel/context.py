@@ -95,7 +95,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     in the model's own forward, and when a checkpointed part of it is recomputed during backward.
 
     Adds two hooks to each module. It does not communicate or change parameters. Every rank must call it, after tensor
-    Adds two hooks to each module. It does not communicate or change parameters. Every rank must call it, after tensor
+    parallelism is applied and before `fully_shard`, as `parallelize` does.
 
     Args:
         model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.

@@ -56,7 +56,7 @@ def calibrate(
     messages are not measured. It takes about ten seconds, and 0.1 s more for each of `operators`.
 
     Args:
-        operators: `Rehearsal.operators` of a plan: measure these one by one too. Then plans of that workload know how
+        operators: `Rehearsal.operators` of a plan: measure these too. Then plans of that workload know how
             long each takes, which matters on the CPU, where small and elementwise operators do not run at the rate of
             memory. Plan before `init_process_group`.
         name: what the machine is called.

@@ -39,7 +39,8 @@ def safety(
     docs/safety.md for what is found, and after how many seconds.
 
     Args:
-        is_on: False switches everything off but the marks on gloo's messages, which cost nothing.
+        is_on: False switches everything off but the list of what was done and the marks on gloo's messages, which cost
+            next to nothing.
         stall_after_s: seconds that a wait for other ranks may take before they are asked what they do.
         answer_within_s: seconds within which a process answers on a machine where no other rank can see whether it
             runs. One that does not is taken to be dead. On the other machines, and where all ranks share one, the

@@ -251,7 +251,7 @@ KNOWN = (
     Known(
         "a step, a clip or a `zero_grad` while gradients wait unreduced",
         "silent",
-        "a warning that names units and setter; an error the second time in a row",
+        "a warning that names units and setter; an error at the second step or clip, if nothing was ever reduced",
         fsdp2_raises="gradients of .* were not reduced",
     ),
     Known(

@@ -75,8 +75,8 @@ def check(rank: int, name: str) -> None:
 
 
 def programs(ranks: int) -> list[Any]:
-    """Those for so many ranks; the fast tier has a few, among them those that have found faults of the library."""
-    fast = ("plain", "kept", "offload", "staged_states", "optimized_aside", "hsdp", "inner")
+    """Those for so many ranks; the fast tier has those that have found faults of the library, and one on four ranks."""
+    fast = ("offload", "staged_states", "hsdp")
     names = [name for name in PROGRAMS if num_ranks(name) == ranks]
     return [pytest.param(name, marks=[] if name in fast else pytest.mark.exhaustive) for name in names]
 
