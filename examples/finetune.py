@@ -38,7 +38,7 @@ from data import Batch, BatchPlan, load_corpus
 from lora import add_lora, lora_layers
 from numpy.typing import NDArray
 from reporting import Report, measure
-from run_folder import find_checkpoint, prepare_folder
+from run_folder import find_checkpoint, prepare_folder, set_aside
 from runtime import (
     StopRequest,
     UsageError,
@@ -341,7 +341,10 @@ def save(options: Options, model: FSDPModule, base: Path, world: World) -> None:
             if not name.endswith((".lora_a", ".lora_b"))
         }
         # All ranks write their rows of whole tensors into model.safetensors; nothing is gathered.
-        checkpoint.save(result, model=state, consolidated=True, overwrite=True)
+        if world.leads and result.exists():  # of the run before its resume; more than a checkpoint is in it
+            set_aside(options.out, [result])
+        dist.barrier()
+        checkpoint.save(result, model=state, consolidated=True)
     if world.leads:
         for pattern in COPIED:
             for path in base.glob(pattern):

@@ -57,13 +57,18 @@ def prepare_folder(out: Path, saved: checkpoint.Saved | None, results: Sequence[
             present = [path for path in saved.path.parent.glob("step-*") if path.name > saved.path.name]
         else:
             present = [out / name for name in (checkpoint.FOLDER, *FILES, *results) if (out / name).exists()]
-        if not present:
-            return
-        numbers = [path.name.removeprefix("previous-") for path in out.glob("previous-*")]
-        previous = out / f"previous-{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
-        previous.mkdir()
-        for path in present:
-            path.rename(previous / path.name)
-        print(f"moved {', '.join(path.name for path in present)} to {previous}", flush=True)
+        set_aside(out, present)
     except OSError as error:
         raise UsageError(f"cannot write to --out {out}: {error.strerror}") from error
+
+
+def set_aside(out: Path, present: Sequence[Path]) -> None:
+    """Move these into a new subfolder of `out`. On rank 0 alone."""
+    if not present:
+        return
+    numbers = [path.name.removeprefix("previous-") for path in out.glob("previous-*")]
+    previous = out / f"previous-{1 + max((int(number) for number in numbers if number.isdecimal()), default=0)}"
+    previous.mkdir()
+    for path in present:
+        path.rename(previous / path.name)
+    print(f"moved {', '.join(path.name for path in present)} to {previous}", flush=True)

@@ -192,7 +192,7 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "
             "in one mesh, pass the data-parallel part (mesh['dp']) or name its axes with dp_mesh_dims."
         )
-    _check_order(mesh)
+    _check_order(mesh, mesh.ndim - 1)
     if mesh.ndim == 1:
         return MeshRoles(mesh, replicate_axis=None, shard_axis=0)
     if mesh.mesh_dim_names is None:
@@ -230,8 +230,8 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
         if name not in mesh.mesh_dim_names:
             raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
     parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
-    for part in parts:
-        _check_order(part)
+    if shard:
+        _check_order(parts[-1], 0)
     return MeshRoles(
         parts[0] if len(parts) == 1 else concatenate_meshes(parts),
         replicate_axis=0 if replicate else None,
@@ -242,22 +242,21 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
     )
 
 
-def _check_order(mesh: DeviceMesh) -> None:
+def _check_order(mesh: DeviceMesh, axis: int) -> None:
     """Collectives place shards by the ranks in the group, which torch sorts; DTensors, by those in the mesh. Where they
-    differ a model trains, and its checkpoints and initial values have rows in another order."""
+    differ a model trains, and its checkpoints and initial values have rows in another order. All ranks raise."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return
     with real_tensors():
-        for axis in range(mesh.ndim):
-            beside = [at if other != axis else slice(None) for other, at in enumerate(coordinate)]
-            ranks = mesh.mesh[tuple(beside)].tolist()
-            members = dist.get_process_group_ranks(mesh.get_group(axis))
-            if ranks != members:
-                raise UnsupportedError(
-                    f"fully_shard: along axis {axis} the mesh has the ranks {ranks}, and its process group, which "
-                    f"numbers the shards, {members}. Make the mesh with ascending ranks."
-                )
+        own: list[int] = mesh.mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(coordinate))].tolist()
+        is_sorted = bool((mesh.mesh.diff(dim=axis) > 0).all())
+    members = dist.get_process_group_ranks(mesh.get_group(axis))
+    if own != members or (own == sorted(own) and not is_sorted):
+        raise UnsupportedError(
+            f"fully_shard: along the shard axis the mesh has the ranks {own} (of rank {dist.get_rank()}), and process "
+            f"groups, which number the shards, have them sorted: {members}. Make the mesh with ascending ranks."
+        )
 
 
 def default_mesh() -> DeviceMesh:

@@ -74,10 +74,9 @@ def load_from_rank(
     world = world_of(process_group)
     if not 0 <= rank < world.size:
         raise ArgumentError(f"load_from_rank: rank={rank}: expected a rank of the group, 0 to {world.size - 1}")
-    channel = _Channel(world, process_group, rank)
     for reads_left in reversed(range(READS)):
         try:
-            return _load(folder, model, _Matches(sources, strict, cast), channel)
+            return _load(folder, model, _Matches(sources, strict, cast), _Channel(world, process_group, rank))
         except ReplacedError:  # on all ranks, so that all start again
             if not reads_left:
                 raise
@@ -105,10 +104,7 @@ def _load(
         listed = _listed(channel.tell(listing))
         matching = Matching(listed, channel.world, matches.cast, matches.sources)
         _match(matching, model, matches.strict, channel)
-        with channel.failing():
-            if files is not None:
-                files.compare(matching.twins)
-        _agreed(channel, lambda: matching.allocate(model, None))
+        _agreed(channel, lambda: _make_ready(channel, files, matching, model))
         with channel.failing():
             for need in matching.needs:
                 _transfer(channel, files, need)
@@ -135,11 +131,21 @@ def _agreed(channel: "_Channel", step: Callable[[], int | None]) -> None:
     """Let every rank do `step`; if it raises on one, or returns something else than on the reader, all ranks stop."""
     try:
         mark = step()
-    except BaseException:
+    except BaseException as error:
         with suppress(CheckpointError):
-            channel.agree(FAILED)
+            channel.agree(FAILED, f"{type(error).__name__}: {error}")
         raise
     channel.agree(mark or 0)
+
+
+def _make_ready(
+    channel: "_Channel", files: "_Files | None", matching: Matching, model: nn.Module | Mapping[str, Any]
+) -> None:
+    """What may fail before values are sent, on one rank alone."""
+    if files is not None:
+        files.compare(matching.twins)
+    matching.allocate(model, None)
+    channel.allocate([need.entry.local.element_size() for need in matching.needs])
 
 
 def _transfer(channel: "_Channel", files: "_Files | None", need: Need) -> None:
@@ -221,6 +227,7 @@ class _Channel:
         cuda = dist.is_initialized() and dist.get_backend(group) == "nccl"
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._error: Exception | None = None  # of a receiver
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -241,8 +248,9 @@ class _Channel:
             self._put(content, receiver)
         return content
 
-    def agree(self, mark: int) -> None:
-        """Every rank calls this. `CheckpointError` if a rank passed `FAILED`, or another mark than the reader."""
+    def agree(self, mark: int, why: str = "") -> None:
+        """Every rank calls this. `CheckpointError` if a rank passed `FAILED`, or another mark than the reader. The
+        others learn `why` the reader failed."""
         if not self.reads:
             dist.send(torch.tensor([mark], device=self._device), group=self._group, group_dst=self._reader)
             self._hear()
@@ -251,7 +259,7 @@ class _Channel:
         failed = [rank for rank, other in marks.items() if other == FAILED]
         different = [rank for rank, other in marks.items() if other != mark]
         if FAILED in (mark, *marks.values()):
-            problem = f"ranks {failed or [self._reader]} failed; see their errors"
+            problem = why or f"ranks {failed} failed; see their errors"
         elif different:
             problem = f"ranks {different} ask for other tensors, or other parts, than rank {self._reader}: all must"
             problem += " give the same model, sharded over the same mesh"
@@ -270,13 +278,18 @@ class _Channel:
                 self._say(0, receiver)
                 dist.send(_as_bytes(host), group=self._group, group_dst=receiver)
 
+    def allocate(self, itemsizes: Sequence[int]) -> None:
+        """Allocate what every message of a receiver fits into."""
+        if not self.reads:
+            self._buffer = torch.empty(max([CHUNK_BYTES, *itemsizes]), dtype=torch.uint8, device=self._device)
+
     def receive(self, place: torch.Tensor) -> None:
         """Receive into a tensor of any layout and device."""
         self._hear()
-        values = torch.empty(place.shape, dtype=place.dtype, device=self._device)
-        dist.recv(_as_bytes(values), group=self._group, group_src=self._reader)
+        received = self._buffer[: place.numel() * place.element_size()]
+        dist.recv(received, group=self._group, group_src=self._reader)
         try:
-            place.copy_(values)
+            place.copy_(received.view(place.dtype).view(place.shape))
         except Exception as error:
             self._error = self._error or error
 

@@ -20,9 +20,8 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import backward_is_running, local_of, local_tensor, version
+from fsdp2._torch import backward_is_running, local_of, version
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
@@ -143,23 +142,23 @@ class ParamGroup:
         if self.parts or self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.fqn)
-        if self.phase is Phase.SHARDED and not self.changing:
-            self._follow_conversion()
+        is_new = self._follow_conversion(memory)
         if self._is_complete():
             self._under_way = lambda: None
         else:
-            self._issue(memory, prefetching)
+            self._issue(memory, prefetching, is_new)
         self._move(Phase.GATHERING)
 
     @profiled("FSDP::all_gather")
-    def _issue(self, memory: ReleasedMemory, prefetching: bool) -> None:
+    def _issue(self, memory: ReleasedMemory, prefetching: bool, is_new: bool) -> None:
         if not self._fits:
             self._unsharded, self._fits, self._used_at = None, True, None
             self.conversions += 1
             self._refuse_gradients()
         streams = memory.streams
-        # Compute may still read or write the copies on the smaller mesh, and memory that was not freed.
-        in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE
+        # Compute may still read or write the copies on the smaller mesh, memory that was not freed, and shards that
+        # were just converted.
+        in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE or is_new
         resharded = streams.record() if in_use else None
         with without_grad(), streams.gathering():
             # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
@@ -362,28 +361,23 @@ class ParamGroup:
 
     # --- following the sharded parameters ----------------------------------------------------------------------------
 
-    def _follow_conversion(self) -> None:
+    def _follow_conversion(self, memory: ReleasedMemory) -> bool:
         """A module that is no unit may have been converted by itself (`model.head.float()`): its parameters have other
-        local tensors now, and nobody has told the unit."""
-        if not all(map(is_, map(local_of, self._sharded), self._locals)):
-            self.refresh()
+        local tensors now, and nobody has told the unit. Returns whether that was so."""
+        whole = self.whole()
+        changing = self.changing or (whole is not None and whole.changing)  # these tensors are others meanwhile
+        if self.phase is not Phase.SHARDED or changing or all(map(is_, map(local_of, self._sharded), self._locals)):
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            self.forget_kept(memory)
+            return self.refresh()
 
-    def check_unconverted(self) -> None:
-        """The same while unsharded: the conversion has changed what the next gather replaces.
-
-        Raises:
-            OrderError: some parameter is not in the memory of the unsharded ones.
-        """
-        for param in self.params if self.phase is Phase.UNSHARDED else ():
-            unsharded, whole = param.unsharded, param.whole
-            if unsharded is None or whole is None or param.is_extended:
-                continue
-            local = local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
-            if local.untyped_storage() is not whole.untyped_storage():
-                raise OrderError(
-                    f"'{param.fqn}' was moved or converted while it was unsharded, by a call of a module that is no "
-                    "unit, which does not reach its shards. Call reshard() on the model before such a call."
-                )
+    def take_back(self) -> str | None:
+        """The same while unsharded: see `UnshardedStorage.take_back`."""
+        if self.phase is not Phase.UNSHARDED:
+            return None
+        assert self._unsharded is not None
+        return self._unsharded.take_back()
 
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""

@@ -273,6 +273,7 @@ class Unit:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
                 group.settle()
+                group.take_back()
                 group.reshard(self.context.memory)
                 if to_change:
                     group.forget_kept(self.context.memory)
@@ -285,8 +286,12 @@ class Unit:
 
     def check_unconverted(self) -> None:
         """Raise if a part of the module was converted while it was unsharded."""
-        for group in self.groups:
-            group.check_unconverted()
+        converted = [fqn for group in self.groups if (fqn := group.take_back()) is not None]
+        if converted:
+            raise OrderError(
+                f"'{converted[0]}' was moved or converted while it was unsharded, by a call of a module that is no "
+                "unit, which does not reach its shards. Call reshard() on the model before such a call."
+            )
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +322,6 @@ class Unit:
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
-            self._first_node = next_node_number()
         if self._is_optional and not backward_is_running():
             assert self.role is not None
             self.role.begin_forward(self.fqn, context.schedule.in_root_forward)
@@ -327,6 +331,8 @@ class Unit:
             self._prefetch_in_forward(context)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
+        if is_first:
+            self._first_node = next_node_number()
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
             args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
         return args, kwargs

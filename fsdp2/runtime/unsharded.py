@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from fsdp2._torch import set_local_tensor
+from fsdp2._torch import local_tensor, set_local_tensor
 from fsdp2.layout import Lane, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel
@@ -240,12 +240,24 @@ class UnshardedStorage:
             return True
         if flat.device != whole.device:
             return False
-        data = _alias(param)
-        if param.plan.specs.inner_mesh is not None:
-            set_local_tensor(unsharded, data, param.plan.specs.unsharded(data.dtype))
-        else:
-            unsharded.data = data  # the same object: a graph may hold it
+        _set_data(param, _alias(param))
         return True
+
+    def take_back(self) -> str | None:
+        """Put unsharded parameters back into their memory: a module that is no unit was converted by itself, which has
+        given them other memory, that no gather fills. Returns the FQN of a trainable one of these. (Of frozen ones some
+        modules change the dtype in each forward.)"""
+        found = None
+        with torch.inference_mode(False), torch.no_grad():
+            for param in self._params:
+                unsharded, whole = param.unsharded, param.whole
+                if unsharded is None or whole is None or param in self._extended:
+                    continue
+                local = unsharded if param.plan.specs.inner_mesh is None else local_tensor(unsharded)
+                if local.untyped_storage() is not whole.untyped_storage():
+                    _set_data(param, param.geometry.from_memory(whole.data))
+                    found = found or (param.fqn if unsharded.requires_grad else None)
+        return found
 
     def forget_shards(self) -> None:
         """The shards were replaced: drop references to the old ones."""
@@ -259,6 +271,15 @@ class UnshardedStorage:
 
 def _nothing() -> None:
     """Complete an unshard that needs no completion."""
+
+
+def _set_data(param: ManagedParameter, data: torch.Tensor) -> None:
+    """Let the unsharded parameter be `data`, as the same object: a graph may hold it."""
+    assert param.unsharded is not None
+    if param.plan.specs.inner_mesh is not None:
+        set_local_tensor(param.unsharded, data, param.plan.specs.unsharded(data.dtype))
+    else:
+        param.unsharded.data = data
 
 
 def _alias(param: ManagedParameter) -> torch.Tensor:

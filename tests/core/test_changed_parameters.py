@@ -245,17 +245,43 @@ def test_a_part_is_converted_after_a_step(rank: int, world_size: int, dtype: tor
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("then", ["forward", "state dict"])
+@pytest.mark.parametrize("then", ["forward", "state dict", "reshard"])
 def test_a_part_is_converted_while_unsharded(rank: int, world_size: int, then: str) -> None:
-    """The conversion reaches what the next gather replaces."""
-    model = fully_shard(two_layers())
+    """The conversion reaches what the next gather replaces, and the gathers after it filled memory that nobody read: an
+    error; who goes on trains."""
+    plain, model = two_layers(), fully_shard(two_layers())
     with torch.no_grad():
         model(X)
     model[0].double().float()
-    with pytest.raises(
-        OrderError, match=r"'0\.weight' was moved or converted while it was unsharded.*Call reshard\(\)"
-    ):
-        model(X) if then == "forward" else model.state_dict()
+    if then != "reshard":
+        with pytest.raises(OrderError, match=r"'0\.weight' was moved or converted while it was unsharded"):
+            model(X) if then == "forward" else model.state_dict()
+    model.reshard()
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward_of(each)
+            optimizer.step()
+    assert_same_gradients(model, plain)
+
+
+@on_ranks(2)
+def test_a_frozen_part_that_converts_itself(rank: int, world_size: int) -> None:
+    """As layers of 4 bits do with their bias."""
+
+    class Converting(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            assert self.bias is not None
+            self.bias.data = self.bias.data.to(input.dtype)
+            return super().forward(input)
+
+    model = fully_shard(nn.Sequential(Converting(8, 8).requires_grad_(False)))
+    model[0].weight.requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        first = model(X.bfloat16())
+        model.state_dict()
+        assert torch.equal(model(X.bfloat16()), first)
 
 
 # --- frozen and unfrozen ----------------------------------------------------------------------------------------------

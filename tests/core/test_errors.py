@@ -143,8 +143,13 @@ def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_na
     options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="a")} if by_name else {"mesh": mesh["a"]}
     ranks = [rank % 2, rank % 2 + 2]
     text = error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), **options))
-    assert f"along axis 0 the mesh has the ranks {ranks[::-1]}, and its process group" in text
-    assert f"the shards, {ranks}. Make the mesh with ascending ranks." in text
+    assert f"along the shard axis the mesh has the ranks {ranks[::-1]} (of rank {rank})" in text
+    assert f"have them sorted: {ranks}. Make the mesh with ascending ranks." in text
+    if not by_name:
+        odd = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("replicate", "shard"))
+        error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), mesh=odd))  # on all ranks
+        replicas = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("replicate", "shard"))
+        fully_shard(nn.Linear(2, 2), mesh=replicas)  # the order of replicas does not matter
 
 
 @on_ranks(2)

@@ -236,8 +236,8 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
 
 def _check_only_its_own(storage: Storage, path: str) -> None:
     """Check that a checkpoint that will be replaced has nothing beside it: all of its folder is deleted."""
-    own = {name for name in storage.names(path) if name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name)}
-    beside = [name for name in storage.names(path) if name not in own]
+    names = storage.names(path)
+    beside = [name for name in names if not (name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name))]
     if beside:
         some = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
         raise CheckpointError(
