@@ -117,7 +117,8 @@ def machine_of(seconds: Mapping[str, float], node: Node, device: torch.device) -
     small_more, large_more = (max(0.0, each - compute) for each in beside)
     # On the CPU a message takes longer beside compute, of which ranks are never through at the same time.
     small, large = max(small, small_more), max(large, large_more)
-    rate = _LARGE * (node.world - 1) / node.world / max(large - small, 1e-9)
+    # On a busy machine a small message may take as long as a large one. That does not make bytes free.
+    rate = _LARGE * (node.world - 1) / node.world / max(large - small, large / 10)
     hidden = 1.0 - large_more / large
     return replace(found, link=rate, network=rate, link_latency=small / (node.world - 1), overlap=hidden)
 
