@@ -167,5 +167,5 @@ def compare(
             plans.append(predict(other_workload, other, machine, world_size, **chosen))
         except Exception as error:  # the model's own, too: it may not allow what was changed
             failed.append((name, str(error)))
-    plans.sort(key=lambda plan: (not plan.fits, -_rate(plan)))
+    plans.sort(key=lambda plan: (not plan.fits, -float(f"{_rate(plan):.6g}")))  # equal ones as they were asked
     return Comparison(asked, plans, failed)
