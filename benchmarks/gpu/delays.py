@@ -1,7 +1,7 @@
 """Does the result depend on which stream is late? It must not, bit for bit. See README.md.
 
 python benchmarks/gpu/delays.py                      # one process, a simulated group of 8: the host runs far ahead
-python benchmarks/gpu/delays.py --ranks-on-gpu 2     # two processes on one GPU over gloo, which has the host wait
+python benchmarks/gpu/delays.py --ranks-on-gpu 2     # two processes on one GPU, over NCCL
 
 A kernel that only waits is put on each stream in turn, at every use of it: compute, all-gather, reduce-scatter,
 all-reduce, and the process group's own. If somebody reads too early, or memory is given away too early, losses or
@@ -114,7 +114,7 @@ def _delayed(streams: Streams, name: str, seconds: float) -> Any:
 def sharded(setting: Setting, shape: Shape, device: torch.device) -> Llama:
     """A new model, the same each time."""
     lanes = direct(0) if setting.direct else Flat()
-    fsdp2.comm.COMMS[groups.BACKEND] = lanes
+    fsdp2.comm.COMMS[groups.BACKEND] = fsdp2.comm.COMMS["nccl"] = lanes
     torch.manual_seed(0)
     with device:
         model = Llama(shape)
@@ -206,7 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SHAPES, default="small")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--delay-ms", type=float, default=3.0)
-    parser.add_argument("--ranks-on-gpu", type=int, default=1, help="processes on one GPU, over gloo")
+    parser.add_argument("--ranks-on-gpu", type=int, default=1, help="processes on one GPU, over NCCL")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the script")
     parser.add_argument("--out", type=Path)
     return parser.parse_args(arguments)
@@ -226,9 +226,10 @@ def _rank(rank: int, options: argparse.Namespace, out: Path, meeting: str) -> No
     """One of several processes on one GPU, which meet at a file."""
     device = torch.device("cpu") if options.device == "cpu" else torch.device("cuda", 0)
     groups.take_gpu()
+    groups.share_gpu()
     torch.set_num_threads(1)
     world = options.ranks_on_gpu
-    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
     report = check_all(options, device)
     if rank == 0:
         common.write_json(out, {"about": common.provenance(device.type), "settings": report})

@@ -14,6 +14,7 @@ current stream wait for it. The rows that are filled in make numbers determinist
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,14 @@ def take_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.init()
         torch.cuda.set_device(0)
+
+
+def share_gpu() -> None:
+    """Let processes that share a GPU have NCCL, which refuses two ranks on one device of one machine: each says that it
+    is a machine of its own, and they talk by sockets. Kernels, streams and communicators are those of many machines.
+    The GPU gives each process its turn, so no time means anything. Before the first communicator."""
+    os.environ.update(NCCL_HOSTID=f"process {os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ["NCCL_MAX_NCHANNELS"] = "2"
 
 
 def occupy(seconds: float) -> None:

@@ -6,7 +6,8 @@ copy-engine all-gathers). They are kinds of *memory* below the backend's own fla
     memory = GroupMemory(group, device)
     comm = CustomComm(base, FlatAllGather(memory), FlatReduceScatter(memory))
 
-Not yet confirmed on a GPU: everything but the errors, because no CPU backend has such memory.
+Not yet confirmed on a GPU: everything but the errors. The group's own memory needs a device with multicast, symmetric
+memory needs ranks that can map each other's, and no machine of the tests has either.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class GroupMemory:
         if not group_allocates(group, device):
             raise UnsupportedError(
                 f"memory from the process group: the backend of {device.type} tensors in this group has none to give "
-                f"({dist.get_backend_config(group)}); NCCL has. Leave this setting off on this backend."
+                f"({dist.get_backend_config(group)}); NCCL has, on devices with multicast (NVLink SHARP). Leave this "
+                "setting off here."
             )
         self.group = group
 
@@ -57,8 +59,8 @@ class SymmetricMemory:
 
     Raises:
         ArgumentError: `backend` is not ``"NCCL"``.
-        UnsupportedError: `device` is no CUDA device, its backend in `group` is not NCCL, or torch has no NCCL symmetric
-            memory.
+        UnsupportedError: `device` is no CUDA device, its backend in `group` is not NCCL, torch has no NCCL symmetric
+            memory, or the ranks cannot map each other's.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, backend: str = "NCCL"):
@@ -76,6 +78,10 @@ class SymmetricMemory:
             raise UnsupportedError(f"symmetric memory: this build of torch has none of {backend}: {error}") from error
         dist.barrier(group)  # NCCL connects at the first collective, and a rendezvous needs the connection
         self.group = group
+        try:
+            self.empty(1, torch.float32, device)
+        except RuntimeError as error:
+            raise UnsupportedError(f"symmetric memory: the ranks cannot map each other's memory: {error}") from error
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return symmetric_empty(numel, dtype, device, self.group)
