@@ -149,7 +149,7 @@ class Settings:
         """Whether this unit's communication buffers come from the process group (NCCL: registered memory). Data is
         copied in and out, so this helps only where the backend is faster with its own memory.
 
-        On a backend without such memory (gloo) it warns and changes nothing.
+        On a backend without such memory (gloo; NCCL where the device has no multicast) it warns and changes nothing.
 
         Raises:
             MisuseError: a custom collective was set before.
@@ -164,7 +164,8 @@ class Settings:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
 
         Raises:
-            UnsupportedError: the parameters are not on a CUDA device with NCCL, or torch has no symmetric memory.
+            UnsupportedError: the parameters are not on a CUDA device with NCCL, torch has no symmetric memory, or the
+                ranks cannot map each other's memory.
             MisuseError: a custom collective was set before.
             ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
                 is unknown.

@@ -229,7 +229,8 @@ def _rank(rank: int, options: argparse.Namespace, out: Path, meeting: str) -> No
     groups.share_gpu()
     torch.set_num_threads(1)
     world = options.ranks_on_gpu
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    backends = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, init_method=f"file://{meeting}", rank=rank, world_size=world)
     report = check_all(options, device)
     if rank == 0:
         common.write_json(out, {"about": common.provenance(device.type), "settings": report})

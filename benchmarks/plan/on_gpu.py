@@ -26,7 +26,7 @@ MACHINE = replace(MACHINES["h200"], link=1e30, network=1e30, link_latency=0.0, n
 # What the allocator does not count.
 OUTSIDE = ("context", "communicators")
 RESULTS = Path(__file__).parents[1] / "gpu" / "results"
-RUNS = {"step-nothing-freed": 32768, "step-nothing-vocab-4096": 4096}
+RUNS = {"step-nothing": 32768, "step-nothing-vocab-4096": 4096}
 
 
 def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """`NcclComm`: one coalesced group of collectives per unit, straight into and out of the parameters. Layer: comm.
 
-Not yet run on NCCL, which would confirm that the coalesced calls overlap with compute as one kernel, the threshold
-between the lanes, and that an exchange of narrow rows (`comm.wire`) is faster than a reduce-scatter of wide ones. In
-the tests the calls run on a fake process group, and on a GPU on a simulated one (`benchmarks/gpu/groups.py`).
+Run on NCCL with ranks that share a GPU (`tests/gpu/nccl.py`), where no time means anything. Not confirmed: the
+threshold between the lanes, and that an exchange of narrow rows (`comm.wire`) is faster than a reduce-scatter of wide
+ones.
 """
 
 from collections.abc import Sequence

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fsdp2.watch import queued
 from fsdp2.watch.watchdog import watchdog
 from tests.device import comparing, lagging
 from tests.device.ranks import DEVICE, on_device_ranks
-from tests.helpers.fault_runs import LIMIT_S, check_all
+from tests.helpers.fault_runs import LIMIT_S, WITH_DEFAULTS, check_all
 from tests.helpers.faults import Fault, Told, build
 from tests.helpers.mortal_ranks import Case, Outcome, run_cases
 
@@ -33,10 +34,6 @@ pytestmark = [
 ]
 
 PLACES = ["forward", "backward", "reduction", "clip", "step", "optimizer", "between"]
-WITH_DEFAULTS = [
-    Fault(what, default=True, device=DEVICE)
-    for what in ("kill", "stop", "raise", "leave", "destroy", "order", "skip", "micro")
-] + [Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,), default=True, device=DEVICE)]
 MATRIX = [
     Fault("order", first=True, device=DEVICE),
     Fault("sleep", "between", device=DEVICE),
@@ -58,7 +55,8 @@ MATRIX = [
 
 def test_seconds(tmp_path: Path) -> None:
     """With the default settings each fault is an error on each rank that lives, within ten seconds (asserted there)."""
-    print(check_all(WITH_DEFAULTS, tmp_path, comparing.__name__))
+    faults = [replace(fault, device=DEVICE) for fault in WITH_DEFAULTS]
+    print(check_all(faults, tmp_path, comparing.__name__))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.device import lagging
-from tests.helpers.examples import EXAMPLES, TEXT, environment, metrics, run, shards
+from tests.helpers.examples import EXAMPLES, TEXT, TINY, TINY_STEPS, environment, metrics, run, shards
 from tests.helpers.scripts import Finished, run_script
 from tests.helpers.source_tree import ROOT
-
-STEPS = 6
-TINY = (
-    f"--dim 32 --layers 2 --heads 2 --kv-heads 1 --hidden 64 --seq-len 32 --batch-size 4 --warmup 2 --steps {STEPS} "
-    "--save-every 3 --eval-batches 1 --sample-bytes 4 --log-every 1"
-).split()
 
 
 def on_device(seed: int, *arguments: str | Path) -> Finished:
@@ -39,9 +33,9 @@ def test_from_start_to_resume(tmp_path: Path) -> None:
     ):
         assert job.status == 0, job.errors[-3000:]
     assert metrics(whole, "loss") == pytest.approx(metrics(host, "loss"), abs=1e-3)
-    final = shards(whole, STEPS)
-    assert final == shards(other, STEPS)
-    shutil.rmtree(other / f"checkpoints/step-{STEPS:08d}")
+    final = shards(whole, TINY_STEPS)
+    assert final == shards(other, TINY_STEPS)
+    shutil.rmtree(other / f"checkpoints/step-{TINY_STEPS:08d}")
     job = on_device(3, "--out", other, "--resume")
     assert job.status == 0 and "going on from" in job.output, job.output + job.errors[-3000:]
-    assert shards(other, STEPS) == final
+    assert shards(other, TINY_STEPS) == final

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.test_train_lm import STEPS, TINY
-from tests.helpers.examples import EXAMPLES, TEXT, environment, metrics, run, shards
+from tests.helpers.examples import EXAMPLES, TEXT, TINY, TINY_STEPS, environment, metrics, run, shards
 from tests.helpers.scripts import Finished, run_script
 from tests.helpers.source_tree import ROOT
 
@@ -29,10 +28,10 @@ def test_train_lm(tmp_path: Path) -> None:
     on_gpu("train_lm.py", *TINY, *TEXT, "--out", whole)
     assert run("train_lm.py", "--device", "cpu", *TINY, *TEXT, "--out", host).status == 0
     assert metrics(whole, "loss") == pytest.approx(metrics(host, "loss"), abs=1e-2)
-    final = shards(whole, STEPS)
-    shutil.rmtree(whole / f"checkpoints/step-{STEPS:08d}")
+    final = shards(whole, TINY_STEPS)
+    shutil.rmtree(whole / f"checkpoints/step-{TINY_STEPS:08d}")
     assert "going on from" in on_gpu("train_lm.py", *TINY, *TEXT, "--out", whole, "--resume").output
-    assert shards(whole, STEPS) == final
+    assert shards(whole, TINY_STEPS) == final
 
 
 @pytest.mark.parametrize("script", ["minimal.py", "pipeline.py"])

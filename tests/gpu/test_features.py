@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.device.scenarios import SCENARIOS
-from tests.device.training import FEATURES, ON_FOUR, expected_of, sharded, train
+from tests.device.training import FEATURES, ON_FOUR
 from tests.gpu import ranks
+from tests.gpu.training import check
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -14,14 +15,6 @@ pytestmark = pytest.mark.gpu
 # Their values on the CPU are not those on a GPU (tests/gpu/test_init.py compares with the same device), or gloo has not
 # got what they need for CUDA: messages between two ranks ("Bad address"), and torch's functional all-gather (SIGSEGV).
 LEFT_OUT = ("materialized", "materialized, offloaded", "seeded", "context parallel", "gathered")
-ROUNDED = ("16 bits", "fp16", "int8", "8 bits", "whole matrices")  # within, though losses are of 32 bits
-
-
-def check(name: str, rank: int, world_size: int) -> None:
-    feature = FEATURES.get(name) or ON_FOUR[name]
-    expected = expected_of(name, rank, world_size)
-    actual = train(sharded(feature, "cuda", world_size), feature, "cuda", rank)
-    ranks.assert_near(actual, expected, 0.2 if any(word in name for word in ROUNDED) else 1e-3)
 
 
 @on_ranks(2, timeout_s=120, device=ranks.__name__)

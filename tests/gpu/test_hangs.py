@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.test_hangs import WITH_DEFAULTS
 from tests.gpu import nccl
-from tests.helpers.fault_runs import check_all, run
+from tests.helpers.fault_runs import WITH_DEFAULTS, check_all, run
 from tests.helpers.faults import GOOD_STEPS, Fault
 
 pytestmark = pytest.mark.gpu

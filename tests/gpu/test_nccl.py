@@ -23,12 +23,12 @@ from fsdp2.comm.flat import FlatComm
 from tests.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR
 from tests.device.training import FEATURES, ON_FOUR, Feature, mesh_of, mixed, sharded, train
 from tests.gpu import nccl, ranks
-from tests.gpu.test_features import LEFT_OUT, check
+from tests.gpu.training import check
 from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.gpu
 
-ONLY_HERE = ("context parallel", "gathered", "materialized, offloaded")  # gloo has not got what they need for CUDA
+LEFT_OUT = ("materialized", "seeded")  # their values on the CPU are not those on a GPU: tests/gpu/test_init.py
 
 
 @on_ranks(2, timeout_s=120, device=nccl.__name__)
@@ -44,7 +44,7 @@ def test_features_on_four(rank: int, world_size: int, name: str) -> None:
 
 
 @on_ranks(2, timeout_s=120, device=nccl.__name__)
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name in ONLY_HERE or name not in LEFT_OUT])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in LEFT_OUT])
 def test_scenarios(rank: int, world_size: int, name: str) -> None:
     SCENARIOS[name](rank, world_size, 0)
 

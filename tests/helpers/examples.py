@@ -17,6 +17,11 @@ from tests.helpers.source_tree import ROOT
 
 EXAMPLES = ROOT / "examples"
 TIMEOUT_SECONDS = 120
+TINY_STEPS = 6
+TINY = (  # train_lm.py
+    "--dim 32 --layers 2 --heads 2 --kv-heads 1 --hidden 64 --seq-len 32 --batch-size 4 --warmup 2 "
+    f"--steps {TINY_STEPS} --save-every 3 --eval-batches 1 --sample-bytes 4 --log-every 1"
+).split()
 TEXT = ["--data", str(Path(json.__file__).parent)]  # the json package: some 40 kB in five files
 
 

@@ -21,9 +21,12 @@ from fsdp2.watch.watchdog import watchdog
 from tests.helpers.faults import GOOD_STEPS, Fault, Job, Told
 from tests.helpers.mortal_ranks import Case, Outcome, run_cases
 
-__all__ = ["LIMIT_S", "NONE", "SAYS", "check", "check_all", "run"]
+__all__ = ["LIMIT_S", "NONE", "SAYS", "WITH_DEFAULTS", "check", "check_all", "run"]
 
 LIMIT_S = 60.0  # a busy machine
+WITH_DEFAULTS = [
+    Fault(what, default=True) for what in ("kill", "stop", "raise", "leave", "destroy", "order", "skip", "micro")
+] + [Fault("order", mesh="hsdp", ranks=4, victim=2, also=(3,), default=True)]
 
 
 def body(rank: int, fault: Fault, folder: str) -> dict[str, Any]:
