@@ -73,7 +73,7 @@ def share_gpu() -> None:
     is a machine of its own, and they talk by sockets. Kernels, streams and communicators are those of many machines.
     The GPU gives each process its turn, so no time means anything. Before the first communicator."""
     os.environ.update(NCCL_HOSTID=f"process {os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    os.environ["NCCL_MAX_NCHANNELS"] = "2"
+    os.environ["NCCL_MAX_NCHANNELS"] = "2"  # fewer blocks that only wait, for another process's turn
 
 
 def occupy(seconds: float) -> None:

@@ -49,7 +49,7 @@ for part in $PARTS; do
         bench sanitizer sanitize.py
         ;;
     tests)
-        step tests "$PYTHON" -m pytest -m gpu -q
+        step tests "$PYTHON" -m pytest -m gpu -q -n 6
         ;;
     *)
         echo "unknown part $part; known are steps, timed, correctness, tests" >&2

@@ -124,9 +124,9 @@ def _as_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def summary(results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
-    """The table of README.md. Ratios are to `none`; where that is not there, to the first."""
+    """The table of README.md. Ratios are to `floor`, or `none`; where neither is there, to the first."""
     good = {name: [each for each in results if each["variant"] == name and "error" not in each] for name in names}
-    base = "none" if good.get("none") else names[0]
+    base = next((name for name in ("floor", "none") if good.get(name)), names[0])
     header = ["variant", "step ms", "fwd+bwd ms", f"/ {base}", "tokens/s", "MFU", "peak GiB", "reserved GiB"]
     header += ["retries", "idle ms", "comm. ms", "exposed ms", "kernels"]
     rows = []

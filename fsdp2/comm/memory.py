@@ -7,7 +7,7 @@ copy-engine all-gathers). They are kinds of *memory* below the backend's own fla
     comm = CustomComm(base, FlatAllGather(memory), FlatReduceScatter(memory))
 
 Not yet confirmed on a GPU: everything but the errors. The group's own memory needs a device with multicast, symmetric
-memory needs ranks that can map each other's, and no machine of the tests has either.
+memory needs ranks that can map each other's; the ranks of the tests share a GPU, and have neither.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,10 @@ class SymmetricMemory:
         try:
             self.empty(1, torch.float32, device)
         except RuntimeError as error:
-            raise UnsupportedError(f"symmetric memory: the ranks cannot map each other's memory: {error}") from error
+            raise UnsupportedError(
+                f"symmetric memory: the ranks of this group cannot have it: {error}. All of them must be able to map "
+                "each other's memory (NVLink). Leave this setting off here."
+            ) from error
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return symmetric_empty(numel, dtype, device, self.group)

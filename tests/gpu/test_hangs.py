@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import nccl
-from tests.helpers.fault_runs import WITH_DEFAULTS, check_all, run
+from tests.helpers.fault_runs import NONE, WITH_DEFAULTS, check_all, run
 from tests.helpers.faults import GOOD_STEPS, Fault
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +27,12 @@ def test_another_number_of_microbatches(tmp_path: Path) -> None:
     """The rank that ran what it knows reduces the norm with what is gathered for the other one's next microbatch: NCCL
     compares nothing. It may make this one step, and gets the error then (docs/safety.md)."""
     fault = next(each for each in FAULTS if each.what == "micro")
-    outcomes, _ = run([fault], tmp_path, nccl.__name__)[fault.name]
-    for outcome in outcomes:
-        assert outcome.ok, outcome
+    none = replace(NONE["fsdp"], device="cuda")
+    found = run([none, fault], tmp_path, nccl.__name__)
+    outcomes = found[fault.name][0]
+    for outcome, right in zip(outcomes, found[none.name][0], strict=True):
+        assert outcome.ok and right.ok, (outcome, right)
+        assert outcome.value["values"][: GOOD_STEPS + 1] == right.value["values"][: GOOD_STEPS + 1]
         kind, text = outcome.value["error"]
         assert kind == "CollectiveError" and "did different things" in text, text
         assert outcome.value["steps"] in (GOOD_STEPS, GOOD_STEPS + 1) and outcome.value["seconds"] < 10

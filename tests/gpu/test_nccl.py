@@ -81,9 +81,9 @@ def test_memory_of_the_group(rank: int, world_size: int, options: dict[str, Any]
 
 @on_ranks(2, timeout_s=120, device=nccl.__name__)
 def test_symmetric_memory_of_two_machines(rank: int, world_size: int) -> None:
-    """As which these ranks pass. The first forward raised an error of NCCL's, or the process ended."""
+    """These ranks pass for two machines. The first forward raised an error of NCCL's, or ended the process."""
     model = sharded(FEATURES["plain"], "cuda", world_size)
-    with pytest.raises(fsdp2.UnsupportedError, match="cannot map each other's memory"):
+    with pytest.raises(fsdp2.UnsupportedError, match="symmetric memory: the ranks of this group cannot have it"):
         model.set_symm_mem_for_comm()
 
 
@@ -207,22 +207,26 @@ def step_of(model: nn.Module, x: torch.Tensor, fails: bool) -> None:
 
 
 def agrees(rank: int, world_size: int, _: Any) -> None:
-    """A batch fails on one rank: no rank steps, and the next batch trains."""
-    model = shard(layers())
-    x = inputs(world_size)[rank : rank + 1]
+    """A batch fails on one rank: no rank has gradients of it, and those of the next are those of one process."""
+    whole, plain, model = inputs(world_size), layers(), shard(layers())
+    plain(whole).square().mean().backward()
+    x = whole[rank : rank + 1]
     model(x).square().mean().backward()
     model.zero_grad()
     with pytest.raises(fsdp2.StepError, match="a bad batch"), fsdp2.agree_on_step(model):
         step_of(model, x, fails=rank == 1)
+    assert all(param.grad is None for param in model.parameters())
     with fsdp2.agree_on_step(model):
         model(x).square().mean().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
 def measures(rank: int, world_size: int, _: Any) -> None:
     """`calibrate`, on ranks that share a GPU: it ends, and has measured something."""
     machine = fsdp2.plan.calibrate(rounds=1)
-    assert machine.memory > 0
+    for found in (machine.link, machine.memory_bandwidth, *machine.flops.values()):
+        assert 0 < found < 1e30
 
 
 def alone(rank: int, world_size: int, meeting: str, is_bound: bool, body: Callable[..., None], argument: Any) -> None:
