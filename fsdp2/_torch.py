@@ -5,12 +5,15 @@ Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of t
 function names the private API and why no public one is enough.
 """
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -504,16 +507,27 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
 def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup:
-    """A new group that is made by its ranks alone, which must have made equally many such groups. torch names it after
-    them, so that it may be made at the same time as another one.
+    """A new group that is made by its ranks alone, so that it may be made at the same time as another one. Its ranks
+    must have made equally many of these ranks.
+
+    torch names such a group after its ranks and the number of all groups of this process, in which ranks differ: a
+    leader of a node may be in one more. Ranks with other names wait for each other in vain.
 
     If a program bound the default group to a device (`device_id=`), torch would split its communicator, for which all
     ranks of the default group are needed (https://github.com/pytorch/pytorch/pull/129965).
     """
     world = dist.group.WORLD
     assert world is not None
+    made = _made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    own = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
     bound, world.bound_device_id = world.bound_device_id, None
+    of_torch = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda _: own  # type: ignore[assignment]
     try:
         group: dist.ProcessGroup = dist.new_group(
             ranks, backend=backend, use_local_synchronization=True, group_desc=name
@@ -521,6 +535,7 @@ def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup
         return group
     finally:
         world.bound_device_id = bound
+        distributed_c10d._hash_ranks_to_str = of_torch
 
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------

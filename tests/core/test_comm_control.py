@@ -21,12 +21,14 @@ from torch.testing import assert_close
 import fsdp2
 from tests.helpers.either_api import ON_TORCH, api, sharded, train
 from tests.helpers.models import linears, reference_grads, run_step
+from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.parity_models import (
     Layers,
     Race,
     Stack,
     assert_gradients,
     batch,
+    full,
     local,
     mean_gradients,
     mesh_2d,
@@ -425,3 +427,22 @@ def test_post_optim_event(rank: int, world_size: int) -> None:
         model.set_post_optim_event(event)
 
     assert losses(record) == losses(lambda model: None)
+
+
+def leads(rank: int) -> list[list[float]]:
+    """Ranks 0 and 2 are in a group more than the others, when groups of ranks 0, 1 and 2, 3 are made."""
+    dist.new_group([0, 2])
+    torch.manual_seed(0)
+    model: Any = fsdp2.fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+    root: Any = fsdp2.fully_shard(nn.Sequential(model))
+    root.set_separate_reduce_scatter_group(True)
+    root(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    return full(model.weight.grad).tolist()
+
+
+@pytest.mark.skipif(ON_TORCH, reason="torch has no groups for reduce-scatters")
+def test_ranks_that_are_in_different_numbers_of_groups() -> None:
+    """torch names a group that its ranks make alone after the number of groups of the process. The ranks of one group
+    had different names for it, and waited for each other."""
+    for outcome in run_cases([Case(leads, 4, limit_s=60.0)])[0]:
+        assert outcome.ok and outcome.value == [[2.5] * 4] * 4, outcome
