@@ -86,11 +86,11 @@ class Settings:
 
     # --- how to reduce -----------------------------------------------------------------------------------------------
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over all ranks by `factor` instead of the number of ranks."""
-        change_settings(self, False, gradient_divide_factor=float(factor))
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide the sum of this unit's gradients over all ranks by `factor` instead of the number of ranks (None)."""
+        change_settings(self, False, gradient_divide_factor=None if factor is None else float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
@@ -98,11 +98,15 @@ class Settings:
         """Whether this unit's collectives always sum and divide afterwards, instead of using the backend's AVG."""
         change_settings(self, False, force_sum=boolean("enable", enable))
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
+    ) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
-        before the sharded parameters get them. The hook may change them in place.
+        before the sharded parameters get them. The hook may change them in place. What the backend does not divide by
+        itself (a sum, a part of a factor) is divided afterwards.
 
         Args:
+            hook: None removes it.
             stream: run the hook on this stream of the accelerator. Not allowed with a replicate axis, where the hook
                 runs on the all-reduce stream.
 
@@ -115,7 +119,7 @@ class Settings:
                 "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
                 "of the all-reduce. Pass stream=None."
             )
-        change_settings(self, False, all_reduce_hook=(hook, stream))
+        change_settings(self, False, all_reduce_hook=None if hook is None else (hook, stream))
 
     # --- how to communicate ------------------------------------------------------------------------------------------
 
@@ -236,17 +240,24 @@ class Settings:
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    return units_below(module) if recurse else [unit_for(module)]
+    unit = unit_for(module)
+    is_in_tiles = any(group.parts for group in unit.groups)  # each tile is a unit, which gathers and reduces
+    return units_below(module) if recurse or is_in_tiles else [unit]
 
 
 def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change fields of `UnitSettings` for the unit of `module`, and with `recurse` for the units below it."""
+    """Change fields of `UnitSettings` for the unit of `module` and its tiles; with `recurse` for the units below it."""
     for unit in _units(module, recurse):
         unit.settings = replace(unit.settings, **changes)
 
 
+def _groups(module: object) -> list[ParamGroup]:
+    """Those of the unit, and of its tiles."""
+    return [group for unit in _units(module, recurse=False) for group in unit.groups]
+
+
 def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
-    for group in unit_for(module).groups:
+    for group in _groups(module):
         if make is not None and group.channel.has_custom:
             raise MisuseError(
                 f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
@@ -264,7 +275,7 @@ def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -
 
 def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
     """The unit's groups that have something to gather, which must be on one mesh."""
-    groups = unit_for(module).groups
+    groups = _groups(module)
     meshes = {group.roles.mesh for group in groups}
     if len(meshes) > 1:
         raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard, tile
+from fsdp2.comm.memory import FlatAllGather
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.runtime.storage import FlatStorage
 from tests.helpers.parity_models import mesh_2d
@@ -337,3 +338,28 @@ def test_what_fully_shard_refuses(rank: int, world_size: int) -> None:
         fully_shard(layer)
     untiled = fully_shard(layer, ignored_params=set(layer.parameters()))
     assert untiled(torch.randn(2, 4)).shape == (2, 6)
+
+
+@on_ranks(2)
+def test_settings_of_the_layer_are_those_of_its_tiles(rank: int, world_size: int) -> None:
+    """They reached the layer's own unit alone, which reduces nothing: no factor, no hook, no collectives."""
+    models = pair(3)
+    gathered: list[int] = []
+
+    class Memory:
+        def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            gathered.append(numel)
+            return torch.empty(numel, dtype=dtype, device=device)
+
+    for each in models:
+        each.head.set_gradient_divide_factor(1.0)
+        each.head.set_all_reduce_hook(lambda flat: flat.mul_(3))
+        each.embed.set_reduce_scatter_divide_factor(4.0)
+    models[1].head.set_custom_all_gather(FlatAllGather(Memory()))
+    run(models, rank)
+    assert len(gathered) >= 3
+    for each in models:
+        each.zero_grad()
+        each.head.set_requires_gradient_sync(False, recurse=False)
+        each(tokens_of(1, rank)).square().mean().backward()
+    assert models[0].head.weight.grad is None and models[1].head.weight.grad is None
