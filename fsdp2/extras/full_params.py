@@ -94,7 +94,7 @@ def full_params(
     holds = not rank0_only or all(map(_is_first, meshes))
     wholes: dict[ManagedParameter, nn.Parameter] = {}
     with ExitStack() as undo:
-        undo.callback(_complete_new_roots, [(unit, unit.context) for unit in units])
+        undo.callback(_settle_new_roots, [(unit, unit.context, unit.settings.reshard_after_forward) for unit in units])
         _empty(units, undo)
         for param in params:
             undo.callback(partial(param.put, param.sharded))
@@ -187,17 +187,24 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
         change(unit, groups=[], policy=replace(unit.policy, param_dtype=None))
 
 
-def _complete_new_roots(contexts: Sequence[tuple[Unit, Context[Unit] | None]]) -> None:
-    """A root that ran its first forward in the body saw units without parameters: name and check their parameters
-    now."""
-    new = {unit.context for unit, before in contexts if unit.context is not before}
-    for context in new:
+def _settle_new_roots(before: Sequence[tuple[Unit, Context[Unit] | None, int | None]]) -> None:
+    """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it
+    may have run on one rank alone: it is forgotten, and its next forward makes it on all ranks. Otherwise all ranks
+    ran it: name and check the parameters now."""
+    opened = {unit: reshards for unit, _, reshards in before}
+    for context in {unit.context for unit, old, _ in before if unit.context is not old}:
         if context is None or context.is_provisional:
             continue
         root, *others = context.units
-        for unit in others:
-            unit.context = None
-        become_root(root)
+        if opened.keys() >= set(context.units):
+            for unit in context.units:
+                unit.reset()  # the forward may have raised
+                unit.context = None
+                unit.settings = replace(unit.settings, reshard_after_forward=opened[unit])
+        else:
+            for unit in others:
+                unit.context = None
+            become_root(root)
 
 
 def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> nn.Parameter:

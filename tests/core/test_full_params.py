@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -15,6 +16,7 @@ import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
 from fsdp2.extras.full_params import full_params
 from fsdp2.policies import ZeroPolicy
+from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import error_of, is_sharded, mlp
 from tests.helpers.parity_models import (
     Block,
@@ -244,6 +246,30 @@ def test_forward_inside(rank: int, world_size: int) -> None:
     reference = sharded(plain, world_size, mp_policy=BF16)
     one_batch(reference, 0, rank)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(local(mine.grad), local(theirs.grad))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["model", "block", "raises"])
+def test_first_forward_inside_on_one_rank(rank: int, world_size: int, what: str) -> None:
+    """That rank alone made a root, and at the end compared replicas, in which the other one took no part. A block
+    stayed a root on that rank, on any mesh."""
+    plain = Stack()
+    model, other = (shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 1)) for _ in range(2))
+
+    def look() -> None:
+        with full_params(model, write_back=False):
+            if rank == 0:
+                (model.blocks[0] if what == "block" else model)(batch(0, rank))
+            if what == "raises":
+                raise KeyError("own")
+
+    assert error_of(KeyError, look) == "'own'" if what == "raises" else look() is None
+    dist.barrier()
+    for each in (model, other):
+        one_batch(each, 0, rank)
+    assert [unit_of(block).settings.reshard_after_forward for block in model.blocks] == [True] * len(model.blocks)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(local(mine.grad), local(theirs.grad))
 
 
