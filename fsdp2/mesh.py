@@ -152,6 +152,12 @@ class MeshRoles:
         flat = flatten_mesh(self.mesh)
         return replace(self, replicate_axis=0, shard_axis=None, sharded_replicas=False, flat=flat)
 
+    def sharding_replicas(self) -> "MeshRoles":
+        """Roles in which replicas share each shard. Raises as `roles_of`."""
+        assert self.replicate_axis is not None
+        _check_order(self.mesh, self.replicate_axis)
+        return replace(self, sharded_replicas=True)
+
     def smaller(self, size: int) -> "MeshRoles":
         """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks.
 
@@ -254,8 +260,8 @@ def _check_order(mesh: DeviceMesh, axis: int) -> None:
     members = dist.get_process_group_ranks(mesh.get_group(axis))
     if own != members or (own == sorted(own) and not is_sorted):
         raise UnsupportedError(
-            f"fully_shard: along the shard axis the mesh has the ranks {own} (of rank {dist.get_rank()}), and process "
-            f"groups, which number the shards, have them sorted: {members}. Make the mesh with ascending ranks."
+            f"fully_shard: along an axis that shards the mesh has the ranks {own} (of rank {dist.get_rank()}), and "
+            f"process groups, which number the shards, have them sorted: {members}. Make the mesh with ascending ranks."
         )
 
 

@@ -47,7 +47,7 @@ def roles_for(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, zero: 
                 f"ZeroPolicy: shard_replicas cuts the shards over a replicate axis too, but the mesh has none: {mesh}. "
                 "Pass a 2-D mesh (replicate, shard), or shard_size."
             )
-        return replace(roles, sharded_replicas=True)
+        return roles.sharding_replicas()
     return roles
 
 

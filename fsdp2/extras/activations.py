@@ -376,8 +376,7 @@ def _likeness(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Equal for calls that save as much."""
     tensors = [
         (value.shape, value.dtype, value.requires_grad, torch.is_autocast_enabled(value.device.type))
-        for value in (*args, *kwargs.values())
-        if isinstance(value, torch.Tensor)
+        for value in tensors_in((args, kwargs))
     ]
     return ref(block), block.training, tensors
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.errors import CollectiveError, OrderError, StepError
+from fsdp2.errors import ArgumentError, CollectiveError, OrderError, StepError
 from fsdp2.runtime.root import units_below
 from fsdp2.watch.current import current
 from fsdp2.watch.joint_step import JointStep
@@ -31,9 +31,11 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
     clip and step after it. It costs one exchange of a few bytes with the store of the process group.
 
     Args:
-        models: all roots that communicate in the block, or modules that contain them.
+        models: all roots that communicate in the block, or modules that contain them; at least one. The gradients of
+            their parameters are gone after a failure, also those of backwards before the block.
 
     Raises:
+        ArgumentError: there are no models.
         StepError: a rank has raised an exception; on all ranks.
         CollectiveError: a rank has died, or ranks cannot come to the same place: one is in communication that is not
             fsdp2's, such as tensor parallelism, or in one that the rank which failed had not made before, because it
@@ -53,6 +55,11 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
             optimizer.step()
             optimizer.zero_grad()
     """
+    if not models:
+        raise ArgumentError(
+            "agree_on_step: expected the models that communicate in the block, got none: their "
+            "gradients are reset if a rank fails"
+        )
     if current.step is not None:
         raise OrderError("agree_on_step: within another agree_on_step")
     dog = watchdog() if settings().is_on else None

@@ -8,11 +8,12 @@ The forward returns a block's own output and log-sum-exp, which `Merged` adds to
 backward gets the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)``, whatever its
 block. So the gradients of each block are terms of sums, and no block needs what another one computed.
 
-The kernel for a block depends on what every rank knows without communication: device, dtype and head dims.
+The kernel for a block depends on what every rank knows without communication: device, dtype and head dims. (So the
+GPUs of a job are from Ampere on, or all older.)
 
 =============  =====================================================================================================
 ``flash_cpu``  CPU, every dtype
-``flash``      CUDA, float16 and bfloat16, head dim up to 256
+``flash``      CUDA from Ampere on, float16 and bfloat16, head dim up to 256
 ``efficient``  CUDA, everything else that is aligned to 16 bytes, except float64
 ``math``       the rest (keys and values of different head dims, float64 on CUDA, other devices): the scores of some
                query rows at a time, in float32 or float64
@@ -120,7 +121,8 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
         return "flash_cpu"
     if query.device.type not in ("cuda", "meta") or query.dtype == torch.float64:
         return "math"
-    if query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256:
+    is_old = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
+    if query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256 and not is_old:
         return "flash"
     return "efficient" if head_dim * query.dtype.itemsize % 16 == 0 else "math"
 

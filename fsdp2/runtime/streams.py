@@ -118,8 +118,14 @@ class AcceleratorStreams(Streams):
         return torch.accelerator.current_stream(self._device).record_event()
 
     def wait(self, event: torch.Event | None) -> None:
-        if event is not None:
-            event.wait()  # not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event
+        if event is None:
+            return
+        # Not `stream.wait_event(event)`, which does not accept a user's torch.cuda.Event.
+        if torch.accelerator.current_device_index() == self._device.index:
+            event.wait()
+        else:  # a thread that has not chosen its device: the stream of another one would wait
+            with torch.accelerator.device_index(self._device.index):
+                event.wait()
 
 
 def device_index() -> int | None:

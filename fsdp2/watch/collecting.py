@@ -39,7 +39,8 @@ class Collector:
         finding = examine(answers, gone, before)
         folder = settings().report_folder
         text = finding.text
-        if finding.is_fault or (finding.kind == "late" and folder is not None):
+        is_new = before is None or (before.kind, before.moved) != (finding.kind, finding.moved)
+        if finding.is_fault or (finding.kind == "late" and folder is not None and is_new):
             text = f"{text}\n{_write(folder or Path(), number, finding, answers, gone)}"
         verdict = replace(finding, text=text)
         board.put(f"verdict/{number}", json.dumps(astuple(verdict)))

@@ -14,6 +14,9 @@ from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Entry, number_of, trail_of
 from fsdp2.watch.watchdog import watchdog
 
+# A kernel that failed, such as for an index out of bounds, is told by the next call of CUDA, whatever it is.
+_NOT_OF_THE_BACKEND = (torch.OutOfMemoryError, torch.AcceleratorError, FSDPError)
+
 
 class Exchange:
     """One kind of communication of a unit over one axis; made once and used in every step. As a context manager, around
@@ -111,12 +114,15 @@ class Exchange:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        if error is not None:
-            self.explain(error)
+        if error is None:
+            return
+        if isinstance(error, torch.OutOfMemoryError):  # memory comes before messages: nothing has begun
+            self.trail.take_back()
+        self.explain(error)
 
     def explain(self, error: BaseException) -> None:
         """Turn an error of the backend into one that says what the other ranks did, as far as they answer."""
-        if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, FSDPError)):
+        if not isinstance(error, RuntimeError) or isinstance(error, _NOT_OF_THE_BACKEND):
             return
         dog, found = watchdog(), None
         if dog is not None and settings().is_on and _is_of_backend(error):

@@ -80,7 +80,11 @@ class Queued:
                 event, wait = self._waits[0]
                 if monotonic() - wait.since < after_s:
                     break
-                if not event.query():
-                    return wait
+                try:
+                    if not event.query():
+                        return wait
+                except RuntimeError:  # a kernel has failed, and no call of the device works any more: this is no wait
+                    self._waits.clear()
+                    break
                 self._waits.popleft()
         return None

@@ -120,6 +120,11 @@ class Trail:
         """Record an entry that does not occur often enough to have its number computed once."""
         self.numbers.append(number_of(entry))
 
+    def take_back(self) -> None:
+        """The last entry has not been made after all."""
+        with self._forgetting:
+            self.numbers.pop()
+
     def mark(self, ends_step: bool) -> tuple[int, int, bool]:
         """A point at which the ranks are compared: (position, hash of all entries up to it, whether the entries since
         the last step are new). Ranks that have done the same since a common mark have the same hash.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp2 import fully_shard
 from fsdp2._torch import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm.base import Operand, Scatter
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
@@ -308,3 +309,19 @@ def test_symmetric_memory_needs_nccl(rank: int, world_size: int, kind: str) -> N
         SymmetricMemory(world(), torch.device(kind))
     with pytest.raises(ArgumentError, match="expected backend 'NCCL', got 'NVSHMEM'"):
         SymmetricMemory(world(), torch.device(kind), backend="NVSHMEM")
+
+
+class Breaks(Gathers):
+    """A kernel of the user's has failed, and the next call of the device says so."""
+
+    def __call__(self, **arguments: Any) -> dist.Work | None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+@on_ranks(2)
+def test_an_error_of_the_device_is_not_the_backends(rank: int, world_size: int) -> None:
+    """It was a CollectiveError: "another rank died, or did something else"."""
+    model: Any = fully_shard(torch.nn.Linear(4, 4))
+    model.set_custom_all_gather(Breaks())
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+        model(torch.ones(1, 4))

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import DataParallelMeshDims, FSDPModule, OrderError, ShardPlacementResult, UnsupportedError, fully_shard
+from fsdp2 import (
+    DataParallelMeshDims,
+    FSDPModule,
+    OrderError,
+    ShardPlacementResult,
+    UnsupportedError,
+    ZeroPolicy,
+    fully_shard,
+)
 from tests.helpers.models import check_step, error_of, is_sharded, linears, sharded_copy, wrapped
 from tests.helpers.parity_models import expect, full, mesh_2d
 from tests.helpers.ranks import on_ranks
@@ -143,13 +151,15 @@ def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_na
     options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="a")} if by_name else {"mesh": mesh["a"]}
     ranks = [rank % 2, rank % 2 + 2]
     text = error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), **options))
-    assert f"along the shard axis the mesh has the ranks {ranks[::-1]} (of rank {rank})" in text
+    assert f"along an axis that shards the mesh has the ranks {ranks[::-1]} (of rank {rank})" in text
     assert f"have them sorted: {ranks}. Make the mesh with ascending ranks." in text
     if not by_name:
         odd = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("replicate", "shard"))
         error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), mesh=odd))  # on all ranks
         replicas = DeviceMesh("cpu", torch.tensor([[2, 3], [0, 1]]), mesh_dim_names=("replicate", "shard"))
-        fully_shard(nn.Linear(2, 2), mesh=replicas)  # the order of replicas does not matter
+        fully_shard(nn.Linear(2, 2), mesh=replicas)  # the order of replicas does not matter, unless they share shards
+        policy = ZeroPolicy(3, shard_replicas=True)
+        error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), mesh=replicas, zero=policy))
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import agree_on_step
 from fsdp2.comm.base import Pending
+from fsdp2.comm.memory import FlatAllGather
 from fsdp2.watch import watchdog as watchdog_module
 from fsdp2.watch.board import Board
 from fsdp2.watch.trail import trails
@@ -305,19 +306,56 @@ def test_a_module_around_the_roots(rank: int, world_size: int, where: str) -> No
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+class Scarce:
+    """Memory for the all-gathers of a block, which a rank may not get at first."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.training.failing == "gather":
+            self.training.failing = ""
+            raise torch.OutOfMemoryError("too long")
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+@on_ranks(2)
+def test_no_memory_for_an_exchange(rank: int, world_size: int) -> None:
+    """The failed rank had noted the exchange before it had the memory, so nobody took its part: the others waited."""
+
+    def trained(bad: int | None) -> list[Tensor]:
+        training = Training("fsdp", rank, world_size)
+        training.model.blocks[2].set_custom_all_gather(FlatAllGather(Scarce(training)))
+        for number in range(4):
+            if number == bad:
+                training.failing = "gather" if rank == 1 else ""
+                assert training.step(number) == "rank 1: OutOfMemoryError: too long"
+            elif number != 2:
+                assert training.step(number) == ""
+        return training.values()
+
+    expected = trained(None)
+    assert all(torch.equal(one, other) for one, other in zip(trained(2), expected, strict=True))
+
+
 @on_ranks(2)
 def test_mistakes(rank: int, world_size: int) -> None:
-    """An optimizer that steps before all are through, a block within a block, and ranks that cannot ask each other."""
+    """An optimizer that steps before all are through, a block within a block, ranks that cannot ask each other; and no
+    models, whose gradients would have stayed."""
     training = Training("fsdp", rank, world_size)
+    model = training.model
     assert training.step(0) == ""
-    with pytest.raises(fsdp2.StepError, match=r"OrderError: AdamW.step\(\) within agree_on_step"), agree_on_step():
+    with pytest.raises(fsdp2.StepError, match=r"OrderError: AdamW.step\(\) within agree_on_step"), agree_on_step(model):
         training.optimizer.step()
-    with pytest.raises(fsdp2.StepError, match="OrderError: agree_on_step: within"), agree_on_step(), agree_on_step():
+    within = pytest.raises(fsdp2.StepError, match="OrderError: agree_on_step: within")
+    with within, agree_on_step(model), agree_on_step(model):
+        pass
+    with pytest.raises(fsdp2.errors.ArgumentError, match="expected the models"), agree_on_step():
         pass
     assert training.step(1) == ""
     fsdp2.safety(False)
     try:
-        with pytest.raises(fsdp2.OrderError, match=r"needs .* safety\(True\)"), agree_on_step():
+        with pytest.raises(fsdp2.OrderError, match=r"needs .* safety\(True\)"), agree_on_step(model):
             pass
     finally:
         fsdp2.safety()

@@ -92,6 +92,29 @@ def test_nothing_is_looked_at_while_the_budget_suffices(monkeypatch: pytest.Monk
             assert looks(8) > 0
 
 
+class InDict(nn.Module):
+    """A block whose tensor comes in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.layer(inputs["x"]).tanh()
+
+
+def test_tensors_in_containers_are_looked_at() -> None:
+    """A longer batch, in a dict, passed for one like that before: its activations stayed, whatever the budget."""
+    block = InDict()
+    offload = fsdp2.offload_activations([block], budget=1 << 20, min_bytes=0)
+    with standing_for_host(torch.device("meta")):
+        for num_rows in (8, 8, 16):
+            block({"x": torch.ones(num_rows, 4, requires_grad=True)}).sum().backward()
+        longest = offload.saved_bytes
+        block({"x": torch.ones(8, 4, requires_grad=True)}).sum().backward()
+    assert longest == 2 * offload.saved_bytes > 0
+
+
 def test_a_model_that_is_dropped_is_freed() -> None:
     """(The blocks held each other by what is known of them.)"""
     blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))

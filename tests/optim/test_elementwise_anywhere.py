@@ -46,6 +46,16 @@ def together(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
+def differences(first: list[Tensor], second: list[Tensor]) -> list[tuple[int, tuple[int, ...], list[Any]]]:
+    """Of each pair that is not equal: its number, its shape, and the elements that differ."""
+    pairs = [(one, other, one != other) for one, other in zip(first, second, strict=True)]
+    return [
+        (number, tuple(one.shape), [where.nonzero().tolist(), one[where].tolist(), other[where].tolist()])
+        for number, (one, other, where) in enumerate(pairs)
+        if where.any()
+    ]
+
+
 @on_ranks(2, 1, 3, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(rank: int, world_size: int, case: str) -> None:
@@ -61,7 +71,7 @@ def test_equals_one_process(rank: int, world_size: int, case: str) -> None:
         if options.get("fused"):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         else:
-            assert together(found, expected), layout
+            assert together(found, expected), (layout, differences(found, expected))
 
 
 @on_ranks(3, 2, 4)
