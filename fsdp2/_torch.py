@@ -6,6 +6,7 @@ function names the private API and why no public one is enough.
 """
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -507,6 +508,9 @@ def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group:
     return tensor
 
 
+_own = threading.local()  # `name`: that of the group which this thread makes
+_name_of_torch = distributed_c10d._hash_ranks_to_str
+distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_own, "name", "") or _name_of_torch(ranks)
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -524,18 +528,15 @@ def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup
     assert world is not None
     made = _made.setdefault(world, Counter())
     made[tuple(ranks)] += 1
-    own = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
     bound, world.bound_device_id = world.bound_device_id, None
-    of_torch = distributed_c10d._hash_ranks_to_str
-    distributed_c10d._hash_ranks_to_str = lambda _: own  # type: ignore[assignment]
+    _own.name = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
     try:
         group: dist.ProcessGroup = dist.new_group(
             ranks, backend=backend, use_local_synchronization=True, group_desc=name
         )
         return group
     finally:
-        world.bound_device_id = bound
-        distributed_c10d._hash_ranks_to_str = of_torch
+        world.bound_device_id, _own.name = bound, ""
 
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------

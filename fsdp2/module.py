@@ -6,6 +6,7 @@ class; every method of it is overridden.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Self
@@ -25,7 +26,7 @@ from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
-from fsdp2.settings import Settings, boolean, change_settings, unit_in
+from fsdp2.settings import Settings, boolean, unit_in
 
 _TorchFSDPModule: Any = torch.distributed.fsdp.FSDPModule
 _swapped_classes: dict[type, type] = {}
@@ -220,7 +221,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit, context = unit_for(self), unit_for(self).context
         if context is not None and not context.is_provisional and context.root is not unit:
             raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
-        change_settings(self, False, manual_finalization=boolean("enable", enable))
+        unit.settings = replace(unit.settings, manual_finalization=boolean("enable", enable))
 
     def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
         """Reduce all gradients and reshard, after the last backward in manual mode. Collective: every rank must call

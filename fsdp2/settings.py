@@ -102,8 +102,7 @@ class Settings:
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
-        before the sharded parameters get them. The hook may change them in place. What the backend does not divide by
-        itself (a sum, a part of a factor) is divided afterwards.
+        before the sharded parameters get them. The hook may change them in place.
 
         Args:
             hook: None removes it.

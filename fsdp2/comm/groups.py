@@ -20,8 +20,7 @@ def separate_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     There is one such group for each set of ranks and backends, created at the first call.
 
     Every rank of `group` must call it, in the same order among the calls that create process groups; other ranks need
-    not. (torch names locally synchronised groups by a per-rank counter, so all ranks of a group must have created
-    equally many.)
+    not.
     """
     world = dist.group.WORLD
     assert world is not None

@@ -189,18 +189,20 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
 
 def _settle_new_roots(before: Sequence[tuple[Unit, Context[Unit] | None, int | None]]) -> None:
     """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it
-    may have run on one rank alone: it is forgotten, and its next forward makes it on all ranks. Otherwise all ranks
-    ran it: name and check the parameters now."""
+    may have run on one rank alone: its next forward makes it again, on all ranks. Otherwise all ranks ran it: name and
+    check the parameters now."""
     opened = {unit: reshards for unit, _, reshards in before}
     for context in {unit.context for unit, old, _ in before if unit.context is not old}:
         if context is None or context.is_provisional:
             continue
         root, *others = context.units
-        if opened.keys() >= set(context.units):
+        if all(unit in opened or unit in _open or not unit.groups for unit in context.units):
+            context.is_provisional = True
             for unit in context.units:
                 unit.reset()  # the forward may have raised
-                unit.context = None
-                unit.settings = replace(unit.settings, reshard_after_forward=opened[unit])
+                unit.role = None
+                if unit in opened and opened[unit] is None:
+                    unit.settings = replace(unit.settings, reshard_after_forward=None)
         else:
             for unit in others:
                 unit.context = None

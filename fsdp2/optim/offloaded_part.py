@@ -122,10 +122,9 @@ class OffloadedPart:
             twin.grad = _grad_for(twin, param)
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update({key: _as_now(value) for key, value in _options(group).items()})
-        ready = self._streams.record()
         with self._stepping():
-            self._streams.wait(ready)  # a load may have just written states
             has_copied = self._take_states(states)
+        ready = self._streams.record()
         # As after operations on the DTensors: tells autograd that tensors it may have saved will have changed.
         torch.autograd.graph.increment_version([param for param, _ in stepped])
         self._become_pending()

@@ -122,6 +122,8 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     if query.device.type not in ("cuda", "meta") or query.dtype == torch.float64:
         return "math"
     is_old = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
+    if is_old and query.dtype == torch.bfloat16:
+        return "math"
     if query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256 and not is_old:
         return "flash"
     return "efficient" if head_dim * query.dtype.itemsize % 16 == 0 else "math"

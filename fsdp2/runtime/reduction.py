@@ -340,11 +340,10 @@ class Reduction:
         return _reduce_scatter(exchange, self._plan.channel.comm_over(axis), [scatter], axis.group, average)
 
     def _scale(self, post: float) -> None:
-        """Run the user's hook, apply the remaining division, cast to the parameters' dtype. In this order as torch's
-        FSDP2, which a hook that is not linear sees."""
-        self._run_hook(self._flat)
+        """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
         if post != 1:
             self._flat.div_(post)
+        self._run_hook(self._flat)
         dtypes = self._plan.grad_dtypes
         if not self._plan.casts_outputs:
             return

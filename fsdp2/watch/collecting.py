@@ -19,6 +19,8 @@ from fsdp2.watch.settings import settings
 _PATIENCE_S = 3.0  # with a process that runs, or is stopped, and does not answer
 _PAUSE_S = 0.02
 
+_REPORT = "Report: "
+
 
 class Collector:
     """The collector of one process, for one question at a time.
@@ -39,8 +41,9 @@ class Collector:
         finding = examine(answers, gone, before)
         folder = settings().report_folder
         text = finding.text
-        is_new = before is None or (before.kind, before.moved) != (finding.kind, finding.moved)
-        if finding.is_fault or (finding.kind == "late" and folder is not None and is_new):
+        if finding.kind == "late" and before is not None and (before.kind, before.moved) == ("late", finding.moved):
+            text += "".join(f"\n{line}" for line in before.text.splitlines() if line.startswith(_REPORT))
+        elif finding.is_fault or (finding.kind == "late" and folder is not None):
             text = f"{text}\n{_write(folder or Path(), number, finding, answers, gone)}"
         verdict = replace(finding, text=text)
         board.put(f"verdict/{number}", json.dumps(astuple(verdict)))
@@ -126,4 +129,4 @@ def _write(folder: Path, number: int, finding: Finding, answers: Mapping[int, An
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
         return f"(no report was written: {error})"
-    return f"Report: {path.resolve()}"
+    return f"{_REPORT}{path.resolve()}"

@@ -1,8 +1,8 @@
 """What the trails of all ranks say: who did something else, who is missing. Pure. Layer: watch.
 
-A trail only grows, so two ranks that have different entries at one place of a group have done different things,
-whenever they were asked. Everything else may be a moment: a rank that has fewer entries may only be late. It is at
-fault if it is gone, or if it waits for a rank that waits for it.
+A trail only grows, but for what a rank had no memory to begin. So two ranks that have different entries at one place
+of a group have done different things, whenever they were asked. Everything else may be a moment: a rank that has fewer
+entries may only be late. It is at fault if it is gone, or if it waits for a rank that waits for it.
 
 A rank that waits for bytes under way waits for nobody: all have begun what it waits for.
 """

@@ -74,17 +74,16 @@ class Queued:
     def oldest(self, after_s: float) -> Waiting | None:
         """The oldest wait that has not ended, if it has lasted for `after_s`. Younger ones are not looked at."""
         with self._lock:
-            if self._device_index is not None:  # a thread begins with the first, where events would make a context
-                torch.accelerator.set_device_index(self._device_index)
-            while self._waits:
-                event, wait = self._waits[0]
-                if monotonic() - wait.since < after_s:
-                    break
-                try:
+            try:
+                if self._device_index is not None:  # a thread begins with the first, where events would make a context
+                    torch.accelerator.set_device_index(self._device_index)
+                while self._waits:
+                    event, wait = self._waits[0]
+                    if monotonic() - wait.since < after_s:
+                        break
                     if not event.query():
                         return wait
-                except RuntimeError:  # a kernel has failed, and no call of the device works any more: this is no wait
-                    self._waits.clear()
-                    break
-                self._waits.popleft()
+                    self._waits.popleft()
+            except RuntimeError:  # a kernel has failed, and no call of the device works any more: this is no wait
+                self._waits.clear()
         return None

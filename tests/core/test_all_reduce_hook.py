@@ -65,23 +65,6 @@ def test_all_reduce_hook_is_called_once_per_reduction(rank: int, world_size: int
 
 
 @on_ranks(2)
-def test_it_is_called_before_the_division(rank: int, world_size: int) -> None:
-    """A hook that is not linear sees what torch shows it: the sum, where the backend does not divide."""
-    model: Any = api.fully_shard(nn.Linear(4, 4))
-    model.set_force_sum_reduction_for_comms(True)
-    seen: list[Tensor] = []
-
-    def hook(flat: Tensor) -> None:
-        seen.append(flat.clone())
-        flat.clamp_(max=1.5)
-
-    model.set_all_reduce_hook(hook)
-    model(torch.ones(1, 4)).sum().backward()
-    assert_close(seen[0], torch.full((10,), 2.0))
-    assert_close(full(model.weight.grad), torch.full((4, 4), 0.75))
-
-
-@on_ranks(2)
 def test_hook_and_factor_are_taken_back(rank: int, world_size: int) -> None:
     """By None, as with torch: it failed, the hook in backward."""
     model: Any = api.fully_shard(nn.Linear(4, 4))

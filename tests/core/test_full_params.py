@@ -250,6 +250,22 @@ def test_forward_inside(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_a_graph_of_a_first_forward_inside(rank: int, world_size: int) -> None:
+    """Its backward comes after the block, and gives gradients of inputs."""
+    plain = Stack()
+    model = sharded(plain, world_size)
+    grads = []
+    for each in (model, plain):
+        x = batch(0, rank).requires_grad_()
+        with full_params(model, write_back=False):
+            out = each(x)
+        out.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+    one_batch(model, 0, rank)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("what", ["model", "block", "raises"])
 def test_first_forward_inside_on_one_rank(rank: int, world_size: int, what: str) -> None:
     """That rank alone made a root, and at the end compared replicas, in which the other one took no part. A block

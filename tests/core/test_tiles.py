@@ -363,3 +363,14 @@ def test_settings_of_the_layer_are_those_of_its_tiles(rank: int, world_size: int
         each.head.set_requires_gradient_sync(False, recurse=False)
         each(tokens_of(1, rank)).square().mean().backward()
     assert models[0].head.weight.grad is None and models[1].head.weight.grad is None
+
+
+@on_ranks(2)
+def test_a_tiled_root_is_finalised_by_hand(rank: int, world_size: int) -> None:
+    """The setting is the root's, and must not reach its tiles."""
+    layer: Any = tile(nn.Linear(DIM, OUT), 3)
+    fully_shard(layer)
+    layer.set_manual_backward_finalization(True)
+    layer(torch.ones(2, DIM)).sum().backward()
+    layer.finalize_backward()
+    torch.testing.assert_close(layer.bias.grad.full_tensor(), torch.full((OUT,), 2.0))

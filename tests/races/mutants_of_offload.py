@@ -100,8 +100,8 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
     Mutant(
         "states: they are taken on the compute stream",
         PART,
-        "        with self._stepping():\n            self._streams.wait(ready)  #",
-        "        with torch.no_grad():\n            self._streams.wait(ready)  #",
+        "        with self._stepping():\n            has_copied = ",
+        "        with torch.no_grad():\n            has_copied = ",
         "staged_states",
         harmless="a step for which states were copied is waited for at once",
     ),
