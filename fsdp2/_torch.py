@@ -26,7 +26,7 @@ from torch.autograd import forward_ad, profiler
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -154,6 +154,14 @@ def mesh_of_one(device_type: str, rank: int) -> DeviceMesh:
     its constructor from creating a process group, together with all other ranks."""
     with torch.device("cpu"):
         return DeviceMesh(device_type, [rank], _init_backend=False)
+
+
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """`tensor.full_tensor()`. In torch 2.13, once a mesh has been flattened, that gathers two shards of one dim in one
+    step, as if they were even, and gives rows at the wrong places where they are not."""
+    separately = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
+    with separately():
+        return tensor.full_tensor()
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

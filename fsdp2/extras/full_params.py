@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2._torch import backward_is_running, local_tensor
+from fsdp2._torch import backward_is_running, full_tensor, local_tensor
 from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
@@ -231,7 +231,7 @@ def _whole(tensor: torch.Tensor, device: torch.device, to_cpu: bool) -> torch.Te
     assert isinstance(tensor, DTensor)
     on_device = tensor.detach().to(device)
     assert isinstance(on_device, DTensor)
-    whole: torch.Tensor = on_device.full_tensor()
+    whole: torch.Tensor = full_tensor(on_device)
     if to_cpu:
         whole = whole.to("cpu")
     if whole.untyped_storage().data_ptr() == local_tensor(tensor).untyped_storage().data_ptr():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec
 from fsdp2.init.owned import Owned, owned_of
 
 __all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "write_on_whole"]
@@ -22,7 +22,7 @@ def whole_of(tensor: DTensor) -> torch.Tensor:
     autograd: it detaches the result in place, for which its DTensor has no strategy."""
     on_mesh = tensor.detach().to(tensor.device_mesh.device_type)  # collectives need that of offloaded tensors
     assert isinstance(on_mesh, DTensor)
-    return on_mesh.full_tensor().to(tensor.device)
+    return full_tensor(on_mesh).to(tensor.device)
 
 
 def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec, shard_dim, spec_of, split_factor
+from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec, shard_dim, spec_of, split_factor
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.owned import Owned, owned_of
 from fsdp2.layout import strides
@@ -280,7 +280,7 @@ class _Step:
             if not at_home or list(value.placements) != placements:
                 like = self._new_scale() if is_scale else param
                 assert isinstance(like, DTensor)
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = full_tensor(value) if isinstance(value, DTensor) else value
                 part = own_part(whole, like)
                 value = self._state[name] = make_dtensor(part, spec_of(like)) if is_scale else self._like(part)
         return _local(value)

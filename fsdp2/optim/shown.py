@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import full_tensor, local_tensor
 from fsdp2.errors import MismatchError, UnsupportedError
 from fsdp2.optim.forms import NUMBERS, SHOWN_AS, Leaf, built, form_of, leaves_of, values_in
 from fsdp2.optim.matrices import Share
@@ -147,7 +147,7 @@ class ShownState:
             return value
         if self._crew is not None and value.device_mesh == self._crew.mesh_of(self._share.owner):
             return local_tensor(value)
-        return value.full_tensor()
+        return full_tensor(value)
 
     def _inner(self, leaf: Leaf, value: Any) -> Any:
         """The value as the optimizer had it: `load_state_dict` converts to the parameter's dtype."""

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
+from fsdp2._torch import flatten_mesh, full_tensor
 from fsdp2.extras.full_params import full_params
 from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime.unit import unit_of
@@ -142,6 +144,16 @@ def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> N
     assert model.head.weight is model.embed.weight
     assert torch.equal(model(x), plain(x))
     assert_holds(model, plain)
+
+
+@on_ranks(4)
+def test_shards_of_shards_on_a_flattened_mesh(rank: int, world_size: int) -> None:
+    """Five rows are cut into 2 + 1 and 1 + 1. torch 2.13 gathers them there in one step, as if they were even: zeros in
+    place of a row, and that row in place of the next."""
+    whole = torch.arange(10.0).view(5, 2) + 1
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    flatten_mesh(mesh)
+    assert torch.equal(full_tensor(distribute_tensor(whole, mesh, [Shard(0), Shard(0)])), whole)
 
 
 @on_ranks(4)

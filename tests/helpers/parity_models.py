@@ -25,6 +25,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._torch import full_tensor
 from tests.helpers.meshes import shared_mesh
 
 Gradients = dict[str, Tensor | None]
@@ -135,7 +136,7 @@ def local(tensor: Any) -> Any:
 
 def full(tensor: Any) -> Any:
     """The whole tensor, on every rank (collective for DTensors)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(whole: Tensor | None, param: Tensor) -> Tensor | None:
