@@ -18,6 +18,7 @@ memory.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ class Detector(TorchDispatchMode):
         self._reusable: defaultdict[str, list[Operation]] = defaultdict(list)
         self._under_way: dict[dist.Work, Clock] = {}  # their ends
         self._finished: set[dist.Work] = set()  # of these, without the program's wait
+        self._waiting = threading.RLock()  # one message of gloo ends one wait only; threads free memory too
         self._of_host: set[tuple[int, int]] = set()
         self._resized_at_host: WeakSet[torch.UntypedStorage] = WeakSet()
         self._functional: WeakKeyDictionary[torch.UntypedStorage, Clock] = WeakKeyDictionary()
@@ -201,18 +203,22 @@ class Detector(TorchDispatchMode):
 
     def wait(self, work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         """`work.wait()`: the current stream comes after it. First, because gloo copies results within the wait."""
-        merge(self.streams.clocks[self.streams.current], self._under_way.pop(work, {}))
-        if work in self._finished:
-            self._finished.remove(work)
-            return True
-        return self._wait(work, *args, **kwargs)
+        if work not in self._under_way:  # as that of the watchdog, which must not wait for another wait to end
+            return self._wait(work, *args, **kwargs)
+        with self._waiting:
+            merge(self.streams.clocks[self.streams.current], self._under_way.pop(work, {}))
+            if work in self._finished:
+                self._finished.remove(work)
+                return True
+            return self._wait(work, *args, **kwargs)
 
     def finish_works(self) -> None:
         """Wait for what the program has not waited for, without telling the clocks: gloo must not write into memory
         that is freed."""
-        for work in self._under_way.keys() - self._finished:
-            self._wait(work)
-            self._finished.add(work)
+        with self._waiting:
+            for work in self._under_way.keys() - self._finished:
+                self._wait(work)
+                self._finished.add(work)
 
     # --- what they do to memory --------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -247,6 +250,26 @@ def test_communication_has_a_stream_of_its_own(rank: int, world_size: int, op: s
                 work.wait()  # type: ignore[union-attr]
             if op == "functional" and not waits:
                 torch.ops._c10d_functional.wait_tensor(result)
+
+
+@on_ranks(2)
+def test_two_threads_wait_for_one_message(rank: int, world_size: int) -> None:
+    """A message of gloo ends one wait. A thread that frees memory once waited for what the program's had got: it never
+    ended, and neither did what later tests gave it to free."""
+    with detecting() as detector:
+        x, group = torch.ones(4), dist.distributed_c10d._get_default_group()
+        if rank == 0:
+            time.sleep(0.5)  # both threads wait
+            group.send([x], 1, 7).wait()
+            return
+        work = group.recv([x], 0, 7)
+        threads = [threading.Thread(target=detector.finish_works, daemon=True) for _ in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(10)
+        assert not any(each.is_alive() for each in threads)
+        work.wait()
 
 
 # --- how it is told ---------------------------------------------------------------------------------------------------
