@@ -50,8 +50,9 @@ class Collector:
         board.drop([f"answer/{number - 1}/{rank}" for rank in range(board.size)] if number > 1 else [])
         return verdict
 
-    def await_verdict(self, number: int, collector: int) -> Finding:
-        """What rank `collector` finds; until then, say what is known of silent processes of this machine."""
+    def await_verdict(self, number: int, collector: int) -> Finding | None:
+        """What rank `collector` finds, or None if it has ended; until then, say what is known of silent processes of
+        this machine."""
         board, has_testified = self._board, False
         deadline = time.monotonic() + 2 * settings().answer_within_s + 1
         while (text := board.get(f"verdict/{number}")) is None:
@@ -61,7 +62,7 @@ class Collector:
                     if (fate := self._fate(rank)) is not Fate.UNKNOWN:
                         board.put(f"seen/{number}/{rank}", fate.name)
             if time.monotonic() > deadline or self._fate(collector) in (Fate.GONE, Fate.STOPPED):
-                return Finding("fine")  # nobody collects; whoever waits asks again
+                return None
             self._pause()
         return Finding(*json.loads(text))
 

@@ -53,7 +53,7 @@ class Watchdog:
     Attributes:
         board: for the training thread.
         agreed: for each group, up to which entry all ranks were last found to have done the same.
-        num_rounds: questions that were answered.
+        num_rounds: the last of its questions to which it got a verdict.
     """
 
     def __init__(self, world: dist.ProcessGroup, board: Board):
@@ -91,7 +91,7 @@ class Watchdog:
         return not self._stop and self._pid == os.getpid() and world is not None and world is dist.group.WORLD
 
     def ask(self) -> None:
-        """Ask all ranks now. `num_rounds` grows when they have answered."""
+        """Ask all ranks now, again if nobody compares the answers. `num_rounds` grows when they have answered."""
         self._wanted = True
         self._wake.set()
 
@@ -138,10 +138,14 @@ class Watchdog:
                     self._board.put(f"ask/{number}", str(self._board.rank))
                 elif not self._board.has(f"ask/{number}"):
                     continue
-                self._wanted = False
+                was_wanted, self._wanted = self._wanted, False
                 self._num_begun += 1
-                self._act(self._round(number))
+                finding = self._round(number)
                 number += 1
+                if finding is not None:
+                    self._act(finding)
+                elif was_wanted:
+                    self.ask()  # the collector has ended: another will collect
             self.close("has destroyed its process groups")
         except Exception as error:
             # A RuntimeError: the store is gone, with the process that has it; what waits gets the backend's error.
@@ -174,8 +178,8 @@ class Watchdog:
             if self._board.claim(f"later/{name}/{position}", str(total)) != str(total):
                 self._wanted = True
 
-    def _round(self, number: int) -> Finding:
-        """Answer a question, and get or make the verdict."""
+    def _round(self, number: int) -> Finding | None:
+        """Answer a question, and get or make the verdict; None if nobody makes it."""
         board = self._board
         board.put(f"answer/{number}/{board.rank}", json.dumps(self._answer().to_json()))
         if (collector := int(board.claim(f"collector/{number}", str(board.rank)))) == board.rank:
@@ -204,7 +208,7 @@ class Watchdog:
         elif finding.kind == "late" and wait is not None and self._told != since and waited >= settings().stall_after_s:
             self._told = since
             _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
-        self.num_rounds += 1
+        self.num_rounds = self._num_begun
 
     def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
         """End all waits of this process that are ours, or for one of these ranks, with this error."""

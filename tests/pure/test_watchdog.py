@@ -193,7 +193,7 @@ def test_nobody_waits_for_a_collector_that_is_dead(
     process.kill()
     process.communicate()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(Collector(boards[1]).await_verdict, 1, 0).result(timeout=30).kind == "fine"
+        assert pool.submit(Collector(boards[1]).await_verdict, 1, 0).result(timeout=30) is None
 
 
 # --- the watchdog -----------------------------------------------------------------------------------------------------
@@ -223,10 +223,30 @@ def test_two_equal_findings_make_a_deadlock(dog: Watchdog, store: Any, monkeypat
     for number in (1, 2):
         put_answer(Board(store, 1, 2), number, other)
         finding = dog._round(number)
+        assert finding is not None
         dog._act(finding)
         kinds.append(finding.kind)
     assert kinds == ["unclear", "deadlock"]
     assert dog.failure is not None and "ranks wait for each other" in dog.failure
+
+
+def test_an_error_is_explained_although_the_collector_ends(
+    dog: Watchdog, store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that ended had claimed the question which was asked because of its end. Nobody asked another, and the
+    error was that of gloo."""
+    monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True)])
+    monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: True)
+    group: Any = Group("g", (0, 1))
+    trail.trail_of(group).note(A)
+    other = Board(store, 1, 2)
+    other.arrive(identity_of(process))
+    other.put("ended/1", json.dumps(["has ended after ValueError: a bad batch", Answer(1).to_json()]))
+    assert other.claim("collector/1", "1") == "1"
+    process.kill()
+    process.communicate()
+    with current.waiting(Awaited(), has_failed=True):
+        assert "rank 1 has ended after ValueError: a bad batch" in str(dog.explain())
 
 
 @pytest.mark.parametrize("kind", ["differ", "gone", "deadlock"])
