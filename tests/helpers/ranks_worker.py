@@ -115,7 +115,10 @@ def _share_one_gloo_device() -> None:
     hundred times a second, and a session's pools with their groups come to hundreds of them."""
 
     class OnOneDevice(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: dist.Store, rank: int, size: int, timeout: timedelta, enable_reconfigure: bool = False
+        ) -> None:
+            assert not enable_reconfigure  # the argument is new in torch 2.14
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)

@@ -64,9 +64,11 @@ def test_groups_of_finished_bodies_are_destroyed() -> None:
 @on_ranks(2)
 def test_groups_share_a_thread_that_listens(rank: int, world_size: int) -> None:
     """It wakes a hundred times a second. With one for each group they took 39 % of two cores."""
+    tasks = Path("/proc/self/task")
+    before = {*tasks.iterdir()}
     make_groups(rank, world_size, count=2)
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    assert names.count("gloo_tcp_loop\n") == 1
+    of_messages = 2  # a group's own threads; the one that listens has no name of its own in torch 2.11
+    assert len({*tasks.iterdir()} - before) == 2 * of_messages
 
 
 @on_ranks(2)
