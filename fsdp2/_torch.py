@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cache
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -510,7 +510,8 @@ def use_symmetric_memory(backend: str) -> None:
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
     """1-D memory that every rank of `group` has mapped; collective. It comes from the pool of symmetric memory, which
     reuses freed memory that is already registered; `symmetric_memory.empty` would register it again."""
-    with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+    pool: Any = symmetric_memory.get_mem_pool(device)
+    with torch.cuda.use_mem_pool(pool):
         tensor = torch.empty(numel, dtype=dtype, device=device)
     symmetric_memory.rendezvous(tensor, group.group_name)
     return tensor
@@ -539,10 +540,8 @@ def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup
     bound, world.bound_device_id = world.bound_device_id, None
     _own.name = hashlib.sha256(f"fsdp2 {ranks} {made[tuple(ranks)]}".encode()).hexdigest()
     try:
-        group: dist.ProcessGroup = dist.new_group(
-            ranks, backend=backend, use_local_synchronization=True, group_desc=name
-        )
-        return group
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=name)
+        return cast(dist.ProcessGroup, group)
     finally:
         world.bound_device_id, _own.name = bound, ""
 
@@ -569,8 +568,8 @@ def reduce_scatter_flat(
     group: dist.ProcessGroup,
 ) -> dist.Work:
     """The flat reduce-scatter, asynchronous; see `all_gather_flat`."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op  # type: ignore[assignment]
+    options: Any = dist.ReduceScatterOptions()
+    options.reduceOp = op
     options.asyncOp = True
     method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return method(output, source, options)

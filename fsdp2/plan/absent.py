@@ -48,7 +48,8 @@ class AbsentGroup(dist.ProcessGroup):
     """The collectives that sharding needs, and those with which DTensor and clipping set out; others fail."""
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stubs know only the other constructor
+        init: Any = super().__init__  # before 2.15 torch's stubs know only the other constructor
+        init(rank, size)
         self._wire = wire
         self._own_name = ""
 
