@@ -6,7 +6,6 @@
 from fsdp2.plan.alternatives import Comparison, compare
 from fsdp2.plan.calibration import calibrate
 from fsdp2.plan.machine import MACHINES, Machine
-from fsdp2.plan.page import comparison_page
 from fsdp2.plan.prediction import Plan, predict
 from fsdp2.plan.rehearsal import Message, Rehearsal
 from fsdp2.plan.workload import Workload, default_loss
@@ -21,7 +20,6 @@ __all__ = [
     "Workload",
     "calibrate",
     "compare",
-    "comparison_page",
     "default_loss",
     "predict",
 ]

@@ -18,7 +18,6 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.alternatives import Comparison, compare
 from fsdp2.plan.calibration import calibrate
 from fsdp2.plan.machine import MACHINES, Machine
-from fsdp2.plan.page import comparison_page
 from fsdp2.plan.prediction import predict
 from fsdp2.plan.workload import Workload
 
@@ -46,7 +45,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rank", type=int, default=0, help="which rank is planned (default 0)")
     result.add_argument("--only", action="store_true", help="no alternatives: one plan, fifteen times as fast")
     result.add_argument("--json", metavar="FILE", help='write the figures ("-": to stdout, instead of the table)')
-    result.add_argument("--html", metavar="FILE", help="write a page with pictures")
     return result
 
 
@@ -72,8 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{comparison.asked}" + ("" if given.only else f"\n\n{comparison}"))  # noqa: T201
         if given.json:
             Path(given.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if given.html:
-        Path(given.html).write_text(comparison_page(comparison), encoding="utf-8")
     return 0 if comparison.asked.fits else 1
 
 
