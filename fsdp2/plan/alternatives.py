@@ -6,10 +6,9 @@ from typing import Any
 
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.prediction import Plan, predict
+from fsdp2.plan.prediction import Plan, amount, duration, predict
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import ZeroPolicy
-from fsdp2.trace.drawing import amount, duration
 
 __all__ = ["Comparison", "compare"]
 

@@ -9,10 +9,24 @@ from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.rehearsal import Rehearsal, rehearse
 from fsdp2.plan.workload import Workload
-from fsdp2.trace.drawing import amount, duration
 from fsdp2.trace.timeline import Sample, Timeline
 
-__all__ = ["Plan", "predict"]
+__all__ = ["Plan", "amount", "duration", "predict"]
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in the unit that suits them: ``11.2 GiB``."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them: ``12.3 ms``."""
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.2f} s" if seconds else "0"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def record(
 
         with trace.record(model, optimizer) as recording:
             train_step()
-        trace.save("step.html", recording.timeline)
+        trace.save("step.json", recording.timeline)
     """
     recording = Recording(title)
     steps: list[float] = []

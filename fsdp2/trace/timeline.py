@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["LANES", "Sample", "Span", "Timeline"]
 
-# From top to bottom, as they are drawn.
+# From top to bottom.
 LANES = (
     *("compute", "optimizer", "waiting", "all-gather", "reduce-scatter", "all-reduce", "tensor parallel", "copies"),
     "host",

@@ -86,8 +86,8 @@ def metered(rank: int, world_size: int, name: str) -> trace.Timeline:
 
 
 @pytest.mark.parametrize("name", ["mlps, uneven", pytest.param("convolutions", marks=pytest.mark.exhaustive)])
-def test_memory_is_what_was_planned(name: str, tmp_path: Path) -> None:
-    """Of each kind; and both can be drawn together."""
+def test_memory_is_what_was_planned(name: str) -> None:
+    """Of each kind."""
     case = CASES[name]
     measured = run_on_ranks(metered, 2, name=name)[0]
     planned = predict(case.workload, case.config, CPU, 2).timeline
@@ -96,10 +96,6 @@ def test_memory_is_what_was_planned(name: str, tmp_path: Path) -> None:
         assert found[0] == pytest.approx(found[1], rel=0.05), kind
     peaks = [max(sample.total for sample in timeline.samples) for timeline in (measured, planned)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
-
-    trace.save(tmp_path / "both.html", measured, planned)
-    page = (tmp_path / "both.html").read_text()
-    assert page.count("<svg") == 4 and f"<h2>{name}" in page and "<h2>predicted" in page and "<script" not in page
 
 
 def test_files(tmp_path: Path) -> None:
@@ -112,13 +108,10 @@ def test_files(tmp_path: Path) -> None:
     drawn = [(names[event["tid"]], event["name"], event["ts"], event["dur"]) for event in found if event["ph"] == "X"]
     assert drawn[2] == ("all-gather", "a<b", pytest.approx(2000), pytest.approx(2000))
     assert [event["args"]["x"] for event in found if event["ph"] == "C"] == [2**20, 2**21]
-    trace.save(tmp_path / "trace.html", timeline)
-    page = (tmp_path / "trace.html").read_text()
-    assert "forward a&lt;b: 10.00 ms" in page and "2.00 ms of it exposed" in page and "a<b" not in page
-    with pytest.raises(ArgumentError, match=r"\.html, \.png or \.json"):
-        trace.save(tmp_path / "trace.svg", timeline)
+    with pytest.raises(ArgumentError, match=r"ends in \.json"):
+        trace.save(tmp_path / "trace.html", timeline)
     with pytest.raises(ArgumentError, match="got none"):
-        trace.save(tmp_path / "trace.html")
+        trace.save(tmp_path / "trace.json")
 
 
 def test_events_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
@@ -145,12 +138,3 @@ def test_events_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
     for spans in threads.values():
         assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(sorted(spans)))
     assert threads.keys() == named.keys() and {"all-gather", "all-gather 2"} <= {*named.values()}
-
-
-def test_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    timeline = trace.Timeline(
-        "t", [trace.Span("compute", "", 0, 1)], [trace.Sample(0, {"x": 1}), trace.Sample(1, {"x": 2})]
-    )
-    trace.save(tmp_path / "trace.png", timeline, timeline)
-    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
