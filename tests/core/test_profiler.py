@@ -5,7 +5,6 @@ A program that was migrated, and whose users looked at its traces, showed none o
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -128,15 +127,3 @@ def test_the_page_lists_the_ranges() -> None:
     names = {part.partition('"')[0].removesuffix(" for") for part in source.split('"FSDP::')[1:]}
     assert len(names) >= 16
     assert [name for name in sorted(names) if f"FSDP::{name}" not in page] == []
-
-
-def test_a_picture_has_each_range_below_those_that_it_is_within() -> None:
-    """`docs/make_trace.py`."""
-    path = ROOT / "docs" / "make_trace.py"
-    spec = importlib.util.spec_from_file_location("make_trace", path)
-    assert spec is not None and spec.loader is not None
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
-    ranges = drawing.nested([("b", 2, 3), ("a", 0, 10), ("c", 4, 9), ("d", 5, 6), ("e", 10, 11)])
-    assert [(name, depth) for name, _, _, depth in ranges] == [("a", 0), ("b", 1), ("c", 1), ("d", 2), ("e", 0)]
-    assert drawing.svg(ranges).count("<title>") == 5
