@@ -14,7 +14,7 @@ from options import Options
 from reporting import MONITOR
 from torch import Tensor
 
-from fsdp2 import AdamW8bit, offload_optimizer
+from fsdp2 import offload_optimizer
 from fsdp2.monitor import JsonLines, MLflow, Monitor, TensorBoard, WandB
 from fsdp2.optim import matrix_optimizer
 from fsdp2.parallel import Meshes, parallelize, positions, shard_sequence
@@ -48,8 +48,6 @@ def build_optimizer(options: Options, model: LM) -> torch.optim.Optimizer:
         groups.setdefault((parameter.ndim > 1, getattr(parameter, "device_mesh", None)), []).append(parameter)
     decay = {True: options.weight_decay, False: 0.0}
     settings = [{"params": each, "weight_decay": decay[each[0].ndim > 1]} for each in groups.values()]
-    if options.optimizer == "adamw8bit":
-        return AdamW8bit(settings, lr=options.lr, betas=(0.9, 0.95))
     if options.parallel.offload != "none":
         return offload_optimizer(torch.optim.AdamW, settings, lr=options.lr, betas=(0.9, 0.95), fused=True)
     # fused: one operation for all parameters; the default loop would pay DTensor's overhead for each.

@@ -171,8 +171,7 @@ def _build_parser() -> argparse.ArgumentParser:
     batch("--global-batch-size", type=_count, help="sequences per step over all ranks, however many there are")
     add("--seq-len", type=_count, default=128, help="bytes per sequence")
     add("--grad-accum", type=_count, default=1, help="microbatches per step")
-    help_ = "adamw8bit: moments of 8 bits; muon: for the matrices of the blocks"
-    add("--optimizer", choices=("adamw", "adamw8bit", "muon"), default="adamw", help=help_)
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices of the blocks")
     add("--lr", type=_positive, default=3e-3, help="peak learning rate; cosine decay to a tenth of it")
     add("--warmup", type=_count_or_zero, default=30, help="steps of linear warm-up")
     add("--weight-decay", type=float, default=0.1, help="on matrices; gains have none")

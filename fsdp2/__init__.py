@@ -41,7 +41,6 @@ from fsdp2.module import (
     share_comm_ctx,
 )
 from fsdp2.optim import (
-    AdamW8bit,
     LocalOptimizer,
     OffloadedOptimizer,
     StepInBackward,
@@ -68,7 +67,6 @@ from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, 
 
 __all__ = [
     "ActivationOffload",
-    "AdamW8bit",
     "ArgumentError",
     "CPUOffloadPolicy",
     "CheckpointError",

@@ -138,8 +138,6 @@ def variants(options: argparse.Namespace) -> dict[str, tuple[Callable[[], None],
         params, grads = floor.locals()
         stepper = torch.optim.AdamW(params, **settings)
         add(f"plain AdamW {kind}", params, grads, stepper.step)
-    eight = Shards(options, fully_shard)
-    add("fsdp2 AdamW8bit", eight.params, eight.grads, optim.AdamW8bit(eight.params).step)
     known = KnownRuns(options)
     add("known clip", known.runs, known.grads, known.clip)
     add("known AdamW fused", known.runs, known.grads, torch.optim.AdamW(known.runs, fused=True).step)

@@ -1,6 +1,5 @@
 """Clipping and optimizers on local shards. Layer: above the API; imports no checkpointing."""
 
-from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.adopt import adopt_optimizer
 from fsdp2.optim.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.in_backward import StepInBackward, step_in_backward
@@ -10,7 +9,6 @@ from fsdp2.optim.offloaded import OffloadedOptimizer, offload_optimizer
 from fsdp2.optim.owned import OwnedTensor
 
 __all__ = [
-    "AdamW8bit",
     "LocalOptimizer",
     "MatrixOptimizer",
     "OffloadedOptimizer",

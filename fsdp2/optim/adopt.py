@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError
-from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
 
 __all__ = ["adopt_optimizer"]
@@ -74,8 +73,6 @@ def adopt_optimizer(optimizer: torch.optim.Optimizer) -> None:
     ]
     optimizer.state.clear()
     optimizer.state.update(moved)
-    if isinstance(optimizer, AdamW8bit):
-        optimizer.number_params()
 
 
 def _successor(param: torch.Tensor) -> ManagedParameter | None:

@@ -1,7 +1,7 @@
 """What `load_state_dict` leaves to be done: dtypes that torch changes, and whole tensors. Layer: optim.
 
-torch casts what it loads to the dtype of the parameter, which would change codes of 8 bits, and fp32 preconditioners of
-bf16 parameters. It takes whole tensors, such as the state of one process, for sharded parameters.
+torch casts what it loads to the dtype of the parameter, which would round fp32 preconditioners of bf16 parameters. It
+takes whole tensors, such as the state of one process, for sharded parameters.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def load_with_dtypes(
     optimizer: torch.optim.Optimizer,
     load: Callable[[StateDict], None],
     state_dict: StateDict,
-    keeps: Callable[[int], bool] = lambda index: True,
+    keeps: Callable[[int], bool],
 ) -> None:
     """Load `state_dict`, and copy its tensors as they are into the state of the groups that want it so.
 

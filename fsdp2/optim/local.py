@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor
 from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError
-from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.run import SteppedRun, identical, runs_to_step
 from fsdp2.optim.steady import Steady, is_referred_to
 
@@ -101,11 +100,6 @@ def check_elementwise(call: str, kind: type, elementwise: bool, options: Mapping
     Raises:
         ArgumentError: it may not be stepped on local shards.
     """
-    if issubclass(kind, AdamW8bit):
-        raise ArgumentError(
-            f"{call}: {kind.__name__} steps on local shards by itself, and decides by the global shape of a parameter "
-            f"what it quantises, which it would not see here. Make it directly: fsdp2.{kind.__name__}(params, ...)."
-        )
     if kind not in ELEMENTWISE and not elementwise:
         known = ", ".join(sorted(cls.__name__ for cls in ELEMENTWISE))
         raise ArgumentError(

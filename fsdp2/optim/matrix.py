@@ -51,10 +51,10 @@ def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptim
     of matrices.
 
     Param groups may use other optimizers: ``{"params": ..., "kind": torch.optim.AdamW, "lr": 3e-4}``. The elementwise
-    ones of `torch.optim` and `AdamW8bit` step on local shards; any other steps whole matrices. Besides
-    ``kind``, a group of whole matrices may have ``split``: into how many equal parts, or into parts of which sizes, the
-    rows of its matrices are divided, such as ``(q_rows, k_rows, v_rows)`` of a fused projection or the number of heads.
-    A 3-D parameter is a stack of matrices (the weights of experts).
+    ones of `torch.optim` step on local shards; any other steps whole matrices. Besides ``kind``, a group of whole
+    matrices may have ``split``: into how many equal parts, or into parts of which sizes, the rows of its matrices are
+    divided, such as ``(q_rows, k_rows, v_rows)`` of a fused projection or the number of heads. A 3-D
+    parameter is a stack of matrices (the weights of experts).
 
     The state of a matrix is on its owner. ``optimizer.state[param]`` has it on every rank, as DTensors on the owner's
     mesh (`OwnedTensor`) under the names that `kind` uses: ``momentum_buffer``, or ``momentum_buffer[2]`` for the third
@@ -161,8 +161,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states of matrices and of `AdamW8bit` keep their dtypes, which torch's casts to the
-        parameter's."""
+        """As torch's, but states of matrices keep their dtypes, which torch's casts to the parameter's."""
         kinds = [stepper.kind for stepper in self._steppers]
         load_with_dtypes(self, super().load_state_dict, state_dict, lambda index: kinds[index] not in ELEMENTWISE)
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from fsdp2.errors import ArgumentError
-from fsdp2.optim.adamw8bit import AdamW8bit
 from fsdp2.optim.forms import form_of, leaves_of
 from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
 from fsdp2.optim.matrices import Split, boxes_of_matrices, shape_of_matrix
@@ -54,12 +53,10 @@ class Stepper:
         accepted = inspect.signature(kind).parameters
         options = {**options, **{key: value for key, value in own.items() if key in accepted}}
         params, split = group["params"], group.get("split")
-        if _steps_shards(kind):
+        if kind in ELEMENTWISE:
             if split is not None:
                 raise ArgumentError(f"matrix_optimizer: split= is for whole matrices, and {kind.__name__} has none")
-            groups = [{**own, "params": params}]
-            inner = local_optimizer(kind, groups, **options) if kind in ELEMENTWISE else kind(groups, **options)
-            return Stepper(kind, inner, None)
+            return Stepper(kind, local_optimizer(kind, [{**own, "params": params}], **options), None)
         names = names_of(group, index)
         shapes = [
             shape_of_matrix(box)
@@ -85,7 +82,7 @@ class Stepper:
     @property
     def steps_shards(self) -> bool:
         """Whether it steps local shards instead of whole matrices."""
-        return _steps_shards(self.kind)
+        return self.kind in ELEMENTWISE
 
     def step(self, group: dict[str, Any], state: Any) -> None:
         """The inner optimizer's own step. torch's wrapper would run the hooks of steps again."""
@@ -147,11 +144,6 @@ class Stepper:
                     "dicts"
                 )
         return form
-
-
-def _steps_shards(kind: Kind) -> bool:
-    """Whether the sharding does not matter to it."""
-    return kind in ELEMENTWISE or issubclass(kind, AdamW8bit)
 
 
 def _changes(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:

@@ -163,10 +163,6 @@ def with_matrices(params: Any, lr: float, foreach: bool) -> torch.optim.Optimize
     return fsdp2.optim.matrix_optimizer(torch.optim.Muon, groups, lr=lr)
 
 
-def in_8_bits(params: Any, lr: float, foreach: bool) -> torch.optim.Optimizer:
-    return fsdp2.optim.AdamW8bit(params, lr=lr)
-
-
 ALL = Offload(grads=True, params=True)
 FOLDER = lagging.BUILT.with_name("offloaded")  # files there have no names
 ON_DISK = Offload(tier=FOLDER)
@@ -243,7 +239,6 @@ FEATURES = {
     # Not clipped, as above.
     "half of the states on disk": in_background(Offload(fraction=0.5, tier=FOLDER), clips=False),
     "stepped in backward": Feature(optimizer=stepped_in_backward),
-    "states in 8 bits": Feature(optimizer=in_8_bits),
     "whole matrices": Feature(optimizer=with_matrices),
     "stage 0": Feature({"zero": ZeroPolicy(0)}, backwards=2),
     "stage 1": Feature({"zero": ZeroPolicy(1)}, backwards=2),

@@ -3,6 +3,7 @@ checkpoint of another number of ranks. (`test_local_optimizer.py` compares with 
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+import fsdp2
 import fsdp2.checkpoint as fc
-from fsdp2.optim import clip_grad_norm_, local_optimizer
+from fsdp2.optim import clip_grad_norm_, local_optimizer, offload_optimizer
 from tests.helpers.matrix_optimizers import Layout, layouts, params_in, set_grads, sharded, train, value
 from tests.helpers.optimizers import CASES, Optim
 from tests.helpers.parity_models import full
@@ -130,3 +132,33 @@ def test_resumed_on_other_ranks(case: str, tmp_path: Path) -> None:
     for ranks in (2, 1, 4):
         for found in run_on_ranks(resume, ranks, case=case, folder=folder):
             assert together(found, snapshot(plain)), ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["fused", "offloaded"])
+def test_the_state_of_one_process(rank: int, world_size: int, kind: str) -> None:
+    """`load_state_dict` takes whole tensors for sharded parameters. Each rank stepped with the rows of rank 0."""
+    make = local_optimizer if kind == "fused" else offload_optimizer
+    policy = {} if kind == "fused" else {"offload_policy": fsdp2.Offload()}
+    plain, other = (nn.ParameterList(wholes()) for _ in range(2))
+    alone = torch.optim.AdamW(plain, lr=1e-2, fused=True)
+    train(alone, range(1, 2))
+    other.load_state_dict(plain.state_dict())
+    model: Any = fsdp2.fully_shard(Holder(other), **policy)
+    optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2, fused=True)
+    optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
+    for each in (alone, optimizer):
+        train(each, range(2, 4))
+    for param, own in zip(plain, other, strict=True):
+        torch.testing.assert_close(full(own), param, rtol=0, atol=1e-6)
+
+
+class Holder(nn.Module):
+    """Something to shard."""
+
+    def __init__(self, params: nn.ParameterList) -> None:
+        super().__init__()
+        self.params = params
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x

@@ -240,26 +240,6 @@ def test_collectives(rank: int, world_size: int) -> None:
     assert seen.get_total_counts() == 2
 
 
-@on_ranks(2)
-def test_with_moments_of_8_bits(rank: int, world_size: int) -> None:
-    """Optimizers for which the sharding does not matter step on shards in a group of their own."""
-    values = values_of([(8, 6), (64, 128)])
-    mixed = sharded(values)
-    alone = sharded(values)
-    group = {"params": [mixed[1]], "kind": fsdp2.AdamW8bit, "lr": 0.01}
-    optimizer = matrix_optimizer(torch.optim.Muon, [{"params": [mixed[0]]}, group], lr=0.1)
-    both = (torch.optim.Muon([nn.Parameter(values[0])], lr=0.1), fsdp2.AdamW8bit([alone[1]], lr=0.01))
-    for step in range(3):
-        set_grads(optimizer, step)
-        both[0].param_groups[0]["params"][0].grad = full(mixed[0].grad)
-        alone[1].grad = mixed[1].grad
-        for each in (optimizer, *both):
-            each.step()
-    assert torch.equal(full(mixed[0]), both[0].param_groups[0]["params"][0])
-    assert torch.equal(full(mixed[1]), full(alone[1]))
-    assert "exp_avg_code" in optimizer.state[mixed[1]]
-
-
 @on_ranks(4)
 def test_meshes_that_differ_by_rank(rank: int, world_size: int) -> None:
     """Layers on all ranks, and each pair of ranks with experts of its own: owners among those that hold a matrix."""
