@@ -31,7 +31,6 @@ from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.tiles import tile
-from fsdp2.extras.tuning import tune_lanes
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
     FSDPModule,
@@ -114,7 +113,6 @@ __all__ = [
     "step_in_backward",
     "tile",
     "transformer_blocks",
-    "tune_lanes",
 ]
 
 if typing.TYPE_CHECKING:

@@ -17,13 +17,12 @@ Methods return a `Pending`; the result may be read after its `wait`. On an accel
 stream wait, on the CPU it blocks.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -131,12 +130,6 @@ class Comm(ABC):
     def scatter_lane(self, layout: ShardLayout, itemsize: int) -> Lane:
         """The lane of its gradient in a reduce-scatter."""
         return choose_lane(layout, itemsize, self.scatter_direct_min_bytes, self.direct_allows_uneven)
-
-    def with_direct_min_bytes(self, num_bytes: int | None) -> Self:
-        """The same `Comm` with another limit; memory that it keeps for later calls is shared."""
-        other = copy.copy(self)
-        other.direct_min_bytes = num_bytes
-        return other
 
     def release(self) -> None:  # noqa: B027 - most keep nothing
         """Free the memory that is kept for later calls."""

@@ -69,11 +69,6 @@ class Channel:
         is_base = all_gather is None and reduce_scatter is None
         self.comm = self.base if is_base else CustomComm(self.base, all_gather, reduce_scatter)
 
-    def set_direct_min_bytes(self, num_bytes: int | None) -> None:
-        """Change the limit between the lanes; it must be the same on all ranks."""
-        self.base = self.base.with_direct_min_bytes(num_bytes)
-        self._choose()
-
     def separate_reduce_scatter(self, enable: bool) -> None:
         """Give reduce-scatters their own process group, or let them share that of the all-gathers again. Creating the
         group is collective."""

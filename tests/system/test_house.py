@@ -59,7 +59,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optim.*",),
     ("init.*",),
     ("wrap.*",),
-    ("extras.activations", "extras.full_params", "extras.joint_step", "extras.tuning"),
+    ("extras.activations", "extras.full_params", "extras.joint_step"),
     ("api",),
     ("extras.past_hooks", "extras.tiles", "placing"),
     ("extras",),
