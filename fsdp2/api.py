@@ -25,7 +25,6 @@ from fsdp2.arguments import (
 from fsdp2.checks.left_out import note_ignored
 from fsdp2.checks.step_hook import install_step_hooks
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.extras.past_hooks import explain_mixed_tensors
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
@@ -223,7 +222,6 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     for each in draft.tied:
         _share(each, unit)
     install_step_hooks()
-    explain_mixed_tensors()
     for module, cls in zip(modules, draft.classes, strict=True):
         module.__class__ = cls
         attach(module, unit)

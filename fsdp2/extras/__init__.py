@@ -1,2 +1,1 @@
-"""Aids beside a step: whole parameters for a while, layers in tiles, tuned lanes, why parameters stayed sharded. Layer:
-surface."""
+"""Aids beside a step: whole parameters for a while, layers in tiles, activations in host memory. Layer: surface."""

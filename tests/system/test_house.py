@@ -61,7 +61,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wrap.*",),
     ("extras.activations", "extras.full_params", "extras.joint_step"),
     ("api",),
-    ("extras.past_hooks", "extras.tiles", "placing"),
+    ("extras.tiles", "placing"),
     ("extras",),
     ("arguments",),
     ("module",),
