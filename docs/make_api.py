@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 import fsdp2
-from fsdp2 import checkpoint, compat, events, init, monitor, optim, parallel, plan, trace
+from fsdp2 import checkpoint, compat, events, init, optim, parallel, plan, trace
 from fsdp2.comm import custom
 
 HEAD = """# API reference
@@ -40,7 +40,6 @@ def page() -> str:
             table("`fsdp2.parallel`", [(name, getattr(parallel, name)) for name in parallel.__all__]),
             table("`fsdp2.plan`", [(name, getattr(plan, name)) for name in plan.__all__ if name != "MACHINES"]),
             table("`fsdp2.trace`", [(name, getattr(trace, name)) for name in trace.__all__]),
-            table("`fsdp2.monitor`", [(name, getattr(monitor, name)) for name in monitor.__all__]),
             table("`fsdp2.compat`", [(name, getattr(compat, name)) for name in compat.__all__]),
             table("`fsdp2.events`", [("Event", events.Event), ("record", events.record)]),
             table("`fsdp2.comm.custom`", [(cls.__name__, cls) for cls in (custom.AllGather, custom.ReduceScatter)]),
@@ -51,7 +50,7 @@ def page() -> str:
 def reference() -> dict[str, str]:
     """The pages of the site's reference, by name: what mkdocstrings is to show on each."""
     modules = {"fsdp2": fsdp2, "checkpoint": checkpoint, "init": init, "parallel": parallel, "plan": plan}
-    modules |= {"trace": trace, "monitor": monitor, "compat": compat}
+    modules |= {"trace": trace, "compat": compat}
     pages = {name: f"# {module.__name__}\n\n" + "".join(_entries(module)) for name, module in modules.items()}
     shown = "    options:\n      inherited_members: true\n      heading: fsdp2.FSDPModule\n"
     pages["module"] = f"# Methods of a sharded module\n\n::: {_home(fsdp2, 'FSDPModule')}\n{shown}"

@@ -11,11 +11,9 @@ import torch
 from data import Batch
 from model import LM
 from options import Options
-from reporting import MONITOR
 from torch import Tensor
 
 from fsdp2 import offload_optimizer
-from fsdp2.monitor import JsonLines, MLflow, Monitor, TensorBoard, WandB
 from fsdp2.optim import matrix_optimizer
 from fsdp2.parallel import Meshes, parallelize, positions, shard_sequence
 
@@ -67,18 +65,6 @@ def muon(options: Options, model: LM) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in rest if parameter.ndim <= 1], **adamw, "weight_decay": 0.0},
     ]
     return matrix_optimizer(torch.optim.Muon, groups, **both, adjust_lr_fn="match_rms_adamw")
-
-
-def build_monitor(options: Options, model: LM, optimizer: torch.optim.Optimizer, leads: bool) -> Monitor:
-    """What `--track` names, below the folder of the run; without it nothing is measured."""
-    kinds = {
-        "jsonl": lambda: JsonLines(options.out / MONITOR),
-        "tensorboard": lambda: TensorBoard(options.out / "tensorboard"),
-        "wandb": lambda: WandB(project="fsdp2", dir=options.out),
-        "mlflow": MLflow,
-    }
-    writers = [kinds[name]() for name in options.track if leads]
-    return Monitor(model, optimizer, writers, every=options.log_every if options.track else options.steps + 1)
 
 
 def local_part(batch: Batch, meshes: Meshes) -> tuple[Tensor, Tensor, Tensor | None]:

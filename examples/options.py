@@ -54,7 +54,6 @@ class Options:
     keep: int
     sample_bytes: int
     plan: bool
-    track: list[str]
 
     def model(self) -> LMConfig:
         return LMConfig(
@@ -209,6 +208,4 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--keep", type=_count_or_zero, default=0, help="how many of the newest checkpoints stay; 0: all")
     add("--sample-bytes", type=_count_or_zero, default=200, help="length of the text generated at the end")
     add("--plan", action="store_true", help="say at the start how much memory the run will take, and what would help")
-    names = ("jsonl", "tensorboard", "wandb", "mlflow")
-    add("--track", nargs="+", default=[], choices=names, help="where to write gradient norms by unit, and waiting")
     return parser

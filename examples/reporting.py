@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
-MONITOR = "monitor.jsonl"  # of `fsdp2.monitor`, for `--track jsonl`
 
 
 class Report:
@@ -44,8 +43,7 @@ class Report:
         self._progress = Progress(*columns, console=self._console, disable=not self._live)
         self._task = self._progress.add_task("starting", total=steps, completed=first_step)
         if active:
-            for name in (METRICS, MONITOR):
-                _forget_after(folder / name, first_step)
+            _forget_after(folder / METRICS, first_step)
 
     def __enter__(self) -> Report:
         self._progress.start()

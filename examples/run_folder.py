@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import checkpoint
-from reporting import CURVE, METRICS, MONITOR
+from reporting import CURVE, METRICS
 from runtime import UsageError
 
-FILES = (METRICS, CURVE, MONITOR, "tensorboard")  # of a run, beside its checkpoints
+FILES = (METRICS, CURVE)  # of a run, beside its checkpoints
 
 
 class Resumable(Protocol):

@@ -31,7 +31,7 @@ from typing import NoReturn
 import checkpoint
 import torch
 import torch.nn.functional as F
-from building import build_model, build_monitor, build_optimizer, learning_rate, local_part
+from building import build_model, build_optimizer, learning_rate, local_part
 from data import Batch, BatchPlan, Corpus, load_corpus
 from options import Options, parse_options
 from planning import explain
@@ -106,7 +106,6 @@ class Job:
         self.report.settings(describe(options, corpus, self.plan, self.model, self.meshes.root))
         if options.plan:
             self.report.note(on_rank_zero(lambda: explain(options, world.size, device)))
-        self.monitor = build_monitor(options, self.model, self.optimizer, world.leads)
         self.fingerprint = fingerprint(options, corpus, self.plan)
         if saved is not None:
             self.report.note(f"going on from {saved.path}")
@@ -120,7 +119,7 @@ class Job:
         Returns the number of steps done since the very start of the run.
         """
         options, report = self.options, self.report
-        with report, self.monitor:
+        with report:
             if self.first_step == 0:
                 self.validate(0)
             step = self.train(stop)
@@ -146,7 +145,6 @@ class Job:
             loss, norm = self.train_step(self.plan.train(self.corpus.train, step, self.device), lr)
             losses.append(loss)
             self.report.advance(step)
-            self.monitor.step(step, self.plan.tokens_per_step)
             last = step == options.steps
             if step % options.log_every == 0 or last:
                 self.report.train(step, measure(losses, norm, lr, self.plan.tokens_per_step, since, self.device))

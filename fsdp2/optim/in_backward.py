@@ -28,7 +28,7 @@ from fsdp2.optim.run import identical
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit, units_with
 
-__all__ = ["StepInBackward", "check_not_stepped_in_backward", "is_stepping_in_backward", "step_in_backward"]
+__all__ = ["StepInBackward", "check_not_stepped_in_backward", "step_in_backward"]
 
 Clip = Callable[[list[torch.Tensor]], object]
 
@@ -109,11 +109,6 @@ def check_not_stepped_in_backward(call: str, params: Iterable[torch.Tensor]) -> 
                 "gradients call optimizer.step() after backward instead, without step_in_backward: of "
                 "fsdp2.offload_optimizer, which steps a unit just before its next use, if device memory is short."
             )
-
-
-def is_stepping_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether backward steps `optimizer` now: its param groups hold one unit's parameters."""
-    return any(stepper.is_stepping and stepper.optimizer is optimizer for stepper in _alive)
 
 
 @dataclass

@@ -45,7 +45,6 @@ LAYERS: list[tuple[str, ...]] = [
     ("fsdp2",),
     ("compat.*",),
     ("plan.*",),
-    ("monitor.*",),
     ("trace.*",),
     ("checkpoint.*",),
     ("checkpoint.run.*",),
@@ -130,7 +129,6 @@ PUBLIC_PACKAGES = (
     "fsdp2.checkpoint",
     "fsdp2.compat",
     "fsdp2.init",
-    "fsdp2.monitor",
     "fsdp2.optim",
     "fsdp2.parallel",
     "fsdp2.plan",
@@ -139,7 +137,7 @@ PUBLIC_PACKAGES = (
 PUBLIC_NAMES = {"fsdp2.events": ["Event", "record"], "fsdp2.comm.custom": ["AllGather", "ReduceScatter"]}
 
 # `import fsdp2` must not load these.
-LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "monitor", "compat")
+LOADED_ON_DEMAND = ("checkpoint", "plan", "trace", "compat")
 
 FORBIDDEN_IMPORTS = ("torch.distributed.fsdp._", "torch.distributed._composable")
 PRIVATE_TORCH_HOME = "_torch"

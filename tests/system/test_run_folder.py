@@ -38,18 +38,15 @@ def test_numbers_of_earlier_runs(modules: Any, tmp_path: Path) -> None:
     """Somebody had deleted the first: there was one folder, so that the next was called like it, and no run began."""
     *_, run_folder = modules
     (tmp_path / "previous-2").mkdir()
-    for name in ("metrics.jsonl", "monitor.jsonl"):
-        (tmp_path / name).touch()
+    (tmp_path / "metrics.jsonl").touch()
     run_folder.prepare_folder(tmp_path, None)
-    assert sorted(path.name for path in (tmp_path / "previous-3").iterdir()) == ["metrics.jsonl", "monitor.jsonl"]
+    assert [path.name for path in (tmp_path / "previous-3").iterdir()] == ["metrics.jsonl"]
 
 
 def test_records_after_the_checkpoint_are_forgotten(modules: Any, tmp_path: Path) -> None:
-    """Those of `--track jsonl` stayed, and had steps twice."""
+    """A resumed run records them again."""
     _, reporting, _ = modules
-    for name in ("metrics.jsonl", "monitor.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
     reporting.Report(tmp_path, 20, 40, active=True)
-    for name in ("metrics.jsonl", "monitor.jsonl"):
-        records = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        assert records == [{"step": 10}, {"step": 20}]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"step": 10}, {"step": 20}]
