@@ -15,12 +15,11 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2.checkpoint as fc
-from fsdp2 import CheckpointError, checkpoint
+from fsdp2 import CheckpointError
 from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.tools.comparing import diff
@@ -42,6 +41,7 @@ from tests.helpers.checkpoint_cases import (
     value_of,
     with_state,
 )
+from tests.helpers.dcp_saves import save_dcp
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.source_tree import ROOT
 
@@ -277,20 +277,12 @@ def test_hugging_face_both_ways(tmp_path: Path) -> None:
             assert_bits(name, opened.get_tensor(name), weights[name])
 
 
-def test_dcp_both_ways(sources: str, tmp_path: Path) -> None:
-    """torch reads what we write, and we read it too; the extra state has no place there."""
-    source = f"{sources}/dim1-3/step-00000007"
-    folder = convert(source, tmp_path / "dcp", to="dcp")
-    assert ".metadata" in os.listdir(folder)
-    whole = {key: torch.zeros_like(value) for key, value in Awkward().state_dict().items()}
-    with pytest.warns(UserWarning, match="load in a single process"):
-        dcp.load({"model": whole}, checkpoint_id=folder, no_dist=True)
-    for name, value in whole.items():
-        assert_bits(name, value, value_of(name.replace("head.", "embed."), value.shape, value.dtype))
-    again = convert(folder, tmp_path / "again", world=2)
-    assert diff(source, again, model_only=True).equal
-    optimizers = diff(source, again)
-    assert not [one for one in optimizers.tensors if one.section == "optimizer"]
+def test_dcp_becomes_ours(tmp_path: Path) -> None:
+    weights = {f"layers.{number}.w": value_of(str(number), (5, 4)) for number in range(5)}
+    save_dcp(tmp_path / "dcp", {"model": weights, "step": 7})
+    folder = convert(tmp_path / "dcp", tmp_path / "ours", world=3)
+    assert_loads(folder, weights)
+    assert describe(folder).step == 7
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -367,12 +359,10 @@ def test_what_could_not_be_read_again_replaces_nothing(
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"to": "zip"}, ArgumentError, "to is one of ranks, consolidated, dcp"),
+        ({"to": "zip"}, ArgumentError, "to is one of ranks, consolidated;"),
         ({"world": 0}, ArgumentError, "are positive"),
         ({"to": "consolidated", "world": 2}, ArgumentError, "world=2 has no effect on to='consolidated'"),
         ({"dtype": torch.int8}, ArgumentError, "dtype is a floating point type"),
-        ({"to": "dcp", "dtype": torch.float16}, ArgumentError, "takes everything as it is"),
-        ({"to": "dcp", "overwrite": True}, ArgumentError, "to='dcp' replaces nothing"),
         ({"shards": 3}, TypeError, "unexpected keyword argument 'shards'"),
     ],
 )
@@ -468,12 +458,3 @@ def test_more_files_than_a_process_may_open(old: Path, tmp_path: Path) -> None:
     done = run(FEW_FILES, old, tmp_path / "many", tmp_path / "one")
     assert done.returncode == 0, done.stderr
     assert len(os.listdir(tmp_path / "many")) == 126
-
-
-def test_what_only_one_format_can_hold_differs(tmp_path: Path) -> None:
-    """`diff` of a checkpoint and its conversion, which lacks the extra state, said that they were equal."""
-    checkpoint.save(tmp_path / "a", model={"w": torch.ones(2)}, extra={"loader": {"at": 3}})
-    checkpoint.convert(tmp_path / "a", tmp_path / "b", to="dcp")
-    assert checkpoint.diff(tmp_path / "a", tmp_path / "b").other == ["extra state: only in the first"]
-    assert checkpoint.diff(tmp_path / "b", tmp_path / "a").other == ["extra state: only in the second"]
-    assert checkpoint.diff(tmp_path / "a", tmp_path / "b", model_only=True).equal

@@ -1,5 +1,4 @@
-"""DCP folders: written by torch's FSDP2, FSDP1 and plain models and by ours, read into any sharding; and written by us,
-read by torch."""
+"""DCP folders: written by torch's FSDP2, FSDP1 and plain models and by ours, read into any sharding."""
 
 from __future__ import annotations
 
@@ -14,25 +13,20 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint.formats import dcp_export
 from fsdp2.checkpoint.formats.dcp import open_dcp
-from fsdp2.checkpoint.formats.dcp_export import write_dcp
-from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.errors import CheckpointError, MismatchError
+from fsdp2.errors import MismatchError
 from tests.helpers.dcp_saves import save_dcp, save_dcp_without_collectives
 from tests.helpers.ranks import run_on_ranks
 
@@ -142,49 +136,6 @@ def test_dcp_of_fully_sharded_models(tmp_path: Path, library: str, flat: bool, k
     run_on_ranks(saved_by_dcp, 2, folder=tmp_path, library=library, flat=flat, keys=keys)
     for world_size in (1, 2, 4):
         run_on_ranks(loads_what_was_saved, world_size, folder=tmp_path, name="dcp")
-
-
-def saved_by_us(rank: int, world_size: int, folder: Path) -> None:
-    model, optimizer = made(1, "ours")
-    train(model, optimizer, rank)
-    expected = content(model, optimizer)
-    checkpoint.save(folder / "own", model=model, optimizer=optimizer, step=2).wait()
-    if rank == 0:
-        torch.save(expected, folder / "expected.pt")
-
-
-def dcp_loads(rank: int, world_size: int, folder: Path, library: str | None, flat: bool) -> None:
-    model, optimizer = made(2, library)
-    if library is not None:
-        train(model, optimizer, rank, 1)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
-    assert_same(content(model, optimizer), torch.load(folder / "expected.pt"))
-
-
-def test_torch_loads_what_write_dcp_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of ours as DCP folder, in chunks of a few rows: torch's FSDP2, ours and an unsharded model take it
-    through `torch.distributed.checkpoint`, with either form of the optimizer's state dict. And so do we again."""
-    run_on_ranks(saved_by_us, 3, folder=tmp_path)
-    monkeypatch.setattr(dcp_export, "CHUNK_BYTES", 60)
-    write_dcp(open_catalog(*storage_of(tmp_path / "own" / "step-00000002")), str(tmp_path / "dcp"))
-    metadata = FileSystemReader(tmp_path / "dcp").read_metadata()
-    assert len(metadata.state_dict_metadata["model.embed.weight"].chunks) > 2
-    # Tied weights are there under both names, and once.
-    places = [
-        (info.relative_path, info.offset, index.offset)
-        for index, info in metadata.storage_data.items()
-        if index.fqn in ("model.embed.weight", "model.head.weight")
-    ]
-    assert len(places) == 2 * len(set(places))
-    for library, flat in (("torch", False), ("ours", True)):
-        run_on_ranks(dcp_loads, 2, folder=tmp_path, library=library, flat=flat)
-    run_on_ranks(dcp_loads, 1, folder=tmp_path, library=None, flat=False)
-    run_on_ranks(loads_what_was_saved, 2, folder=tmp_path, name="dcp")
-    with pytest.raises(CheckpointError, match="is a checkpoint already"):
-        write_dcp(open_dcp(*storage_of(tmp_path / "dcp")), str(tmp_path / "dcp"))
 
 
 def saved_by_fsdp1(rank: int, world_size: int, folder: Path) -> None:

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.committing import id_of
 from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
@@ -16,7 +15,6 @@ from fsdp2.checkpoint.run.lease import LEASE_S, Lease, check_lease, take_lease
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
 from fsdp2.checkpoint.tools.streaming import Progress
-from fsdp2.errors import ArgumentError
 
 __all__ = ["convert"]
 
@@ -44,12 +42,12 @@ def convert(
         source: any checkpoint that `load` supports.
         target: a folder that does not exist yet.
         to: "ranks": the files of `world` ranks, each tensor cut by rows. "consolidated": whole tensors, with Hugging
-            Face's index, in files of up to ``max_file_bytes``. "dcp": for ``torch.distributed.checkpoint``.
+            Face's index, in files of up to ``max_file_bytes``.
         dtype: convert the model's floating point tensors to this.
         progress: is called with the number of bytes done and the total.
         model_only: without optimizer and extra state.
         max_file_bytes: as for `save`.
-        overwrite: as for `save`; not with "dcp".
+        overwrite: as for `save`.
         verify: check the source's checksums.
 
     Returns:
@@ -75,10 +73,7 @@ def convert(
     try:
         lease = take_lease(storage, path, nonce, LEASE_S)
         storage.make_folder(work)
-        if chosen.to == "dcp":
-            _write_dcp(catalog, storage, work, chosen.verify)
-        else:
-            Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
+        Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
         if storage.renames:
             replace_folder(storage, work, path, chosen.overwrite, lambda: check_lease(storage, path, nonce))
         gone = sweep(storage, path, files, nonce)
@@ -104,12 +99,3 @@ def _own_files(storage: Storage, path: str, names: list[str], nonce: str) -> lis
             taken = is_complete(storage, path)
             return [storage.join(path, name) for name in names if nonce in name or not taken]
     return []
-
-
-def _write_dcp(catalog: Catalog, storage: Storage, work: str, verify: bool) -> None:
-    if not storage.renames:
-        raise ArgumentError("convert: to='dcp' writes to a local folder; copy it from there")
-    # Imported only when needed, like all code for other formats.
-    from fsdp2.checkpoint.formats.dcp_export import write_dcp
-
-    write_dcp(catalog, work, verify)

@@ -39,7 +39,7 @@ from fsdp2.placement.tiling import Grid, Tiling, replicated
 
 __all__ = ["LAYOUTS", "Conversion", "Rewriting"]
 
-LAYOUTS = ("ranks", "consolidated", "dcp")
+LAYOUTS = ("ranks", "consolidated")
 
 # (dtype, shape) of a tensor in the new checkpoint.
 Row = tuple[str, tuple[int, ...]]
@@ -73,13 +73,6 @@ class Conversion:
             raise ArgumentError(f"convert: world={self.world} has no effect on to={self.to!r}, which has no ranks")
         if self.dtype is not None and name_of(self.dtype) not in FLOATS:
             raise ArgumentError(f"convert: dtype is a floating point type of 16 bits or more; got {self.dtype}")
-        if self.to == "dcp" and (self.dtype is not None or self.model_only):
-            raise ArgumentError(
-                "convert: to='dcp' takes everything as it is; convert to 'ranks' with the options first"
-            )
-        # What is replaced is set aside, where it is found until a folder with a manifest has the name.
-        if self.to == "dcp" and self.overwrite:
-            raise ArgumentError("convert: to='dcp' replaces nothing, got overwrite=True; convert to another folder")
 
 
 @dataclass
