@@ -7,14 +7,12 @@ from fsdp2.checkpoint.saving import Saved, save
 from fsdp2.checkpoint.scattering import load_from_rank
 from fsdp2.checkpoint.state.extra import RandomState, Reshardable, Stateful
 from fsdp2.checkpoint.state.sources import Source, concatenated, stacked, stored
-from fsdp2.checkpoint.tools.comparing import Difference, diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import Description, describe
 from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
 
 __all__ = [
     "Description",
-    "Difference",
     "Loaded",
     "RandomState",
     "Report",
@@ -27,7 +25,6 @@ __all__ = [
     "concatenated",
     "convert",
     "describe",
-    "diff",
     "find_damage",
     "latest",
     "load",

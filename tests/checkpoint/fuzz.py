@@ -344,8 +344,6 @@ def guarded(root: Path) -> Iterator[None]:
 
 TOOLS: list[Callable[[Path, Path], Any]] = [
     lambda folder, sound: checkpoint.describe(folder),
-    lambda folder, sound: checkpoint.diff(folder, sound),
-    lambda folder, sound: checkpoint.diff(sound, folder, values=False),
     lambda folder, sound: checkpoint.find_damage(folder),
 ]
 

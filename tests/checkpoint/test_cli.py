@@ -1,5 +1,5 @@
-"""``python -m fsdp2.checkpoint``, and the functions behind it: what is in a checkpoint, what is wrong with it, what
-differs. Damage is made in real files; every kind of it has to be named."""
+"""``python -m fsdp2.checkpoint``, and the functions behind it: what is in a checkpoint, what is wrong with it.
+Damage is made in real files; every kind of it has to be named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch
 import fsdp2.checkpoint as fc
 from fsdp2 import CheckpointError
 from fsdp2.checkpoint.tools.cli import main
-from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import Damage, find_damage, verify
@@ -283,57 +282,7 @@ def test_other_formats_are_read_as_far_as_that_goes(tmp_path: Path, capsys: pyte
     assert cli(capsys, "verify", tmp_path)[0] == 1
 
 
-# --- diff -------------------------------------------------------------------------------------------------------------
-
-
-def test_layouts_do_not_matter_for_diff(original: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = cli(capsys, "diff", original / "three", original / "whole")
-    assert code == 0
-    assert "equal: 18 tensors equal, 0 different, 10.8 MB compared" in out
-
-
-def test_diff_names_what_differs(original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = build()
-    with torch.no_grad():
-        model[0].weight[2, 7] += 2.0
-        model[0].weight[2999, 299] = torch.nan
-        model[1].bias.neg_()
-    state = optimizer.state[model[1].weight]
-    state["exp_avg"][3, 1] += 1.0
-    optimizer.param_groups[0]["lr"] = 0.25
-    model.register_buffer("count", torch.tensor(3, dtype=torch.int32))
-    model.register_buffer("new", torch.zeros(1))
-    fc.save(tmp_path, model=model, optimizer=optimizer, extra={"note": "second"}, step=6)
-    folder = tmp_path / "step-00000006"
-    code, out = cli(capsys, "diff", original / "three", folder)
-    assert code == 1
-    rows = cells(out)
-    assert ["model", "0.weight", "values", "F32 [3000, 300]", "=", "2", "inf", "[2, 7]"] in rows
-    assert ["model", "count", "dtype", "I64 []", "I32 []"] in rows
-    assert ["model", "new", "only in the second", "F32 [1]"] in rows
-    assert ["optimizer", "exp_avg.1.weight", "values", "F32 [4, 8]", "=", "1", "1", "[3, 1]"] in rows
-    assert "step: 5 and 6" in out
-    assert "optimizer option lr of '0.weight' and 3 others: 0.5 and 0.25" in out
-    assert "extra 'loader': only in the first" in out
-    assert "extra 'note': the values or the ranks that gave them differ" in out
-    assert "different: 13 tensors equal, 5 different" in out
-    code, out = cli(capsys, "diff", original / "three", folder, "--json", "--model-only")
-    found = json.loads(out)
-    assert (code, found["equal"], found["other"]) == (1, False, [])
-    bias = next(one for one in found["tensors"] if one["name"] == "1.bias")
-    largest = 2 * float(model[1].bias.detach().abs().max())
-    assert (bias["num_different"], bias["max_abs"], bias["at"]) == (4, pytest.approx(largest), [0])
-
-
-def test_diff_of_names_alone_reads_no_values(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It does not claim what it has not looked at ("equal: 17 tensors equal"), and does look at dtypes."""
-    flip(folders / "three" / MODEL, 100_000)
-    code, out = cli(capsys, "diff", folders / "three", folders / "whole", "--names-only")
-    assert (code, out) == (0, "same names, shapes and dtypes: 17 tensors equal, 0 different; no value was compared\n")
-    assert cli(capsys, "diff", folders / "three", folders / "whole") == (1, "")
-    convert(folders / "whole", folders / "narrow", to="ranks", dtype=torch.bfloat16)
-    code, out = cli(capsys, "diff", folders / "whole", folders / "narrow", "--names-only")
-    assert code == 1 and "dtype" in out and out.endswith("13 tensors equal, 4 different; no value was compared\n")
+# --- messages, other libraries ----------------------------------------------------------------------------------------
 
 
 def test_messages_name_flags(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,20 +313,6 @@ def test_runs_of_other_libraries(capsys: pytest.CaptureFixture[str], tmp_path: P
     code, out = cli(capsys, "describe", run / "step-20")
     assert code == 0 and "DCP" in out
     assert main(["describe", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
-)
-def test_diff_counts_bits(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Also NaNs of other payloads and zeros of another sign, which a comparison of values would not see."""
-    fc.save(tmp_path / "a", model={"x": torch.zeros(6, 5, dtype=dtype), "nan": torch.tensor([torch.nan, 0.0])})
-    other = torch.zeros(6, 5, dtype=dtype)
-    other[4, 3] = 1
-    nan = torch.tensor([0x7FC00001, -(1 << 31)], dtype=torch.int32).view(torch.float32)
-    fc.save(tmp_path / "b", model={"x": other, "nan": nan})
-    found = {one.name: (one.num_different, one.max_abs, one.at) for one in diff(tmp_path / "a", tmp_path / "b").tensors}
-    assert found == {"x": (1, 1.0, (4, 3)), "nan": (2, 0.0, (0,))}
 
 
 # --- convert, prune ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import fsdp2.checkpoint as fc
 from fsdp2 import CheckpointError
 from fsdp2.checkpoint.run import committing
 from fsdp2.checkpoint.schema.dtypes import DTYPES
-from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import describe
 from fsdp2.checkpoint.tools.inspection import verify
@@ -116,7 +115,6 @@ def test_converted_checkpoint_loads_into_other_layouts(sources: str, source: str
     folder = convert(f"{sources}/{source}/step-00000007", tmp_path / "new", **TARGETS[target])
     assert folder == str(tmp_path / "new")
     assert verify(folder).checked_bytes == verify(f"{sources}/{source}/step-00000007").checked_bytes
-    assert diff(f"{sources}/{source}/step-00000007", folder).equal
     saved_on = LAYOUTS[source].world_size
     for layout in ("plain-1", "fsdp-2", f"fsdp-{saved_on}"):
         run_on_ranks(load_one, LAYOUTS[layout].world_size, folder=folder, layout=layout, saved_on=saved_on)
@@ -409,7 +407,6 @@ def test_killed_conversion_is_nothing_and_is_cleaned_up(old: Path, tmp_path: Pat
 
 BOUNDED = """
 import sys
-from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.inspection import verify
 import torch; torch.zeros(1).double().isnan()
@@ -419,7 +416,7 @@ def status(key):  # not ru_maxrss, which begins at the peak of the parent
 before = status("VmRSS")
 steps = []
 for work in (lambda: convert(sys.argv[1], sys.argv[2], world=3), lambda: verify(sys.argv[2]),
-             lambda: convert(sys.argv[2], sys.argv[3], to="consolidated"), lambda: diff(sys.argv[1], sys.argv[3])):
+             lambda: convert(sys.argv[2], sys.argv[3], to="consolidated")):
     work()
     steps.append(status("VmHWM") - before)
 print(*steps)

@@ -58,7 +58,6 @@ def test_two_optimizers_of_one_model(rank: int, world_size: int, named: bool, tm
     for number in range(3, 6):
         assert torch.equal(step(model, optimizers, number), step(other, its, number))
     assert checkpoint.describe(tmp_path / "a").optimizer == "SGD, AdamW"
-    assert checkpoint.diff(tmp_path / "a", tmp_path / "a").equal
     with pytest.raises(MismatchError, match=r"state of AdamW, and this is SGD|state of 'param"):
         checkpoint.load(tmp_path / "a", model=other, optimizer=form(its[::-1]))
     if named:

@@ -1,12 +1,11 @@
 """The command ``python -m fsdp2.checkpoint``. Layer: checkpoint.
 
-Exit codes: 0 success; 1 damaged, or different; 2 invalid arguments, or there is no checkpoint; 130 interrupted.
+Exit codes: 0 success; 1 damaged; 2 invalid arguments, or there is no checkpoint; 130 interrupted.
 With ``--json`` standard output is one JSON value. Tables and progress bars are in `screen.py` and need an extra.
 """
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from fsdp2.checkpoint.run.folders import discard_left_over, left_overs
 from fsdp2.checkpoint.run.retention import checkpoints, prune, superseded
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.tools import screen
-from fsdp2.checkpoint.tools.comparing import diff
 from fsdp2.checkpoint.tools.converting import convert
 from fsdp2.checkpoint.tools.describing import Description, describe
 from fsdp2.checkpoint.tools.inspection import Report, find_damage, verify
@@ -31,7 +29,7 @@ from fsdp2.errors import ArgumentError, CorruptError, FSDPError
 
 __all__ = ["main"]
 
-OK, DIFFERENT, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -77,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except CorruptError as error:
-        return _failed(args, error, DIFFERENT)
+        return _failed(args, error, DAMAGED)
     except (FSDPError, OSError) as error:
         return _failed(args, error, USAGE)
     except KeyboardInterrupt:
@@ -98,16 +96,7 @@ def _failed(args: argparse.Namespace, error: Exception, code: int) -> int:
 
 
 def _write_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The same value with infinite numbers as strings, since JSON has none."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------
@@ -116,8 +105,8 @@ def _finite(value: Any) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2.checkpoint",
-        description="Look at, check, convert, compare and thin out checkpoints. A FOLDER may be a URL (s3://...).",
-        epilog="Exit codes: 0 all is well, 1 damaged or different, 2 wrong call or no checkpoint, 130 interrupted.",
+        description="Look at, check, convert and thin out checkpoints. A FOLDER may be a URL (s3://...).",
+        epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint, 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"fsdp2 {version('fsdp2')}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -141,12 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--model-only", action="store_true", help="without optimizer and extra state")
     one.add_argument("--overwrite", action="store_true", help="replace a checkpoint, once the new one is complete")
     one.add_argument("--no-verify", action="store_true", help="do not check the checksums of SOURCE")
-
-    one = add("diff", _diff, "what differs between two checkpoints, however they are cut")
-    one.add_argument("first", metavar="FIRST")
-    one.add_argument("second", metavar="SECOND")
-    one.add_argument("--names-only", action="store_true", help="names, shapes and dtypes, but no values")
-    one.add_argument("--model-only", action="store_true", help="neither optimizer nor extra state nor step")
 
     one = add("prune", _prune, "delete old checkpoints of a run")
     one.add_argument("folder", metavar="RUN")
@@ -215,7 +198,7 @@ def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: 
         _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": [*dead]})
     else:
         screen.show_run(path, found, damaged, dead)
-    return DIFFERENT if damaged else OK
+    return DAMAGED if damaged else OK
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -229,7 +212,7 @@ def _verify(args: argparse.Namespace) -> int:
     good = all(report.ok and not (args.strict and report.strays) for report in reports)
     if args.json:
         _write_json({"ok": good, "reports": [{"ok": report.ok, **asdict(report)} for report in reports]})
-    return OK if good else DIFFERENT
+    return OK if good else DAMAGED
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -249,16 +232,6 @@ def _convert(args: argparse.Namespace) -> int:
     else:
         screen.show_line(folder)
     return OK
-
-
-def _diff(args: argparse.Namespace) -> int:
-    with screen.progress("diff", quiet=args.json) as progress:
-        found = diff(args.first, args.second, values=not args.names_only, model_only=args.model_only, progress=progress)
-    if args.json:
-        _write_json({"equal": found.equal, **asdict(found)})
-    else:
-        screen.show_difference(found)
-    return OK if found.equal else DIFFERENT
 
 
 def _prune(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from fsdp2.checkpoint.tools.comparing import Difference
 from fsdp2.checkpoint.tools.describing import Description, TensorEntry
 from fsdp2.checkpoint.tools.inspection import Report
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -22,7 +21,6 @@ __all__ = [
     "check_installed",
     "progress",
     "show_description",
-    "show_difference",
     "show_line",
     "show_pruned",
     "show_report",
@@ -156,31 +154,6 @@ def show_report(report: Report) -> None:
         )
     if report.strays:
         console.print(f"not of the checkpoint: {_escape(', '.join(report.strays))}", soft_wrap=True)
-
-
-def show_difference(found: Difference) -> None:
-    """Print the differences between two checkpoints."""
-    console = _console()
-    if found.tensors:
-        columns = ("section", "name", "differs in", "first", "second", "elements", "max abs", "at")
-        table = _table("", *columns, right=("elements", "max abs"))
-        for one in found.tensors:
-            counts = (f"{one.num_different:,}", f"{one.max_abs:.3g}") if one.num_different else ("", "")
-            at = "" if one.at is None else str(list(one.at))
-            cells = (one.section, one.name, one.problem, one.first, one.second if one.second != one.first else "=")
-            table.add_row(*map(_escape, cells), *counts, _escape(at))
-        console.print(table)
-    for line in found.other:
-        console.print(_escape(line), soft_wrap=True)
-    if not found.values:
-        verdict = "[green]same names, shapes and dtypes[/green]" if found.equal else "[red]different[/red]"
-        console.print(
-            f"{verdict}: {found.num_equal} tensors equal, {len(found.tensors)} different; no value was compared"
-        )
-        return
-    verdict = "[green]equal[/green]" if found.equal else "[red]different[/red]"
-    compared = f", {_bytes(found.compared_bytes)} compared" if found.compared_bytes else ""
-    console.print(f"{verdict}: {found.num_equal} tensors equal, {len(found.tensors)} different{compared}")
 
 
 def show_pruned(old: Sequence[str], dead: Sequence[str], dry_run: bool) -> None:

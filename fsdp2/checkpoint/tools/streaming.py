@@ -1,6 +1,6 @@
 """Read any part of a stored tensor, in bounded memory, from any thread. Layer: checkpoint.
 
-Shared by verify, diff and convert: they process checkpoints that are larger than the machine's memory, in chunks, with
+Shared by verify and convert: they process checkpoints that are larger than the machine's memory, in chunks, with
 several threads, and report their progress.
 """
 
