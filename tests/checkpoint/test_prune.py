@@ -14,8 +14,8 @@ import torch
 
 from fsdp2 import ArgumentError, CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.run import folders, retention
-from fsdp2.checkpoint.run.folders import STALE_S, left_overs, sweep
+from fsdp2.checkpoint.run import retention
+from fsdp2.checkpoint.run.folders import left_overs, sweep
 from fsdp2.checkpoint.run.lease import check_lease, take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
@@ -276,43 +276,14 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
 
 
-def remains(root: Path, step: int, age_s: float, *others: str) -> Path:
-    """As an earlier version left a checkpoint that it was deleting when it was killed."""
-    folder = root / f"step-{step:08d}"
-    (folder / MANIFEST).unlink()
-    for name in others:
-        (folder / name).write_text("x")
-    for path in (*folder.iterdir(), folder):
-        os.utime(path, (path.stat().st_mtime - age_s,) * 2)
-    return folder
-
-
-def test_what_an_earlier_version_has_deleted_in_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was listed nowhere, nothing deleted it, and a run that was rolled back died at that step."""
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step)
-    old, new = remains(tmp_path, 1, 2 * STALE_S, "optimizer.safetensors"), remains(tmp_path, 2, 0)
-    assert left_overs(LocalStorage(), str(tmp_path)) == [str(old)]
-    assert main(["prune", str(tmp_path), "--sweep", "--json"]) == 0
-    assert not old.exists() and new.exists()
-    with pytest.raises(CheckpointError, match=r"remains of a checkpoint .* pass overwrite=True"):
-        save(tmp_path, 2)
-    save(tmp_path, 2, overwrite=True)
-    assert value_at(tmp_path, 2) == 2.0
-    remains(tmp_path, 2, 2 * STALE_S)
-    assert checkpoint.prune(tmp_path, keep=5) == []
-    assert sorted(os.listdir(tmp_path)) == ["step-00000003", "step-00000004"]
-
-
 @pytest.mark.parametrize("when", ["prune", "left_overs"])
 def test_left_overs_that_are_in_use_when_their_turn_comes(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The list was made before `prune`, which may read for an hour: a dead lease had been taken by another save, and a
-    checkpoint been saved over remains. Both were deleted."""
+    """The list was made before `prune`, which may read for an hour: a dead lease had been taken by another save. It was
+    deleted."""
     save(tmp_path, 1)
-    save(tmp_path, 2)
-    old, dead = remains(tmp_path, 2, 2 * STALE_S), tmp_path / ".lease-step-00000003"
+    dead = tmp_path / ".lease-step-00000003"
     dead.write_text("")
     os.utime(dead, (1, 1))
     leases = []
@@ -321,47 +292,25 @@ def test_left_overs_that_are_in_use_when_their_turn_comes(
     def meanwhile(*args: Any) -> list[str]:
         found = real(LocalStorage(), str(tmp_path)) if when == "left_overs" else []
         leases.append(take_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab", 5))
-        save(tmp_path, 2, value=9.0, overwrite=True)
         return found
 
     monkeypatch.setattr(cli, when, meanwhile)
-    keep = ["--keep", "5"] if when == "prune" else []  # which deletes remains too
+    keep = ["--keep", "5"] if when == "prune" else []
     assert main(["prune", str(tmp_path), *keep, "--sweep", "--json"]) == 0
-    assert checkpoint.latest(tmp_path) == str(old) and value_at(tmp_path, 2) == 9.0
     check_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab")
     leases[0].release()
 
 
-def test_remains_that_are_a_checkpoint_when_they_are_put_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save comes between the last look and the rename: what was taken is not what was judged, and goes back."""
-    save(tmp_path, 1)
-    old = remains(tmp_path, 1, 2 * STALE_S)
-    real = folders.put_aside
-
-    def late(storage: LocalStorage, path: str) -> str | None:
-        monkeypatch.undo()
-        save(tmp_path, 1, value=9.0, overwrite=True)
-        return real(storage, path)
-
-    monkeypatch.setattr(folders, "put_aside", late)
-    assert not folders.discard_left_over(LocalStorage(), str(old))
-    assert value_at(tmp_path, 1) == 9.0 and os.listdir(tmp_path) == [old.name]
-
-
-@pytest.mark.parametrize("theirs", ["notes.txt", "config.json", "checkpoint.json.txt"])
-def test_what_is_a_users_stays(theirs: str, tmp_path: Path) -> None:
-    """A folder with anything else in it, or with nothing that is certainly ours."""
-    save(tmp_path, 1)
-    folder = remains(tmp_path, 1, 2 * STALE_S, theirs)
-    mine = tmp_path / "step-00000002"
+def test_what_is_a_users_stays(tmp_path: Path) -> None:
+    """A folder that has the name of a step, and files that may be the user's."""
+    mine = tmp_path / "step-00000001"
     mine.mkdir()
     (mine / "model.safetensors").write_bytes(b"mine")
     os.utime(mine, (1, 1))
     assert left_overs(LocalStorage(), str(tmp_path)) == []
-    for step in (1, 2):
-        with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
-            save(tmp_path, step, overwrite=True)
-    assert (folder / theirs).exists() and (mine / "model.safetensors").read_bytes() == b"mine"
+    with pytest.raises(CheckpointError, match="has files in it and is no checkpoint"):
+        save(tmp_path, 1, overwrite=True)
+    assert (mine / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_what_was_replaced_goes_only_for_a_whole_successor(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ __all__ = [
     "is_whole",
     "left_overs",
     "old_of",
-    "remains",
     "replace_folder",
     "replaced",
     "set_aside",
@@ -231,7 +230,7 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
         if found == path:
             _check_only_its_own(storage, path)
         else:
-            _check_contents(storage, path, overwrite)
+            _check_contents(storage, path)
 
 
 def _check_only_its_own(storage: Storage, path: str) -> None:
@@ -246,36 +245,11 @@ def _check_only_its_own(storage: Storage, path: str) -> None:
         )
 
 
-def _check_contents(storage: Storage, path: str, overwrite: bool) -> None:
+def _check_contents(storage: Storage, path: str) -> None:
     """Check that a folder without a checkpoint contains no files of the user."""
     names = storage.names(path)
-    if not names or MANIFEST in names or (overwrite and _are_remains(names)):
-        return
-    advice = "pass overwrite=True" if _are_remains(names) else "save to an empty or a new folder"
-    what = "has the remains of a checkpoint that was deleted in part" if _are_remains(names) else "has files in it"
-    raise CheckpointError(f"{path}: {what} and is no checkpoint; {advice}")
-
-
-def remains(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
-    """Folders of a run that hold partly deleted checkpoints and have not changed recently."""
-    names = storage.names(folder) if storage.renames else ()
-    return [storage.join(folder, name) for name in names if _is_remains(storage, folder, name, older_than_s)]
-
-
-def _is_remains(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
-    path = storage.join(folder, name)
-    if step_of(name) is None or is_complete(storage, path) or storage.kind(path) != "folder":
-        return False
-    with suppress(FileNotFoundError):  # another process may be cleaning up too
-        return _are_remains(storage.names(path)) and storage.age(path) > older_than_s
-    return False
-
-
-def _are_remains(names: Collection[str]) -> bool:
-    """Whether a folder without manifest contains files of a save and nothing else. (Saves that can rename never leave
-    this; an interrupted deletion by an earlier version did.)"""
-    own = [name for name in names if OURS.fullmatch(name)]
-    return bool(own) and all(name in own or SHARED.fullmatch(name) for name in names)
+    if names and MANIFEST not in names:
+        raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
 
 
 def replace_folder(
@@ -329,8 +303,6 @@ def _make_way(storage: Storage, path: str) -> str | None:
             with suppress(OSError):
                 put_aside(storage, old)
         return set_aside(storage, path)
-    if _are_remains(storage.names(path)):
-        put_aside(storage, path)
     return None
 
 
@@ -341,8 +313,7 @@ def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> 
     Only names that saves create are considered.
     """
     names = storage.names(folder) if storage.renames else ()
-    found = [storage.join(folder, name) for name in names if _is_stale(storage, folder, name, older_than_s)]
-    return found + remains(storage, folder, older_than_s)
+    return [storage.join(folder, name) for name in names if _is_stale(storage, folder, name, older_than_s)]
 
 
 def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
@@ -359,17 +330,11 @@ def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> 
 
 
 def discard_left_over(storage: Storage, path: str) -> bool:
-    """Delete one of `left_overs`, if it still is one: since they were listed, a process may have taken that lease, or
-    saved a checkpoint under that name. Returns whether it was deleted."""
+    """Delete one of `left_overs`, if it still is one: since they were listed, a process may have taken that lease.
+    Returns whether it was deleted."""
     folder, name = storage.split(path)
-    if not (_is_stale(storage, folder, name, STALE_S) or _is_remains(storage, folder, name, STALE_S)):
-        return False
-    aside = put_aside(storage, path)
+    aside = put_aside(storage, path) if _is_stale(storage, folder, name, STALE_S) else None
     if aside is None:
-        return False
-    if step_of(name) is not None and is_complete(storage, aside):  # saved between the two
-        with suppress(OSError):  # another save has taken the name
-            storage.rename_folder(aside, path)
         return False
     storage.remove(aside)
     return True

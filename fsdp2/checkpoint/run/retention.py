@@ -10,10 +10,8 @@ from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.run.folders import (
     age_of,
     discard,
-    discard_left_over,
     find,
     old_of,
-    remains,
     replaced,
     set_aside,
     step_of,
@@ -144,8 +142,7 @@ def prune(
             damaged bytes within a file are not detected.
 
     Returns:
-        the folders that were deleted. Each is renamed first, so none is ever left in part under its name. Folders that
-        earlier versions deleted only in part are removed too, once they are an hour old.
+        the folders that were deleted. Each is renamed first, so none is ever left in part under its name.
 
     Raises:
         ArgumentError: `keep` or `every` is less than one, or `every_s` not positive.
@@ -155,15 +152,12 @@ def prune(
         if rank == 0:  # the last three, and one of each six hours
             fsdp2.checkpoint.prune("runs/a", keep=3, every_s=6 * 3600, valid=fsdp2.checkpoint.verify)
     """
-    storage, path = storage_of(root)
+    storage, _ = storage_of(root)
     rule, known = _Rule(keep, every, every_s), dict[str, bool]()
     ids = {folder: id_at(storage, folder) for folder in _old(root, rule, valid, known)}
     # Check again: another checkpoint may have taken one of these names since it was read above.
     old = [folder for folder in _old(root, rule, valid, known) if folder in ids]
-    gone = [folder for folder in old if _pruned(storage, folder, ids[folder])]
-    for left in remains(storage, path):
-        discard_left_over(storage, left)
-    return gone
+    return [folder for folder in old if _pruned(storage, folder, ids[folder])]
 
 
 def superseded(

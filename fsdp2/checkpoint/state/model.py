@@ -55,7 +55,6 @@ class State:
         values: JSON by name.
         computed: names of tensors that are neither parameters nor buffers: the module created them for its state dict,
             and only it can load them (`get_extra_state`, hooks).
-            dict, and only it can take them back (`get_extra_state`, hooks).
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -90,7 +89,7 @@ def unwrapped(model: Any) -> Any:
 
 def named_as_in(names: Iterable[str], model: Any) -> Any:
     """The model under the names that are stored. If all of these have DDP's ``module.`` prefix (saved by other
-    libraries, or by old versions of fsdp2), it is the model inside such a module."""
+    libraries), it is the model inside such a module."""
     model, names = unwrapped(model), list(names)
     if not isinstance(model, nn.Module) or not names or not all(name.startswith("module.") for name in names):
         return model
