@@ -24,7 +24,7 @@ from torch import nn
 
 from fsdp2._torch import base_of, number_of_node, tensors_have_levels
 from fsdp2.events import profiler_range
-from fsdp2.runtime.tree import map_tensors, tensors_in
+from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 
 Callback = Callable[[], None]
 
@@ -120,7 +120,13 @@ def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
     if tensors_have_levels():
         begin: Any = _BackwardBeginOfLevels.apply
         return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
-    for tensor in tensors_in(output):
+    if isinstance(output, torch.Tensor):
+        tensors = [output]
+    else:
+        tensors, inner = tensors_within(output)
+        # An object such as a cache is passed from unit to unit, and keeps tensors of the units before.
+        tensors += [each for each in inner if each.grad_fn is not None and number_of_node(each.grad_fn) >= since]
+    for tensor in tensors:
         # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(lambda _grad: callback())

@@ -1,15 +1,21 @@
 """Walk over the tensors of a forward's inputs and outputs. Layer: runtime.
 
 Containers: list, tuple, named tuple, dict and their subclasses, dataclass instances. A container without changed
-tensors is passed on as the same object; otherwise a copy is made and the caller's object is not modified.
+tensors is passed on as the same object; otherwise a copy is made and the caller's object is not modified. Other objects
+and mappings (a cache, a distribution) are never copied; `tensors_within` finds what they hold.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import lru_cache
+from operator import methodcaller
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -67,3 +73,48 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(visit, value)
     return found
+
+
+def tensors_within(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of `value`: those that `map_tensors` meets, and those within other mappings and objects."""
+    direct: list[torch.Tensor] = []
+    inner: list[torch.Tensor] = []
+    parts_of_objects: list[Any] = []
+    seen: dict[int, Any] = {}  # objects may refer to each other
+    for found, waiting in ((direct, [value]), (inner, parts_of_objects)):
+        while waiting:
+            item = waiting.pop()
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+                continue
+            parts, is_container = _parts_of(type(item))
+            if parts is not None and id(item) not in seen:
+                seen[id(item)] = item
+                (waiting if is_container else parts_of_objects).extend(parts(item))
+    return direct, inner
+
+
+_CLOSED = (type, Enum, nn.Module, ModuleType, FunctionType, MethodType)  # not searched
+
+
+@lru_cache(maxsize=1024)
+def _parts_of(kind: type) -> tuple[Callable[[Any], Iterable[Any]] | None, bool]:
+    """What lists the parts of an instance of `kind`, None if it has none; and whether `map_tensors` knows `kind`. Asked
+    once for each type."""
+    if issubclass(kind, (list, tuple)):
+        return iter, True
+    if issubclass(kind, Mapping):
+        return methodcaller("values"), issubclass(kind, dict)
+    if issubclass(kind, _CLOSED) or kind.__module__ == "builtins":
+        return None, True
+    slots = [
+        name for base in kind.__mro__ for name, each in vars(base).items() if isinstance(each, MemberDescriptorType)
+    ]
+    has_dict = kind.__dictoffset__ != 0
+    if not slots and not has_dict:
+        return None, True
+
+    def attributes(value: Any) -> list[Any]:
+        return [*(vars(value).values() if has_dict else ()), *(getattr(value, name, None) for name in slots)]
+
+    return attributes, dataclasses.is_dataclass(kind)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -129,6 +130,55 @@ class Unpacks(nn.Module):
 
     def forward(self, box: Any, other: int = 0) -> Tensor:
         return self.layer(self.unpack(box))
+
+
+class Cache:
+    """As language models pass it from layer to layer: one object that each of them adds to."""
+
+    __slots__ = ("keys", "owner")
+
+    def __init__(self) -> None:
+        self.keys: UserDict[str, Tensor] = UserDict()
+        self.owner = self
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(4, 4)
+        self.value = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        cache.keys[f"layer {len(cache.keys)}"] = self.key(torch.tanh(self.key(x)))
+        return self.value(x), cache
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Caching() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Cache:
+        cache = Cache()
+        for layer in self.layers:
+            x, cache = layer(x, cache)
+        return cache
+
+
+@on_ranks(2)
+def test_tensors_in_plain_objects(rank: int, world_size: int) -> None:
+    """Behaviour 52: a loss reads tensors that a cache holds. Backward met freed weights ("storage of size 0")."""
+    plain = Cached()
+    model = copy.deepcopy(plain)
+    for module in [*model.layers, model]:
+        fully_shard(module, reshard_after_forward=True)
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return torch.stack([*model(batch(0, rank, 4)).keys.values()]).square().sum()
+
+    with events.record() as log:
+        check_gradients(model, plain, world_size, rank, loss)
+    assert count(log, "all_gather") == {"all_gather": 6}, "a layer hooked a tensor of another one"
 
 
 @on_ranks(2)
