@@ -47,6 +47,7 @@ from fsdp2.runtime.unit import Unit, has_forward, unit_of
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 _FULL_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Options(TypedDict, total=False):
@@ -244,10 +245,12 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ArgumentError(f"fully_shard: expected an nn.Module, got {type(each)}")
-        if not is_list and isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
+        if not is_list and isinstance(each, _CONTAINERS) and not has_forward(each):
+            holds_modules = isinstance(each, (nn.ModuleList, nn.ModuleDict))
+            instead = "its elements, or on a list of them" if holds_modules else "the module that computes with them"
             raise ArgumentError(
                 f"fully_shard: {type(each).__name__} has no forward, so its parameters would never be gathered; call "
-                "fully_shard on its elements, or on a list of them"
+                f"fully_shard on {instead}"
             )
         if unit_of(each) is not None:
             raise MisuseError(f"fully_shard: this {type(each).__name__} is sharded already; call it once a module")

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2._torch import backward_is_running, full_tensor, local_tensor
+from fsdp2._torch import backward_is_running, full_tensor, local_tensor, parameter_slots
 from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
@@ -276,6 +276,12 @@ def _failed_rank(mesh: DeviceMesh, has_failed: bool) -> int:
 
 def _check_unchanged_shapes(wholes: dict[ManagedParameter, nn.Parameter]) -> None:
     for param, whole in wholes.items():
+        slot = param.slots[0]
+        if slot.module is not None and slot.name not in parameter_slots(slot.module):
+            raise ArgumentError(
+                f"full_params: '{param.fqn}' was removed. A sharded model keeps its parameters: remove weight norm and "
+                "parametrizations before fully_shard."
+            )
         current = param.slots[0].get()
         if current is whole:
             continue

@@ -36,7 +36,7 @@ from fsdp2._torch import (
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
-from fsdp2.errors import CollectiveError
+from fsdp2.errors import CollectiveError, UnsupportedError
 from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.mesh import MeshRoles
@@ -59,6 +59,15 @@ class Contribution(NamedTuple):
     partial: Partial | None
 
 
+def _refuse_sparse(contributions: Sequence[Contribution]) -> None:
+    for each in contributions:
+        if each.grad is not None and each.grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"'{each.param.fqn}': expected a dense gradient, got one of layout {each.grad.layout}, which cannot be "
+                "reduced. Build the embedding with sparse=False."
+            )
+
+
 class ReductionPlan:
     """Lanes, dtypes and sizes; valid only for the parameters, and the set of present gradients, that it was built from.
 
@@ -74,6 +83,7 @@ class ReductionPlan:
     def __init__(self, contributions: Sequence[Contribution], channel: Channel):
         self.channel = channel
         params = [each.param for each in contributions]
+        _refuse_sparse(contributions)
         self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
         wanted = params[0].plan.policy.reduce_scatter_dtype
         is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize

@@ -49,6 +49,12 @@ def become_root(root: Unit) -> None:
     for unit in units:
         fqns = [module_fqns[module] for module in unit.modules if module in module_fqns]
         if unit is not root and unit.context is not None and not unit.context.is_provisional:
+            if unit.context.root is not unit:
+                raise OrderError(
+                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.context.root)}, and a unit "
+                    f"can have one only. Models that share a trunk need a common root: put {_described(root)} and the "
+                    "other root into one module, call fully_shard on that, and compute both outputs in its forward."
+                )
             raise OrderError(
                 f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "
                 "the outermost sharded module's forward first; after that, inner modules may run alone. Call the "
@@ -78,6 +84,10 @@ def become_root(root: Unit) -> None:
         unit.context = context
         if unit.settings.reshard_after_forward is None:
             unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
+
+
+def _described(root: Unit | None) -> str:
+    return "which is gone" if root is None else f"this {' '.join(type(each).__name__ for each in root.modules)}"
 
 
 def check_borrowed(units: Sequence[Unit]) -> None:

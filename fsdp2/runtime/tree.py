@@ -87,7 +87,7 @@ def tensors_within(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             if isinstance(item, torch.Tensor):
                 found.append(item)
                 continue
-            parts, is_container = _parts_of(type(item))
+            parts, is_container = _parts_of(type(item))  # type: ignore[arg-type]  # a type is hashable
             if parts is not None and id(item) not in seen:
                 seen[id(item)] = item
                 (waiting if is_container else parts_of_objects).extend(parts(item))

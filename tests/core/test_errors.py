@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -85,6 +86,8 @@ on its elements, or on a list of them
 """,
     )
     assert "ModuleDict" in error_of(ValueError, lambda: fully_shard(nn.ModuleDict({"a": nn.Linear(2, 2)})))
+    for params in (nn.ParameterList([torch.ones(2)]), nn.ParameterDict({"a": torch.ones(2)})):
+        assert "call fully_shard on the module that computes" in error_of(ValueError, partial(fully_shard, params))
     assert type(modules) is nn.ModuleList and not isinstance(modules[0].weight, DTensor)
     plain = Chain([nn.Linear(4, 4)])
     check_step(sharded_copy(plain, fully_shard), plain, rank, world_size)
@@ -220,3 +223,11 @@ def test_reshard_after_forward_values(rank: int, world_size: int, value: object)
     text = error_of(ValueError, lambda: fully_shard(model, reshard_after_forward=value))
     assert "reshard_after_forward" in text and repr(value) in text
     assert type(model) is nn.Linear
+
+
+@on_ranks(2)
+def test_sparse_gradients(rank: int, world_size: int) -> None:
+    """An embedding with sparse gradients; the error was "unsupported memory format option Contiguous"."""
+    model = fully_shard(nn.Embedding(8, 4, sparse=True))
+    message = error_of(UnsupportedError, lambda: model(torch.tensor([1, 2])).sum().backward())
+    assert "'weight': expected a dense gradient" in message and "sparse=False" in message

@@ -387,6 +387,19 @@ def test_replaced_parameters(rank: int, world_size: int) -> None:
     assert torch.equal(full(model.up.weight), plain.up.weight)
 
 
+@on_ranks(2)
+def test_a_removed_parameter(rank: int, world_size: int) -> None:
+    """Weight norm was removed within the context, which ended in `KeyError: 'weight_g'`."""
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model = fully_shard(nn.utils.weight_norm(nn.Linear(4, 4)))
+
+    def remove() -> None:
+        with full_params(model):
+            nn.utils.remove_weight_norm(model)
+
+    assert "'weight_g' was removed" in error_of(ArgumentError, remove)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("failing", [0, 3])

@@ -24,6 +24,16 @@ def test_a_weight_of_two_roots(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_a_trunk_of_two_roots(rank: int, world_size: int) -> None:
+    """Two models share a trunk. The error said that the trunk had run first, which was not so."""
+    trunk = fully_shard(nn.Linear(8, 8))
+    first, second = (fully_shard(nn.Sequential(trunk, nn.Linear(8, 8))) for _ in range(2))
+    backward_of(first)
+    with pytest.raises(FSDPError, match="'0' belongs to another root already, this FSDPSequential"):
+        backward_of(second)
+
+
+@on_ranks(2)
 def test_sharing_while_reductions_are_under_way(rank: int, world_size: int) -> None:
     """Behaviour 141: between two microbatches `share_comm_ctx` keeps what is in flight."""
     model, other = sharded_layers(), sharded_layers()
