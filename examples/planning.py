@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp2 import FSDPError
 from fsdp2.plan import MACHINES, Machine, Workload, compare
 
-# Its rates are a guess; `fsdp2.plan.calibrate` measures them.
+# Its rates are a guess.
 CPU = Machine("cpu", 2**34, {"float32": 5e10}, 1e10, 1e9, 1e9, is_accelerator=False)
 
 

@@ -159,10 +159,10 @@ def transformers_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
 
 
-def bert(sizes: dict[str, int] = SMALL, length: int = LENGTH) -> nn.Module:
+def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=length, **sizes))
+    return BertForMaskedLM(BertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **SMALL))
 
 
 def t5() -> nn.Module:
@@ -175,14 +175,14 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def vit(sizes: dict[str, int] = SMALL, pixels: int = 32) -> nn.Module:
+def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(image_size=pixels, patch_size=8, **sizes))
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **SMALL))
 
 
-def images(size: int, pixels: int = 32) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.ones(size, 3, pixels, pixels), "labels": torch.zeros(size, dtype=torch.long)}
+def images(size: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.ones(size, 3, 32, 32), "labels": torch.zeros(size, dtype=torch.long)}
 
 
 TENSOR_PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -251,45 +251,4 @@ CASES: dict[str, Case] = {
     "gpt, HSDP": Case(of_gpt(), ParallelConfig(replicate=2), ranks=4),
     "gpt, resharded to 2": Case(of_gpt(), ParallelConfig(reshard_after_forward=2), ranks=4),
     "mlps, sharded and tensor": Case(of_mlps(), ParallelConfig(tensor=2), 4, {"tp_plan": TENSOR_PLAN}),
-}
-
-
-def longer(size: int, length: int = 128) -> dict[str, torch.Tensor]:
-    ids = torch.arange(size * length).remainder(VOCAB).view(size, length)
-    return {"input_ids": ids, "labels": ids}
-
-
-def of_larger(**options: Any) -> Workload:
-    """Of a GPT whose steps take a tenth of a second and more."""
-    return Workload(lambda: GPT(VOCAB, 128, 384, 6, 4), longer, lm_loss, batch_size=2, **options)
-
-
-LARGER = {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6, "num_hidden_layers": 4}
-
-# What is timed: large enough that a step is not mostly overhead.
-TIMED: dict[str, Case] = {
-    "gpt": Case(of_larger()),
-    "gpt, checkpointed": Case(of_larger(), ParallelConfig(activation_checkpointing="full")),
-    "gpt, bf16": Case(of_larger(), ParallelConfig(mixed_precision="bf16")),
-    "gpt, 3 microbatches": Case(of_larger(microbatches=3)),
-    "gpt, kept after forward": Case(of_larger(), ParallelConfig(reshard_after_forward=False)),
-    "gpt, replicated": Case(of_larger(), ParallelConfig(replicate=2, shard=1)),
-    "llama": Case(Workload(transformers_model("llama", **LARGER, num_key_value_heads=2), longer, batch_size=2)),
-    "bert, wider": Case(Workload(lambda: bert(LARGER, 128), longer, batch_size=2)),
-    "qwen2, bf16, checkpointed": Case(
-        Workload(transformers_model("qwen2", **LARGER, num_key_value_heads=2), longer, batch_size=2),
-        ParallelConfig(mixed_precision="bf16", activation_checkpointing="full"),
-    ),
-    "vit, wider": Case(Workload(lambda: vit(LARGER, 96), lambda size: images(size, 96), batch_size=2)),
-    "gpt, HSDP": Case(of_larger(), ParallelConfig(replicate=2), ranks=4),
-    "experts": Case(Workload(lambda: Mixture(256, 4), lambda size: torch.ones(size, 256), square, batch_size=256)),
-    "mlps, tensor": Case(
-        Workload(lambda: Mlps(512, 4), lambda size: torch.ones(size, 512), square, batch_size=512),
-        ParallelConfig(tensor=2),
-        options={"tp_plan": TENSOR_PLAN},
-    ),
-    "convolutions": Case(
-        Workload(Convolutions, lambda size: torch.ones(size, 3, 64, 64), square, batch_size=8),
-        ParallelConfig(blocks=("blocks.*",)),
-    ),
 }

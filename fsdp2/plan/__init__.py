@@ -4,7 +4,6 @@
 """
 
 from fsdp2.plan.alternatives import Comparison, compare
-from fsdp2.plan.calibration import calibrate
 from fsdp2.plan.machine import MACHINES, Machine
 from fsdp2.plan.prediction import Plan, predict
 from fsdp2.plan.rehearsal import Message, Rehearsal
@@ -18,7 +17,6 @@ __all__ = [
     "Plan",
     "Rehearsal",
     "Workload",
-    "calibrate",
     "compare",
     "default_loss",
     "predict",

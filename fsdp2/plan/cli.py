@@ -3,30 +3,20 @@
 import argparse
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from fsdp2.errors import ArgumentError, FSDPError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.alternatives import Comparison, compare
-from fsdp2.plan.calibration import calibrate
-from fsdp2.plan.machine import MACHINES, Machine
+from fsdp2.plan.machine import MACHINES
 from fsdp2.plan.prediction import predict
 from fsdp2.plan.workload import Workload
 
 __all__ = ["main"]
-
-# What is rehearsed for the names of its operators alone; their number does not depend on rates.
-_UNKNOWN = Machine(
-    "unknown", 2**40, {"float32": 1e12}, 1e11, 1e10, 1e10, is_accelerator=torch.accelerator.is_available()
-)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("workload", metavar="FILE.py:NAME", help="a Workload, or a function that returns one")
     result.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
     result.add_argument("--gpu", default="h100", choices=sorted(MACHINES), help="what each rank has (default h100)")
-    result.add_argument("--machine", metavar="FILE", help="what `calibrate` has written, instead of --gpu")
     result.add_argument("--memory-gib", type=float, metavar="X", help="memory of the device, if it has another amount")
     result.add_argument("--config", metavar="FILE", help="a TOML or YAML file for ParallelConfig.load")
     result.add_argument("--batch-size", type=int, metavar="N", help="sequences in a microbatch")
@@ -50,9 +39,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 if the plan fits, 1 if not, 2 for wrong input."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["calibrate"]:
-        return _calibrate(arguments[1:])
     given = parser().parse_args(arguments)
     try:
         comparison = _compare(given)
@@ -73,40 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if comparison.asked.fits else 1
 
 
-def _calibrate(arguments: Sequence[str]) -> int:
-    """``torchrun --nproc_per_node=8 -m fsdp2.plan calibrate machine.json``: each rank runs it."""
-    asked = argparse.ArgumentParser(
-        prog="python -m fsdp2.plan calibrate", description="Measure this machine; under torchrun, with all its ranks."
-    )
-    asked.add_argument("file", metavar="FILE.json", help="what --machine reads")
-    asked.add_argument(
-        "--workload", metavar="FILE.py:NAME", help="measure its operators too: a Workload, or a function"
-    )
-    asked.add_argument("--config", metavar="FILE", help="a TOML or YAML file for ParallelConfig.load")
-    given = asked.parse_args(arguments)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        operators = None
-        if given.workload:  # before there is a process group
-            config = ParallelConfig.load(given.config) if given.config else ParallelConfig()
-            plan = predict(_load(given.workload), config, _UNKNOWN, world)
-            operators = plan.rehearsal.operators
-        if torch.accelerator.is_available():
-            torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-        if world > 1:
-            dist.init_process_group()
-        machine = calibrate(operators, name=Path(given.file).stem)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            machine.save(given.file)
-            print(machine)  # noqa: T201
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except FSDPError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    return 0
-
-
 def _compare(given: argparse.Namespace) -> Comparison:
     workload = _load(given.workload)
     changed = {
@@ -114,7 +66,7 @@ def _compare(given: argparse.Namespace) -> Comparison:
     }
     workload = replace(workload, **changed)
     config = ParallelConfig.load(given.config) if given.config else ParallelConfig()
-    machine = Machine.load(given.machine) if given.machine else MACHINES[given.gpu]
+    machine = MACHINES[given.gpu]
     if given.memory_gib is not None:
         machine = replace(machine, memory=int(given.memory_gib * 2**30))
     if given.only or given.rank:

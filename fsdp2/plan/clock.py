@@ -51,7 +51,6 @@ class Clock(Streams):
 
     Args:
         lazy: as on the CPU (see `Streams`).
-        overlap: the share of a message during which compute goes on.
 
     Attributes:
         host: how far the host is.
@@ -59,12 +58,11 @@ class Clock(Streams):
         exposed: seconds for which compute waited for messages although the host had more for it to do.
     """
 
-    def __init__(self, lazy: bool, overlap: float = 1.0):
+    def __init__(self, lazy: bool):
         self.lazy = lazy
         self.host = 0.0
         self.spans: list[Span] = []
         self.exposed = 0.0
-        self._overlap = overlap
         self._current = COMPUTE
         self._thread = 0.0
         self._free_at: dict[str, float] = {}
@@ -112,17 +110,7 @@ class Clock(Streams):
         if follows:
             self._wires[wire] = end
             self._note(lane, name, begin, end)
-            self._take((1 - self._overlap) * seconds)
         return end
-
-    def _take(self, seconds: float) -> None:
-        """A message takes that from compute."""
-        if seconds > 0:
-            begin = max(self._free_at.get(COMPUTE, 0.0), self.host if self.lazy else 0.0)
-            self._free_at[COMPUTE] = begin + seconds
-            self.exposed += seconds
-            self._note("waiting", "", begin, begin + seconds)
-            self.host = max(self.host, begin + seconds) if self.lazy else self.host
 
     def arrive(self, seconds: float) -> None:
         """The current stream needs what arrives at that time."""

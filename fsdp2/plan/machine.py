@@ -1,24 +1,18 @@
-"""`Machine`: what a plan needs to know of a device, its host and the network. Data; `calibrate` measures. Layer: plan.
+"""`Machine`: what a plan needs to know of a device, its host and the network. Layer: plan.
 
 Rates are those that programs reach, not those of data sheets: `MACHINES` multiplies data sheets by the shares below.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from os import PathLike
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-
-from fsdp2.errors import ArgumentError
 
 __all__ = ["MACHINES", "Machine"]
 
 GB, GIB = 10**9, 2**30
 
-# What large matrix products, elementwise operators and large messages reach of the rates in data sheets. Assumptions;
-# `calibrate` measures instead.
+# What large matrix products, elementwise operators and large messages reach of the rates in data sheets: assumptions.
 SHARE_OF_FLOPS = 0.7
 SHARE_OF_MEMORY = 0.8
 SHARE_OF_LINKS = 0.8
@@ -41,12 +35,7 @@ class Machine:
             is a share of what eight ranks get of sixteen channels of DDR5-4800.
         ranks_per_node: ranks that share a node.
         link_latency, network_latency: seconds for each hop of a ring.
-        op_seconds: what the host takes to issue an operator. (Of a measured one: beyond what was measured.)
-        dtensor_seconds: what it takes for an operator of DTensors, such as an optimizer's, beside that.
-        unit_seconds: what the host takes for a unit in a step, beside issuing operators.
-        overlap: the share of a message during which compute goes on; the rest it takes from compute, since on the CPU
-            messages need cores too.
-        operators: what single operators take, by their names in `Rehearsal.operators`; others are estimated.
+        op_seconds: what the host takes to issue an operator.
         context: bytes that the runtime of the device takes for itself.
         communicator: bytes of each process group's communicator.
         host_memory: bytes of a node's host memory.
@@ -66,31 +55,11 @@ class Machine:
     link_latency: float = 3e-6
     network_latency: float = 10e-6
     op_seconds: float = 8e-6
-    dtensor_seconds: float = 0.0
-    unit_seconds: float = 0.0
-    overlap: float = 1.0
     context: int = 0
     communicator: int = 0
     host_memory: int = 0
     is_accelerator: bool = True
     source: str = ""
-    operators: Mapping[str, float] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Machine":
-        """What `save` has written.
-
-        Raises:
-            ArgumentError: the file cannot be read, or is none of these.
-        """
-        try:
-            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise ArgumentError(f"{path}: expected a machine, as Machine.save writes it: {error}") from error
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Floating-point operations a second in this dtype."""

@@ -8,7 +8,7 @@ Layer: plan.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,7 @@ from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from fsdp2.parallel.blocks import blocks_of
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
-from fsdp2.plan.cost import Call, Cost
+from fsdp2.plan.cost import nbytes_of, seconds_of
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import standing_for_host
@@ -82,7 +82,6 @@ class Rehearsal:
         num_units: units with parameters.
         num_groups: process groups that were communicated in.
         tokens: of all microbatches of this rank.
-        operators: one call of each kind that ran, by its name; for `calibrate`.
     """
 
     events: Sequence[events.Event]
@@ -96,7 +95,6 @@ class Rehearsal:
     num_units: int
     num_groups: int
     tokens: int
-    operators: Mapping[str, Call]
 
 
 class Observer(MemoryMode):
@@ -105,8 +103,7 @@ class Observer(MemoryMode):
     def __init__(self, machine: Machine, log: list[events.Event]) -> None:
         super().__init__()
         self.machine = machine
-        self.clock = Clock(lazy=not machine.is_accelerator, overlap=machine.overlap)
-        self.cost = Cost(machine)
+        self.clock = Clock(lazy=not machine.is_accelerator)
         self.memory = Memory(HOST)
         self.messages: list[Message] = []
         self.groups: set[int] = set()
@@ -121,7 +118,6 @@ class Observer(MemoryMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if DTensor in types or PendingTensor in types:
-            self.clock.host += self.machine.dtensor_seconds
             return NotImplemented  # it becomes operators of local tensors, which come here too
         if function.namespace == "prim" or getattr(function, "is_view", False):  # half of all: neither memory nor time
             return function(*args, **kwargs)
@@ -152,13 +148,14 @@ class Observer(MemoryMode):
         lane = "optimizer" if self.phase == "optimizer" else "compute"
         on_host = [tensor.device == HOST for tensor in tensors]
         if tensors and all(on_host):
-            self.clock.think(lane, self._label(), self.machine.op_seconds + self.cost.on_host(tensors))
+            seconds = nbytes_of(tensors) / self.machine.host_memory_bandwidth
+            self.clock.think(lane, self._label(), self.machine.op_seconds + seconds)
             return
         if any(on_host):
             nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
             seconds = nbytes / self.machine.host_link
         else:
-            seconds = self.cost.seconds_of(function, args, kwargs, result, tensors)
+            seconds = seconds_of(self.machine, function, args, kwargs, result, tensors)
         self.clock.work(lane, self._label(), seconds, self.machine.op_seconds)
 
     def _label(self) -> str:
@@ -166,8 +163,6 @@ class Observer(MemoryMode):
         for event in self._log[self._num_seen :]:
             kind, _, what = event.kind.partition("_")
             label = f"{what} {event.unit or '(root)'}"
-            if kind in ("pre", "post"):  # four for each unit in a step
-                self.clock.host += self.machine.unit_seconds / 4
             if kind == "pre" and what in ("forward", "backward"):
                 self._running.append(label)
             elif kind == "post" and label in self._running:
@@ -198,7 +193,7 @@ class Observer(MemoryMode):
             return
         group = group_named(names[-1])
         share = (group.size() - 1) / group.size()
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(args))
+        nbytes = nbytes_of(tensors_in(args))
         factor = {"all_gather_into_tensor": group.size(), "all_reduce": 2}.get(kind.removesuffix("_"), 1)
         self._send("tensor parallel", "", int(nbytes * factor * share), group, True)()
 
@@ -304,7 +299,6 @@ def _rehearse(
         len(units),
         len(observer.groups),
         tokens,
-        observer.cost.seen,
     )
 
 

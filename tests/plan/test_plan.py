@@ -22,9 +22,9 @@ from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, gpt, of_gpt, of_mlps
 from benchmarks.plan.truth import Truth, measure
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.parallel import ParallelConfig
-from fsdp2.plan import MACHINES, Comparison, Machine, Workload, calibrate, compare, predict
+from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
 from fsdp2.plan.cli import main
-from fsdp2.plan.cost import Call, Cost, Like
+from fsdp2.plan.cost import seconds_of
 from fsdp2.policies import Offload, ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
@@ -340,6 +340,18 @@ def test_alternatives() -> None:
     assert hopeless.best is None and f"What buys most is '{least.name}'" in hopeless.advice
 
 
+def test_the_gain_over_tensor_parallelism() -> None:
+    """Ranks of a tensor-parallel group share their tokens. A plan that is 40 % faster without it was said to lose
+    30 %."""
+    workload = Workload(lambda: Mlps(32, depth=2), lambda size: torch.ones(size, 32), square, optimizer=torch.optim.SGD)
+    one, two = (
+        predict(workload, ParallelConfig(tensor=tensor), MACHINES["h100"], 2, tp_plan=TENSOR_PLAN) for tensor in (1, 2)
+    )
+    faster = replace(one, rehearsal=replace(two.rehearsal, tokens=0.7 * two.rehearsal.tokens))
+    comparison = Comparison(two, [faster, two], [])
+    assert "+40%" in comparison.advice and "+40%" in comparison.line
+
+
 class Pairs(Mlps):
     """It takes no odd number of rows."""
 
@@ -432,53 +444,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 (replicate)" in capsys.readouterr().err
 
 
-# --- a measured machine -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_a_measured_machine(rank: int, world_size: int, tmp_path: Path) -> None:
-    """All ranks have the same one; a plan of it is made of what was measured of each operator."""
-    calls = {
-        "mul.Tensor float32[64] float32[64] float32[64]": Call(
-            "mul.Tensor", (Like((64,), (1,), torch.float32), Like((64,), (1,), torch.float32)), {}
-        ),
-        "set_.source_Storage": Call("set_.source_Storage", (Like((64,), (1,), torch.float32),), {}),
-        "neg.default float32[8, 8]": Call("neg.default", (Like((8, 8), (0, 1), torch.float32),), {}),  # expanded
-    }
-    machine = calibrate(calls, name="here", rounds=1)
-    machine.save(tmp_path / f"machine-{rank}.json")
-    assert Machine.load(tmp_path / f"machine-{rank}.json") == machine
-    everyone: list[Machine | None] = [None] * world_size
-    dist.all_gather_object(everyone, machine)
-    assert everyone == [machine] * world_size
-    assert list(machine.operators) == ["mul.Tensor float32[64] float32[64] float32[64]", "neg.default float32[8, 8]"]
-    assert 1e-7 < machine.operators["mul.Tensor float32[64] float32[64] float32[64]"] < 1e-2
-    assert machine.link < 1e12 and 0 <= machine.overlap <= 1 and machine.unit_seconds > 0
-    assert machine.flops_of(torch.float32) > 1e8 and machine.memory_bandwidth > 1e7
-
-
 def test_making_memory_takes_no_time() -> None:
     """Operators that only say where memory is were planned as if they wrote it."""
-    cost, x = Cost(replace(IDLE, memory_bandwidth=1.0)), torch.ones(4)
-    assert cost.seconds_of(torch.ops.aten.neg.default, (x,), {}, x, [x, x]) == 32
-    assert cost.seconds_of(torch.ops.aten.empty.memory_format, ([4],), {}, x, [x]) == 0
-    assert cost.seconds_of(torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0
-
-
-def test_what_was_measured_counts() -> None:
-    """A second for each product is a second for each product; and messages take from compute what they do not hide."""
-    operators = predict(LINEARS, BLOCKS, IDLE, 8).rehearsal.operators
-    products = [name for name in operators if name.startswith("mm.default")]
-    assert products
-    plan = predict(LINEARS, BLOCKS, replace(IDLE, operators=dict.fromkeys(products, 1.0)), 8)
-    assert plan.seconds == pytest.approx(3 * DEPTH - 1)
-    slow = replace(IDLE, is_accelerator=False, flops={"float32": 1e9}, link=1e8, network=1e8)
-    hidden, taken = (predict(LINEARS, BLOCKS, replace(slow, overlap=share), 8) for share in (1.0, 0.0))
-    alone = predict(LINEARS, BLOCKS, replace(slow, link=1e30, network=1e30), 8).seconds
-    assert taken.seconds == pytest.approx(alone + sum(taken.sent.values()) / 1e8) and hidden.seconds < taken.seconds
-    idle_units = predict(LINEARS, BLOCKS, replace(IDLE, unit_seconds=1.0), 8)
-    assert idle_units.seconds == pytest.approx(DEPTH, rel=0.3)  # the root has no parameters
+    slow, x = replace(IDLE, memory_bandwidth=1.0), torch.ones(4)
+    assert seconds_of(slow, torch.ops.aten.neg.default, (x,), {}, x, [x, x]) == 32
+    assert seconds_of(slow, torch.ops.aten.empty.memory_format, ([4],), {}, x, [x]) == 0
+    assert seconds_of(slow, torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0
 
 
 def test_known_machines_have_sources() -> None:
