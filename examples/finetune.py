@@ -59,7 +59,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ZeroPolicy, auto_shard, checkpoint, transformer_blocks
-from fsdp2.init import deferred
+from fsdp2.init import materialize
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's folder: configuration, tokenizer
 NOT_COPIED = ("*.index.json", "checkpoint.json")  # these speak of the weights
@@ -206,8 +206,7 @@ def build(options: Options, base: Path, world: World, device: torch.device) -> F
     """The sharded model with the weights of the folder, all but a few of them frozen. Collective."""
     config = transformers.AutoConfig.from_pretrained(base)
     config.use_cache = False
-    # No memory yet: `deferred` notes how parameters and buffers are made, and `replay` below makes what no file has.
-    with deferred(seed=options.seed) as recording:
+    with torch.device("meta"):  # no memory yet
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if not options.train:
             add_lora(model, options.lora_targets, options.lora, options.lora_alpha)
@@ -221,13 +220,23 @@ def build(options: Options, base: Path, world: World, device: torch.device) -> F
     auto_shard(model, transformer_blocks(), mesh=mesh, mp_policy=policy, zero=zero)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "still on the meta device": that is what replay is for
+        warnings.simplefilter("ignore")  # "still on the meta device": `materialize` follows
         loaded = checkpoint.load(base, model=model, strict=False, cast=True)
     missing = [name for name in loaded.missing if ".lora_" not in name]
     if missing or loaded.unexpected:
         raise UsageError(f"{base} does not fit its config.json: missing {missing}, unexpected {loaded.unexpected}")
-    recording.replay(model)  # the LoRA matrices, and buffers that are in no file
+    materialize(model, init_missing, seed=options.seed)
     return model
+
+
+def init_missing(model: Any) -> None:
+    """Values of what is in no file: the LoRA matrices, and buffers (by transformers' own initialisation)."""
+    for _, layer in lora_layers(model):
+        layer.reset_lora()
+    saved = model.state_dict().keys()
+    for prefix, module in model.named_modules():
+        if any(f"{prefix}.{name}".lstrip(".") not in saved for name, _ in module.named_buffers(recurse=False)):
+            model._init_weights(module)
 
 
 def freeze(model: nn.Module, trained: Sequence[str]) -> None:

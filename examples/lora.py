@@ -27,8 +27,13 @@ class LoRALinear(nn.Linear):
         self.weight, self.bias = base.weight, base.bias
         self.scale = alpha / rank
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank))
+        self.reset_lora()
+
+    def reset_lora(self) -> None:
+        """The first values of what is trained."""
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_b)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.scale * F.linear(F.linear(x, self.lora_a), self.lora_b)

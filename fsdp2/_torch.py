@@ -283,11 +283,6 @@ def is_view(op: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def takes_device(op: Any) -> bool:
-    """Whether an `OpOverload` has an argument for the device of its result."""
-    return any(argument.name == "device" for argument in op._schema.arguments)
-
-
 _UPDATES = {
     torch.ops.aten.index_put.default: ("IndexBackward0", torch.ops.aten.index_put_.default),
     torch.ops.aten.index_add.default: ("IndexSelectBackward0", torch.ops.aten.index_add_.default),

@@ -34,7 +34,6 @@ def can_carve(tensor: torch.Tensor) -> bool:
     """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU, until it
     has been tried elsewhere: code that records streams or shares handles with other processes expects whole
     allocations."""
-    # The storage's device: a stand-in of `fsdp2.init.deferred` reports a different one.
     return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
 
 

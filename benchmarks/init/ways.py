@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fsdp2
 import fsdp2.checkpoint
 from benchmarks import common
-from fsdp2.init import deferred, materialize
+from fsdp2.init import materialize
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,6 @@ def ours(build: Build, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-def replayed(build: Build, folder: Path, seed: int | None) -> nn.Module:
-    torch.manual_seed(0)
-    with deferred(seed=seed) as recording:
-        model = build()
-    materialize(shard(model), recording)
-    return model
-
-
 def loaded(build: Build, folder: Path) -> nn.Module:
     model = on_meta(build)
     fsdp2.checkpoint.load(folder, model=model)
@@ -145,8 +137,6 @@ WAYS = {
     "meta, to_empty, reset (torch)": Way(torch_meta),
     SAVED_BY: Way(functools.partial(ours, seed=0)),
     "fsdp2 materialize, counter": Way(functools.partial(ours, seed=0, mode="counter")),
-    "fsdp2 deferred, replay": Way(functools.partial(replayed, seed=None)),
-    "fsdp2 deferred, replay, seed": Way(functools.partial(replayed, seed=0)),
     "fsdp2 checkpoint.load": Way(loaded, on_paper=False),
 }
 

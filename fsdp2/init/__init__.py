@@ -1,7 +1,6 @@
 """Initialisation of sharded models, with values that do not depend on the number of ranks. Layer: above the API."""
 
-from fsdp2.init.deferred import Recording, deferred
 from fsdp2.init.materialize import materialize
 from fsdp2.init.seeded import Mode, seeded
 
-__all__ = ["Mode", "Recording", "deferred", "materialize", "seeded"]
+__all__ = ["Mode", "materialize", "seeded"]

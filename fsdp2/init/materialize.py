@@ -3,7 +3,7 @@
 ::
 
     allocate        every parameter and buffer on the meta device gets memory; the rest stays as it is
-    initialise      by a recording, a function of the user's, `init_weights`, or each module's `reset_parameters`
+    initialise      by a function of the user's, `init_weights`, or each module's `reset_parameters`
     check           tensors that got memory but no values are an error, so garbage never trains
     synchronise     replicas get the values of the first replica, buffers those of the first rank
     compare         checksums verify that replicas are equal
@@ -19,11 +19,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import local_tensor, version
 from fsdp2.checks.emptied import mark
 from fsdp2.errors import ArgumentError, FSDPError
 from fsdp2.init.allocation import Fresh, allocate, tensors_of
-from fsdp2.init.deferred import Recording
 from fsdp2.init.seeded import Mode, seeded
 from fsdp2.mesh import MeshRoles
 from fsdp2.runtime.root import units_below
@@ -35,15 +34,15 @@ __all__ = ["materialize"]
 RESETS = ("reset_parameters", "_reset_parameters", "reset_buffers")
 
 # What to do if the methods of modules are not enough.
-DEFER = (
-    "Build the model within fsdp2.init.deferred() and pass the recording, which runs what its constructor does; or "
-    "pass a function that makes the values (init=)."
+OTHERWISE = (
+    "Pass a function that makes the values (init=), load them (fsdp2.checkpoint.load), or build the model on a real "
+    "device and shard that."
 )
 
 
 def materialize(
     model: nn.Module,
-    init: Callable[[nn.Module], object] | Recording | None = None,
+    init: Callable[[nn.Module], object] | None = None,
     *,
     seed: int | None = None,
     mode: Mode = "sequential",
@@ -59,20 +58,18 @@ def materialize(
 
     Args:
         model: the root module.
-        init: how to create the values: a recording (see `deferred`), which gives the values of the eagerly built model;
-            or a function that is called with `model` (``lambda model: model.apply(init_fn)``). None: the model's own
-            ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each module,
-            children first. A module's `reset_buffers()` is also called, if it has one.
+        init: a function that creates the values, called with `model` (``lambda model: model.apply(init_fn)``). None:
+            the model's own ``init_weights()`` if it has one (transformers, torchtitan), else `reset_parameters` of each
+            module, children first. A module's `reset_buffers()` is also called, if it has one.
         seed: see `seeded`; None continues with the default generators, which must be in the same state on all ranks.
-            Not with a recording, which has its random numbers from when it was made.
-        mode: see `seeded`; not with a recording.
+        mode: see `seeded`.
         device: the device of buffers, and of parameters that are not sharded. None: that of the units.
 
     Raises:
         ArgumentError: parameters or buffers got memory but no values; all are named. Usually these are non-persistent
-            buffers: give their module a method ``reset_buffers()``, or use `deferred`. Or a module is parametrised, or
-            its reset fails on sharded parameters; the message says which, and why. Or a recording is given a `seed` or
-            a `mode`.
+            buffers: give their module a method ``reset_buffers()``. Or a module is parametrised, or its reset fails on
+            sharded parameters; the message says which, and why. Or, without `init`, the model's own methods wrote to a
+            parameter that had values before, such as those of a checkpoint.
         FSDPError: replicas differ after the broadcast.
 
     Example::
@@ -87,24 +84,19 @@ def materialize(
     """
     units = units_below(model)
     home = torch.device(device) if device is not None else units[0].device if units else torch.device("cpu")
-    if isinstance(init, Recording):
-        if seed is not None or mode != "sequential":
-            raise ArgumentError(
-                f"materialize: got seed={seed!r} and mode={mode!r} with a recording, which has its random numbers from "
-                "when it was made. Leave them out, and call torch.manual_seed before deferred(), or deferred(seed=...)."
-            )
-        init.replay(model, device=device)
-    else:
-        fresh = allocate(model, home)
-        for each in fresh:
-            mark(each.tensor)
-        with seeded(seed, mode=mode), torch.no_grad():
-            _initialise(model, init, fresh)
-        _check_all_written(model, fresh, _roles(units))
-        if init is None and not _has_init_weights(model):
+    had_values = {name: (param, version(param)) for name, param in model.named_parameters() if not param.is_meta}
+    fresh = allocate(model, home)
+    for each in fresh:
+        mark(each.tensor)
+    with seeded(seed, mode=mode), torch.no_grad():
+        _initialise(model, init, fresh)
+    _check_all_written(model, fresh, _roles(units))
+    if init is None:
+        _check_kept(had_values)
+        if not _has_init_weights(model):
             _warn_of_replaced(model, fresh)
-        for unit in units:
-            unit.refresh_groups()
+    for unit in units:
+        unit.refresh_groups()
     with torch.no_grad():
         _synchronise(model, units)
 
@@ -154,7 +146,7 @@ def _check_plain(name: str, module: nn.Module) -> None:
         )
         raise ArgumentError(
             f"materialize: '{name}' ({type(module).__name__}) is parametrised ({kinds}), so that its reset_parameters "
-            f"does not reach its parameters. {DEFER}"
+            f"does not reach its parameters. {OTHERWISE}"
         )
 
 
@@ -170,7 +162,9 @@ def _run(function: Callable[[], object], what: str) -> None:
         raise
     except (RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ArgumentError(f"materialize: {what} fails on parameters that are sharded: {reason}. {DEFER}") from error
+        raise ArgumentError(
+            f"materialize: {what} fails on parameters that are sharded: {reason}. {OTHERWISE}"
+        ) from error
 
 
 def _children_first(module: nn.Module) -> Iterable[nn.Module]:
@@ -203,8 +197,17 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | 
         shown = [name if name in persistent else f"{name} (not persistent)" for name in garbage]
         raise ArgumentError(
             f"materialize: these were allocated and not initialised: {', '.join(shown)}. Pass a function "
-            "that does (init=), give their modules a method reset_parameters() or reset_buffers(), or build the "
-            "model within fsdp2.init.deferred() and pass the recording."
+            "that does (init=), or give their modules a method reset_parameters() or reset_buffers()."
+        )
+
+
+def _check_kept(had_values: dict[str, tuple[nn.Parameter, int]]) -> None:
+    """Raise if parameters that had values, from a checkpoint say, were initialised together with the others."""
+    lost = [name for name, (param, writes) in had_values.items() if version(param) != writes]
+    if lost:
+        raise ArgumentError(
+            f"materialize: these were not on the meta device, and the model's own methods have overwritten them: "
+            f"{', '.join(lost)}. Pass a function that initialises only what is still missing (init=)."
         )
 
 
@@ -222,7 +225,7 @@ def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
         some = ", ".join(list(modules)[:10]) + (f", ... ({len(modules)} in all)" if len(modules) > 10 else "")
         warnings.warn(
             f"materialize: {some}: the model's constructor initialises these once more, after their own constructors. "
-            f"They have the values of their reset_parameters now, not the model's. {DEFER}",
+            f"They have the values of their reset_parameters now, not the model's. {OTHERWISE}",
             stacklevel=3,
         )
 

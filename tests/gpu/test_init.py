@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from benchmarks.gpu import groups
-from benchmarks.gpu.model import SHAPES, Llama
 
 pytestmark = pytest.mark.gpu
 
@@ -81,34 +80,6 @@ def test_generators_are_left_alone() -> None:
         torch.randn(7, device=DEVICE)
     for left, right in zip((torch.randn(3), torch.randn(3, device=DEVICE)), expected, strict=True):
         assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_deferred_model_is_the_eager_one(offload: bool) -> None:
-    """Built on the GPU, recorded and run again there for one parameter at a time."""
-    shape = SHAPES["tiny"]
-
-    def build() -> Llama:
-        torch.manual_seed(11)
-        with DEVICE:
-            return Llama(shape)
-
-    eager = {name: param.detach().clone() for name, param in build().named_parameters()}
-    with groups.simulated(RANKS):
-        mesh = init_device_mesh(DEVICE.type, (RANKS,))
-        options = {"offload_policy": fsdp2.CPUOffloadPolicy()} if offload else {}
-        with fsdp2.init.deferred() as recording:
-            model = build()
-        for block in model.blocks:
-            fsdp2.fully_shard(block, mesh=mesh, **options)
-        fsdp2.fully_shard(model, mesh=mesh, **options)
-        fsdp2.init.materialize(model, recording)
-        for name, param in model.named_parameters():
-            assert isinstance(param, DTensor)
-            rows = param.to_local()
-            assert rows.device.type == ("cpu" if offload else DEVICE.type)
-            assert torch.equal(rows.to(DEVICE), eager[name][: rows.shape[0]]), name
-        model(torch.zeros(2, 8, dtype=torch.int64, device=DEVICE))
 
 
 @pytest.mark.parametrize("offload", [False, True])

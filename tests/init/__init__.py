@@ -1,1 +1,1 @@
-"""Initialisation: meta devices, deferred, seeded, materialised."""
+"""Initialisation: meta devices, seeded, materialised."""

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import fsdp2.checkpoint
 from fsdp2 import ArgumentError, fully_shard
-from fsdp2.init import deferred, materialize, seeded
+from fsdp2.init import materialize, seeded
 from tests.helpers.ranks import on_ranks
 
 
@@ -100,33 +103,6 @@ def test_values_are_those_of_one_process(rank: int, world_size: int) -> None:
         assert model.head.weight is model.embed.weight
         model(torch.randint(7, (2, 3))).sum().backward()
         assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(2, 4)
-def test_a_recording_gives_the_values_of_the_constructor(rank: int, world_size: int) -> None:
-    torch.manual_seed(5)
-    expected = whole(Net(Positions))
-    for mesh in meshes(world_size):
-        torch.manual_seed(5)
-        with deferred() as recording:
-            model = Net(Positions)
-        shard(model, mesh)
-        materialize(model, recording)
-        for name, tensor in whole(model).items():
-            assert torch.equal(tensor, expected[name]), name
-
-
-@on_ranks(2)
-def test_a_recording_has_its_own_random_numbers(rank: int, world_size: int) -> None:
-    """`seed` and `mode` beside a recording had no effect, silently."""
-    with deferred() as recording:
-        model = Net()
-    shard(model, None)
-    several: list[Any] = [{"seed": 0}, {"mode": "counter"}]
-    for options in several:
-        with pytest.raises(ArgumentError, match=r"with a recording.*deferred\(seed=\.\.\.\)"):
-            materialize(model, recording, **options)
-    materialize(model, recording)
 
 
 @on_ranks(2)
@@ -260,15 +236,8 @@ def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any
         model = Residual()
     fully_shard(model.norm)
     fully_shard(model.mix)  # `conv` stays plain
-    with pytest.warns(UserWarning, match=r"materialize: conv \(Conv2d\), norm \(FSDPBatchNorm2d\): the .*deferred"):
+    with pytest.warns(UserWarning, match=r"materialize: conv \(Conv2d\), norm \(FSDPBatchNorm2d\): the .*init="):
         materialize(model, seed=0, mode=mode)
-    torch.manual_seed(0)
-    with deferred() as recording:
-        model = Residual()
-    materialize(fully_shard(model), recording)
-    torch.manual_seed(0)
-    eager = whole(Residual())
-    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
 
 
 @on_ranks(2, 4)
@@ -283,19 +252,9 @@ def test_parametrised_modules(rank: int, world_size: int, kind: str) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    expected = r"'0' \(FSDPParametrizedLinear\) is parametrised \(weight: _\w+Norm\).*deferred\(\).*init="
+    expected = r"'0' \(FSDPParametrizedLinear\) is parametrised \(weight: _\w+Norm\).*init="
     with pytest.raises(ArgumentError, match=expected):
         materialize(model, seed=0)
-    torch.manual_seed(0)
-    with deferred() as recording:
-        model = nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2))
-    for layer in model:
-        fully_shard(layer)
-    materialize(fully_shard(model), recording)
-    torch.manual_seed(0)
-    eager = whole(nn.Sequential(apply(nn.Linear(4, 3)), nn.Linear(3, 2)))
-    assert all(torch.equal(value, eager[name]) for name, value in whole(model).items())
-    model(torch.ones(2, 4)).sum().backward()
 
 
 class Refuses(nn.Linear):
@@ -316,7 +275,7 @@ def test_a_reset_that_fails_is_named(rank: int, world_size: int) -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    with pytest.raises(ArgumentError, match=r"reset_parameters\(\) of '1' \(FSDPRefuses\) fails .*deferred"):
+    with pytest.raises(ArgumentError, match=r"reset_parameters\(\) of '1' \(FSDPRefuses\) fails .*init="):
         materialize(model, seed=0)
 
 
@@ -331,3 +290,42 @@ def test_what_is_real_stays(rank: int, world_size: int) -> None:
         fully_shard(layer)
     materialize(fully_shard(model), seed=0)
     assert whole(model)["0.weight"].eq(3).all() and not whole(model)["1.weight"].eq(3).any()
+
+
+@on_ranks(2)
+def test_part_of_it_comes_from_a_checkpoint(rank: int, world_size: int, tmp_path: Any) -> None:
+    """LoRA on loaded weights: the reset of the layer that holds both would overwrite what was loaded."""
+
+    class Adapted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.extra = nn.Parameter(torch.empty(2, 4))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            for extra in list(self.parameters())[2:]:
+                nn.init.ones_(extra)
+
+    if rank == 0:
+        save_file(
+            {"0.weight": torch.full((4, 4), 3.0), "0.bias": torch.full((4,), 3.0)}, tmp_path / "model.safetensors"
+        )
+    dist.barrier()
+
+    def loaded() -> Any:
+        with torch.device("meta"):
+            model = nn.Sequential(Adapted())
+        with pytest.warns(UserWarning, match="still on the meta device"):
+            fsdp2.checkpoint.load(tmp_path, model=fully_shard(model), strict=False)
+        return model
+
+    with pytest.raises(ArgumentError, match=r"overwritten them: 0\.weight, 0\.bias\. .*init="):
+        materialize(loaded())
+    model = loaded()
+    materialize(model, lambda model: model[0].extra.fill_(2), seed=0)
+    assert {name: value.unique().item() for name, value in whole(model).items()} == {
+        "0.weight": 3,
+        "0.bias": 3,
+        "0.extra": 2,
+    }

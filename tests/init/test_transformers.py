@@ -1,16 +1,14 @@
-"""transformers' models, initialised sharded: bit for bit the eager model, trained to the same losses; and the example
-model, the same on any number of ranks.
+"""transformers' models, initialised sharded, have the values of one process and train to its losses; and the example
+model is the same on any number of ranks.
 
-`test_deferred_init.py` has these models under `Recording.replay` alone, and one step against a sharded eager model.
-Here they go through `materialize`, and train against the eager model that is not sharded, on the whole batch.
-
-What `materialize` makes of transformers' models on the meta device, without a recording (transformers 5): it calls
-their own `init_weights()`, buffers that are not persistent included. The values are those of `init_weights()` from that
-seed in one process; a model that is built eagerly from that seed has others, for its layers' constructors draw before.
+`materialize` calls transformers' own `init_weights()`, which makes buffers that are not persistent, too (transformers
+5). A model that is built eagerly from the same seed has other values, for its layers' constructors draw before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,12 +20,34 @@ from torch.distributed.tensor import DTensor
 
 from examples.model import LM, LMConfig
 from fsdp2 import fully_shard
-from fsdp2.init import deferred, materialize
-from tests.helpers.deferred_models import HUGGING_FACE, hugging_face
+from fsdp2.init import materialize
 from tests.helpers.parity_models import local, shard_like
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 BATCH, LENGTH, VOCAB = 4, 6, 11
+HUGGING_FACE = ["llama", "gpt2", "bert", "t5", "mixtral"]
+
+
+def hugging_face(name: str) -> Callable[[], nn.Module]:
+    """A builder of a small language model from transformers; skips the test without that package."""
+    tf = pytest.importorskip("transformers")
+    tf.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {
+        "vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": 0,
+        "eos_token_id": 1, "pad_token_id": 2,
+    }  # fmt: skip
+    grouped = {**sizes, "intermediate_size": 16, "num_key_value_heads": 1}
+    configs = {
+        "llama": lambda: tf.LlamaConfig(**grouped),
+        "gpt2": lambda: tf.GPT2Config(
+            vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=8, bos_token_id=0, eos_token_id=1
+        ),
+        "bert": lambda: tf.BertConfig(**sizes, intermediate_size=12, max_position_embeddings=8),
+        "t5": lambda: tf.T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2),
+        "mixtral": lambda: tf.MixtralConfig(**grouped, num_local_experts=3, num_experts_per_tok=2),
+    }
+    autos = {"bert": tf.AutoModelForMaskedLM, "t5": tf.AutoModelForSeq2SeqLM}
+    return partial(autos.get(name, tf.AutoModelForCausalLM).from_config, configs[name]())
 
 
 def shard_blocks(model: nn.Module, kind: str) -> nn.Module:
@@ -83,29 +103,6 @@ def train(model: nn.Module, kind: str, num_steps: int, part: slice) -> list[Tens
     return losses
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", HUGGING_FACE)
-def test_built_deferred_it_trains_as_the_eager_model(rank: int, world_size: int, kind: str) -> None:
-    """What a script does to train such a model from scratch, with three lines of ours."""
-    build = hugging_face(kind)
-    torch.manual_seed(0)
-    eager = build()
-    torch.manual_seed(0)
-    with deferred() as recording:
-        model = build()
-    shard_blocks(model, kind)
-    materialize(model, recording)
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    assert_same(model, eager)
-
-    rows = BATCH // world_size
-    losses = torch.stack(train(model, kind, 3, slice(rank * rows, (rank + 1) * rows)))
-    dist.all_reduce(losses, dist.ReduceOp.AVG)
-    expected = torch.stack(train(eager, kind, 3, slice(None)))
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-    assert len(expected.unique()) == 3
-
-
 def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
     """What transformers' own `init_weights` makes in one process. It passes over what it has initialised before, by
     flags on modules and parameters."""
@@ -119,8 +116,8 @@ def initialised_by_itself(model: nn.Module, seed: int) -> nn.Module:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", HUGGING_FACE)
-def test_on_the_meta_device_their_own_init_weights_is_called(rank: int, world_size: int, kind: str) -> None:
-    """No recording: for models of which `init_weights` makes every value.
+def test_from_the_meta_device_it_trains_as_in_one_process(rank: int, world_size: int, kind: str) -> None:
+    """What a script does to train such a model from scratch. Its own `init_weights` makes every value.
 
     With a sharded class that said it is of fsdp2, transformers took GPT-2 and T5 for the user's own, and lost values.
     """
@@ -130,7 +127,16 @@ def test_on_the_meta_device_their_own_init_weights_is_called(rank: int, world_si
         model = build()
     shard_blocks(model, kind)
     materialize(model, seed=7)
-    assert_same(model, initialised_by_itself(build(), 7))
+    one_process = initialised_by_itself(build(), 7)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert_same(model, one_process)
+
+    rows = BATCH // world_size
+    losses = torch.stack(train(model, kind, 3, slice(rank * rows, (rank + 1) * rows)))
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    expected = torch.stack(train(one_process, kind, 3, slice(None)))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert len(expected.unique()) == 3
 
 
 # --- the example model ------------------------------------------------------------------------------------------------

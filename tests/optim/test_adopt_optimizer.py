@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp2
 import fsdp2.checkpoint
 from fsdp2.errors import ArgumentError
-from fsdp2.init import deferred, materialize, seeded
+from fsdp2.init import materialize, seeded
 from fsdp2.optim import adopt_optimizer, local_optimizer
 from tests.helpers.parity_models import (
     Stack,
@@ -249,7 +249,7 @@ def test_tensor_parallel(rank: int, world_size: int, tp_dim: int) -> None:
 
 # --- made before the model had values -------------------------------------------------------------------------------
 
-ROUTES = ["to_empty", "materialize", "load", "replay"]
+ROUTES = ["to_empty", "materialize", "load"]
 
 
 @on_ranks(2)
@@ -260,7 +260,7 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
     so that the steps changed nothing, without a word. torch's `to_empty` keeps the objects of sharded parameters; so
     does every way to materialise now, also of those that no unit manages (`out`), which `to_empty` replaces."""
     torch.manual_seed(0)
-    with deferred() if route == "replay" else torch.device("meta") as recording:
+    with torch.device("meta"):
         model: Any = Stack(depth=2)
     for block in model.blocks:
         fsdp2.fully_shard(block)
@@ -273,14 +273,12 @@ def test_made_before_the_model_has_memory(rank: int, world_size: int, tmp_path: 
             model.apply(lambda module: getattr(module, "reset_parameters", int)())
     elif route == "materialize":
         materialize(model, seed=0)
-    elif route == "load":
+    else:
         plain = Stack(depth=2)
         if rank == 0:
             save_file(plain.state_dict(), tmp_path / "model.safetensors")
         dist.barrier()
         fsdp2.checkpoint.load(tmp_path, model=model)
-    else:
-        recording.replay(model)
     kept = [now is then for now, then in zip(model.parameters(), before, strict=True)]
     assert all(kept) or route == "to_empty"
     values = [local(param).clone() for param in model.parameters()]
