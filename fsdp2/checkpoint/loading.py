@@ -1,9 +1,12 @@
 """Load any checkpoint into any sharding; every rank reads what it needs, straight into its tensors. Layer: checkpoint.
 
-First everything is planned and compared: names, shapes, dtypes, and whether the files cover what is needed. Only then
-are tensors filled. At the end the ranks exchange whether they succeeded.
+First the ranks compare which files they see. Then everything is planned and compared: names, shapes, dtypes, and
+whether the files cover what is needed. Only then are tensors filled. At the end the ranks exchange whether they
+succeeded.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +33,9 @@ from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 from fsdp2.placement.box import Box, Cover
 
 __all__ = ["Loaded", "load", "requests_for"]
+
+MOST_FILES = 256  # of which the ranks compare a few bytes before they read
+SAMPLE_BYTES = 4096
 
 
 @dataclass
@@ -84,12 +90,13 @@ def load(
         cast: convert to the dtype of the destination; otherwise a different dtype is an error.
         verify: check everything that is read against its checksums.
         process_group: the ranks that load together; None for all.
-        timeout_s: how long to wait for the other ranks at the end.
+        timeout_s: how long to wait for the other ranks, at the beginning and at the end.
 
     Raises:
         MismatchError: names, shapes or dtypes of the checkpoint do not match the destination; all differences are
             listed. The rank that found them has changed nothing; the others raise an error of the same type that names
-            that rank, and may have filled tensors by then: do not train on them.
+            that rank, and may have filled tensors by then: do not train on them. Or the ranks see different
+            checkpoints: they are listed, and no rank has changed anything.
         CorruptError: files are damaged. Destinations may be partly filled: do not train on them.
         ReplacedError: another save replaced the checkpoint while it was read, in each of several attempts.
         CheckpointError: there is no checkpoint, or another rank failed (its error is in the message).
@@ -104,7 +111,7 @@ def load(
     world = world_of(process_group)
     given = model, optimizer, extra or {}
     for reads_left in reversed(range(READS)):
-        agreement = Agreement(f"load {storage.split(path)[1]}", world, process_group, timeout_s)
+        agreement = Agreement("load", world, process_group, timeout_s)
         try:
             return _load(storage, path, given, _How(sources, strict, cast, verify), world, agreement)
         except (CheckpointError, OSError):
@@ -138,6 +145,8 @@ def _load(
         catalog = open_catalog(storage, path)
         try:
             with not_replaced(storage, path, catalog):
+                if world.size > 1:
+                    agreement.gather("Every rank must call load", _seen(catalog), _not_one)
                 stored = StoredExtra(catalog, world)
                 matching = Matching(catalog, world, how.cast, how.sources)
                 stored.check(extra, matching.missing, matching.mismatches)
@@ -156,13 +165,55 @@ def _load(
     except BaseException as error:
         agreement.abandon(error)
         raise
-    if agreement.report(catalog.manifest.id if isinstance(catalog, NativeCatalog) else ""):
+    if agreement.report(""):
         agreement.decide()  # also so that nobody joins this attempt again
-        if len(set(agreement.records())) > 1:
-            agreement.fail(ReplacedError(f"the ranks have loaded different checkpoints, all called {path}"))
         agreement.finish()
     agreement.wait()
     return Loaded(catalog.path, catalog.step, values, matching.missing, matching.unexpected)
+
+
+def _seen(catalog: Catalog) -> str:
+    """What this rank is about to read. The digest is equal for equal folders, wherever they are: it is of the names,
+    dtypes and shapes, and of the sizes and a few bytes of the files."""
+    known = {section: sorted(tensors.items()) for section, tensors in catalog.tensors.items()}
+    digest = hashlib.sha256(json.dumps(sorted(known.items())).encode())
+    paths = sorted(catalog.files)
+    for path in paths[:: len(paths) // MOST_FILES + 1]:
+        reader = catalog.storage.open_file(path)
+        try:
+            digest.update(str(reader.size).encode())
+            for start in (0, (reader.size - SAMPLE_BYTES) // 2, reader.size - SAMPLE_BYTES):
+                sample = bytearray(min(SAMPLE_BYTES, reader.size))
+                reader.read_into(max(start, 0), memoryview(sample))
+                digest.update(sample)
+        finally:
+            reader.close()
+    return json.dumps([catalog.path, catalog.kind, catalog.step, digest.hexdigest()])
+
+
+def _not_one(records: list[str]) -> CheckpointError | None:
+    """The error if ranks are about to read different checkpoints.
+
+    Args:
+        records: from `_seen`, by rank.
+    """
+    ranks: dict[tuple[str, str, int | None, str], list[int]] = {}
+    for rank, record in enumerate(records):
+        ranks.setdefault(tuple(json.loads(record)), []).append(rank)
+    paths, kinds, _, digests = (set(column) for column in zip(*ranks, strict=True))
+    if len(digests) == 1:
+        return None
+    shown = [
+        f"ranks {', '.join(map(str, own[:8]))}{', ...' if len(own) > 8 else ''} load {path} "
+        f"({kind}, step {step}, content {digest[:8]})"
+        for (path, kind, step, digest), own in ranks.items()
+    ]
+    # A save may have replaced it after some ranks had opened it: then they open it again.
+    error = ReplacedError if len(paths) == 1 and kinds == {NativeCatalog.kind} else MismatchError
+    return error(
+        f"the ranks load different checkpoints: {'; '.join(shown[:8])}{'; ...' if len(shown) > 8 else ''}. Give all "
+        "ranks the same files; if only one rank has them, load_from_rank sends them to the others."
+    )
 
 
 def requests_for(

@@ -251,6 +251,12 @@ class DcpCatalog:
                         result.setdefault(path[:-3], {}).update(zip(map(str, numbers), map(str, names), strict=False))
         return result
 
+    @property
+    def files(self) -> Iterable[str]:
+        """See `Catalog`."""
+        held = {where.file for item in self.items.values() for _, where in item.chunks.values()}
+        return {*(item.file for item in self.items.values()), *(self.storage.join(self.path, name) for name in held)}
+
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""
         key = self.places.tensors[section][name]

@@ -176,6 +176,11 @@ class NativeCatalog:
         """See `Catalog`."""
         return self.manifest.values
 
+    @property
+    def files(self) -> Iterable[str]:
+        """See `Catalog`."""
+        return [self.storage.join(self.path, MANIFEST)]  # it has the id of the save
+
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""
         record = self.manifest.records[section][name]

@@ -87,6 +87,11 @@ class Catalog(Protocol):
         """Section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`)."""
         ...
 
+    @property
+    def files(self) -> Iterable[str]:
+        """The paths of the files that show whether two folders hold the same."""
+        ...
+
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
 
@@ -123,6 +128,11 @@ class PieceTable:
             raise CorruptError(f"{self.path}: a tensor is called {str(name)[:80]}, a {type(name).__name__}; not a text")
         self.tensors.setdefault(section, {}).setdefault(name, info)
         self.table.setdefault(section, {}).setdefault(name, []).extend(pieces)
+
+    @property
+    def files(self) -> Iterable[str]:
+        """See `Catalog`."""
+        return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""

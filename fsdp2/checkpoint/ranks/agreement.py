@@ -7,7 +7,7 @@ all; other ranks wait only to learn the outcome. An error of one rank is the out
 
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -114,17 +114,39 @@ class Agreement:
         """
         if self._before is None or self._decision(self._before) == GO:
             return
+        self.gather(
+            "After a failed attempt the ranks meet before they save, since one may have missed it; let every rank call "
+            "save again"
+        )
+
+    def gather(
+        self,
+        advice: str,
+        record: str = DONE,
+        compare: Callable[[list[str]], Exception | None] = lambda records: None,
+    ) -> None:
+        """Wait until all ranks are here.
+
+        Args:
+            advice: for the error if some do not come.
+            record: what this rank gives to `compare`.
+            compare: called on one rank, with the records by rank. An error that it returns is raised on all ranks.
+
+        Raises:
+            CheckpointError: the others did not arrive in time, or one failed.
+        """
         with self._explained():
-            self._store.set(f"{self._prefix}/here/{self._world.rank}", DONE)
+            self._values.set(f"{self._prefix}/here/{self._world.rank}", record)
             if self._store.add(f"{self._prefix}/here", 1) == self._world.size:
-                self.claim("met", DONE)
+                keys = [f"{self._prefix}/here/{rank}" for rank in range(self._world.size)]
+                if (error := compare(self._values.get_all(keys))) is not None:
+                    self.abandon(error)
+                else:
+                    self.claim("met", DONE)
         try:
             self._store.wait([f"{self._prefix}/met"], self._timeout)
         except RuntimeError as error:
-            late = CheckpointError(
-                f"{self._purpose}: {self._absent('here', 'come')}. After a failed attempt the ranks meet before they "
-                "save, since one may have missed it; let every rank call save again"
-            )
+            late = CheckpointError(f"{self._purpose}: {self._absent('here', 'come')}. {advice}")
             self.abandon(late, waited=True)
             raise late from error
         self.forget(f"here/{self._world.rank}")
