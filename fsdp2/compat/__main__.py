@@ -9,11 +9,13 @@ import runpy
 import sys
 from pathlib import Path
 
-from fsdp2.compat.environment import BOOTSTRAP, for_children
-from fsdp2.compat.installing import install
-from fsdp2.compat.names import HOME
+from fsdp2.compat.installing import HOME, install
 
-__all__ = ["main"]
+__all__ = ["BOOTSTRAP", "main"]
+
+# On PYTHONPATH, with FSDP2_COMPAT=1, this folder's `sitecustomize` installs in every Python process below this one: the
+# workers of torchrun or `accelerate launch`, and those that `torch.multiprocessing.spawn` starts.
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
 USAGE = """\
 usage: python -m fsdp2.compat script.py args...
@@ -48,7 +50,10 @@ def main(arguments: list[str]) -> None:
 
 def _prepare(argv: list[str]) -> None:
     install()
-    for_children()
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if str(BOOTSTRAP) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *paths])
+    os.environ["FSDP2_COMPAT"] = "1"
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"fsdp2.compat: {HOME}.fully_shard is that of {Path(__file__).parents[1]}\n")
     sys.argv = argv

@@ -1,22 +1,73 @@
-"""`install` and `uninstall`: replace torch's objects by ours, and restore them. Layer: compat."""
+"""`install` and `uninstall`: replace torch's objects by ours, and restore them. Layer: compat.
 
-from collections.abc import Mapping
+fsdp2 imports nothing private below `torch.distributed.fsdp`, because its implementation must not depend on torch's.
+Replacing a name is different: it must be replaced wherever it is read, also in private modules of torch. So this file
+goes through `sys.modules`. No private name is replaced: what clients access through a private path either works with
+torch's own objects, or is an attribute of our objects (`docs/compat.md` lists all).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from importlib import metadata
 from threading import RLock
+from types import ModuleType
 from typing import Any
 
-from fsdp2.compat import clients
-from fsdp2.compat.names import HOME
-from fsdp2.compat.replacements import public_replacements
-from fsdp2.compat.torch_modules import holders, is_fsdp2s_own, is_torchs_own, loaded
+import torch.distributed.fsdp
+from torch import nn
+
+from fsdp2 import api, policies
+from fsdp2 import module as modules
 from fsdp2.compat.views import state_view
-from fsdp2.errors import OrderError
+from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.module import FSDPModule
 
-__all__ = ["install", "is_installed", "uninstall"]
+__all__ = ["HOME", "IMPLEMENTATION", "PUBLIC", "fully_shard", "install", "is_installed", "uninstall"]
+
+# The module from which client code imports FSDP2.
+HOME = "torch.distributed.fsdp"
+
+# The FSDP2 names that it exports; those that the installed torch does not have yet are skipped.
+PUBLIC = (
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "GradientReductionHandle",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
+
+# torch's FSDP2 itself, which continues to work with its own objects.
+IMPLEMENTATION = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.replicate_with_fsdp")
+
+# Attributes that torch's `fully_shard` sets on every module it manages. Dynamo reads both; transformers reads the
+# first, to keep ranks together in `generate`.
+_MARKS = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": True}
 
 _lock = RLock()
 _torchs: dict[str, Any] = {}  # while installed: torch's object for each public name
 _get_fsdp_state = vars(FSDPModule)["_get_fsdp_state"]  # the method while not installed
+_torch_fully_shard: Any = torch.distributed.fsdp.fully_shard
+
+
+@wraps(api.fully_shard)
+def fully_shard(module: Any, **kwargs: Any) -> Any:
+    """See `fsdp2.fully_shard`. Marks all modules below as managed, as torch's does."""
+    sharded = api.fully_shard(module, **kwargs)
+    for root in [module] if isinstance(module, nn.Module) else module:
+        for each in root.modules():
+            each.__dict__.update(_MARKS)
+    return sharded
+
+
+fully_shard.state = _torch_fully_shard.state  # type: ignore[attr-defined]  # it finds what ours leaves
+fully_shard.__module__ = __name__  # where pickle finds it
 
 
 def is_installed() -> bool:
@@ -32,8 +83,7 @@ def install() -> None:
     Raises:
         OrderError: a module outside of torch has already imported one of the names; the message says which. Nothing is
             changed then.
-        UnsupportedError: a client that was told to shard is too old to use FSDP2 (also raised later, by its own
-            import). If it was not told to shard, a warning. The message says which version does.
+        UnsupportedError: Accelerate was told to shard (`accelerate launch --use_fsdp`), and is too old to use FSDP2.
 
     Example::
 
@@ -45,14 +95,13 @@ def install() -> None:
     with _lock:
         if _torchs:
             return
-        home = vars(loaded(HOME))
-        ours = public_replacements()
+        home = vars(sys.modules[HOME])
+        ours = _ours()
         torchs = {name: home[name] for name in ours if name in home}
         _check_in_time(torchs)
-        clients.check_loaded()
+        _check_accelerate()
         _exchange(torchs, ours)
         FSDPModule._get_fsdp_state = state_view  # type: ignore[assignment,method-assign]
-        clients.watch()
         _torchs.update(torchs)
 
 
@@ -62,24 +111,61 @@ def uninstall() -> None:
     Modules that imported a name meanwhile keep ours, unless they belong to torch. Sharded modules stay sharded.
     """
     with _lock:
-        clients.unwatch()
-        _exchange(public_replacements(), dict(_torchs))
+        _exchange(_ours(), dict(_torchs))
         FSDPModule._get_fsdp_state = _get_fsdp_state  # type: ignore[method-assign]
         _torchs.clear()
 
 
+def _ours() -> dict[str, Any]:
+    """Our object for each name."""
+    homes = vars(policies) | vars(modules) | {"fully_shard": fully_shard}
+    return {name: homes[name] for name in PUBLIC}
+
+
 def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Replace the old object of each name by the new one in all modules of torch that hold it."""
-    for holder in list(holders(old, is_torchs_own)):
-        if holder.name in new:
-            setattr(holder.module, holder.attribute, new[holder.name])
+    for module, attribute, name in list(_holders(old, _is_torchs)):
+        if name in new:
+            setattr(module, attribute, new[name])
 
 
 def _check_in_time(torchs: Mapping[str, Any]) -> None:
-    late = list(holders(torchs, lambda name: not is_torchs_own(name) and not is_fsdp2s_own(name)))
-    if late:
+    late = _holders(torchs, lambda name: not (_is_torchs(name) or name.startswith(("fsdp2.", *IMPLEMENTATION))))
+    places = ", ".join(f"{module.__name__}.{attribute}" for module, attribute, _ in late)
+    if places:
         raise OrderError(
-            f"fsdp2.compat.install: too late: {', '.join(map(str, late))} is torch's object already. Install before "
+            f"fsdp2.compat.install: too late: {places} is torch's object already. Install before "
             f"anything imports from {HOME}: make `import fsdp2.compat.auto` the first line of the program, or run it "
             "with `python -m fsdp2.compat`."
         )
+
+
+def _check_accelerate() -> None:
+    """Before 1.6 it has FSDP1 only, so its user would believe to train on fsdp2."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return
+    try:
+        version = metadata.version("accelerate")
+    except metadata.PackageNotFoundError:
+        return  # a folder on the path
+    if [int(number) for number in version.split(".")[:2]] < [1, 6]:
+        raise UnsupportedError(
+            f"fsdp2.compat: accelerate {version} is too old: it has FSDP1 only, so it will not use fsdp2. The oldest "
+            "version that does is 1.6.0: python -m pip install 'accelerate>=1.6.0'"
+        )
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether a module is part of torch, but not of its FSDP2."""
+    return name.split(".")[0] == "torch" and not name.startswith(IMPLEMENTATION)
+
+
+def _holders(objects: Mapping[str, Any], of: Callable[[str], bool]) -> Iterator[tuple[ModuleType, str, str]]:
+    """The modules with one of `objects` (by name) among their globals, the global's name and the object's; `of` selects
+    modules by name."""
+    names = {id(each): name for name, each in objects.items()}
+    selected = {id(module): module for name, module in list(sys.modules.items()) if of(name)}  # some have two names
+    for module in selected.values():
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in names:
+                yield module, attribute, names[id(value)]

@@ -9,17 +9,17 @@ from __future__ import annotations
 import ast
 import os
 import textwrap
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp
 
-from fsdp2 import ArgumentError
+from fsdp2 import UnsupportedError
 from fsdp2.compat import is_installed
-from fsdp2.compat.__main__ import main
-from fsdp2.compat.environment import BOOTSTRAP, is_wanted
-from fsdp2.compat.names import IMPLEMENTATION, PUBLIC
+from fsdp2.compat.__main__ import BOOTSTRAP, main
+from fsdp2.compat.installing import IMPLEMENTATION, PUBLIC, _check_accelerate
 from tests.helpers.interpreters import python, succeeds
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
@@ -57,7 +57,7 @@ def test_round_trip() -> None:
                     if name.split(".")[0] == "torch" for key, value in list(vars(module).items())}
 
         import fsdp2.compat
-        from fsdp2.compat.names import PUBLIC
+        from fsdp2.compat.installing import PUBLIC
         names = {name for name in PUBLIC if hasattr(home, name)}  # what this torch has
         before, torchs = everything(), {name: getattr(home, name) for name in names}
         assert not fsdp2.compat.is_installed()
@@ -231,22 +231,18 @@ WHOSE = "import sys, torch.distributed.fsdp as fsdp; print(fsdp.FSDPModule.__mod
 OURS, TORCHS = "fsdp2.module", "torch.distributed.fsdp"
 
 
-def test_one_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_import(tmp_path: Path) -> None:
     """`fsdp2.compat.auto`, what the variable says about it, and what it says when it comes too late."""
     code = f"import fsdp2.compat.auto; {WHOSE}"
     assert runs(code).split() == [OURS]
     assert runs_on_torch(code, tmp_path).split() == [OURS]
     assert runs_on_torch(code, tmp_path, FSDP2_COMPAT="0").split() == [TORCHS]
-    monkeypatch.setenv("FSDP2_COMPAT", "1")
-    assert is_wanted()
-    monkeypatch.setenv("FSDP2_COMPAT", "yes")
-    with pytest.raises(ArgumentError, match=r"FSDP2_COMPAT: expected 1 .* got 'yes'"):
-        is_wanted()
     script = tmp_path / "late.py"
     script.write_text("from torch.distributed.fsdp import FSDPModule as M\nimport fsdp2.compat.auto")
-    done = run_script(script, cwd=ROOT, environment={**os.environ, "PYTHONPATH": str(ROOT), "FSDP2_COMPAT": "1"})
-    assert done.status == 1
-    assert "OrderError" in done.errors and "too late: __main__.M is" in done.errors
+    wrong = {"1": "OrderError: fsdp2.compat.install: too late: __main__.M is", "yes": "ArgumentError: FSDP2_COMPAT: "}
+    for value, error in wrong.items():
+        done = run_script(script, cwd=ROOT, environment={**os.environ, "PYTHONPATH": str(ROOT), "FSDP2_COMPAT": value})
+        assert done.status == 1 and error in done.errors
 
 
 @pytest.mark.exhaustive
@@ -300,6 +296,26 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--path"])
     assert Path(capsys.readouterr().out.strip()) == BOOTSTRAP
     assert not is_installed()
+
+
+@pytest.mark.parametrize("version", ["1.5.2", "1.6.0rc1", "1.10", "2", None])
+def test_accelerate_without_fsdp2(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """`accelerate launch --use_fsdp -m fsdp2.compat train.py` with an Accelerate that has FSDP1 only would train on
+    that. A folder on the path has no version."""
+    versions = {"accelerate": version}
+
+    def look_up(package: str) -> str:
+        if versions[package] is None:
+            raise metadata.PackageNotFoundError
+        return str(versions[package])
+
+    monkeypatch.setattr(metadata, "version", look_up)
+    _check_accelerate()  # nobody asked it to shard
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    if version != "1.5.2":
+        return _check_accelerate()
+    with pytest.raises(UnsupportedError, match=r"accelerate 1.5.2 is too old: .*'accelerate>=1.6.0'"):
+        _check_accelerate()
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,5 @@
 """Imported by Python at startup if this folder is on ``PYTHONPATH``: with ``FSDP2_COMPAT=1``, install as soon as torch
-has been imported. See `fsdp2.compat.environment`. Layer: compat.
+has been imported. Layer: compat.
 
 A process that does not import torch pays nothing. If installing fails, ``import torch`` fails, because a program must
 not run on another implementation than requested.
