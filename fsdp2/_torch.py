@@ -402,6 +402,12 @@ def composable_apis(module: nn.Module) -> set[str]:
     return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
 
 
+def fully_shard_state(module: nn.Module) -> object:
+    """What `set_fully_shard_state` has set."""
+    state: object = _fully_shard.state(module)
+    return state
+
+
 def set_fully_shard_state(module: nn.Module, state: object) -> None:
     """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`, and list `module` as one that
     `fully_shard` was applied to. torch's pipelining finds the object that ends the backward of a stage this way, and

@@ -58,15 +58,16 @@ _torch_fully_shard: Any = torch.distributed.fsdp.fully_shard
 
 @wraps(api.fully_shard)
 def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """See `fsdp2.fully_shard`. Marks all modules below as managed, as torch's does."""
+    """See `fsdp2.fully_shard`. Leaves what torch's leaves for others: marks on all modules below, and its state."""
     sharded = api.fully_shard(module, **kwargs)
     for root in [module] if isinstance(module, nn.Module) else module:
+        state_view(root)
         for each in root.modules():
             each.__dict__.update(_MARKS)
     return sharded
 
 
-fully_shard.state = _torch_fully_shard.state  # type: ignore[attr-defined]  # it finds what ours leaves
+fully_shard.state = _torch_fully_shard.state  # type: ignore[attr-defined]  # it finds what `state_view` leaves
 fully_shard.__module__ = __name__  # where pickle finds it
 
 

@@ -1,5 +1,5 @@
 """Those parts of torch that ask about FSDP2 modules, while `fsdp2.compat` is installed: pipelining, composable
-`replicate`, Dynamo, the memory tracker; and private objects of torch's that torchtitan passes.
+`replicate`, Dynamo, the memory tracker; and private objects of torch's that torchtitan, axolotl and others use.
 
 One job of two ranks makes all checks: each runs first on torch's FSDP2, then, installed, on fsdp2, and the two must
 agree. It is a process of its own because `install` must come before any client's imports.
@@ -162,6 +162,35 @@ def experts_on_a_part_of_the_whole_mesh(rank: int) -> Any:
         model, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), info)
     )
     return [[str(param.placements), str(param.device_mesh)] for param in model.parameters()]
+
+
+@check
+def states_that_trainers_look_for(rank: int) -> Any:
+    """NeMo Automodel reads the compute dtype, axolotl keeps a unit unsharded over inner backwards, verl changes when it
+    reshards after forward. They find units in torch's registry of module states."""
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_post_forward_mesh_info
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    model = sharded(mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    found = [name for name, module in model.named_modules() if module in _module_state_mapping]
+    states = [_get_module_fsdp_state(module) for module in (model, *model)]
+    assert states == [module._get_fsdp_state() for module in (model, *model)]
+    assert _get_module_fsdp_state(model[0].up) is None
+    first, second, third = [state._fsdp_param_group for state in states[1:]]
+    info = second.mesh_info
+    forms = lambda: [type(block.up.weight).__name__ for block in model]  # noqa: E731
+    second.post_forward_mesh_info = _get_post_forward_mesh_info(False, info)
+    third.post_forward_mesh_info = _get_post_forward_mesh_info(True, info)
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    after_forward = forms()
+    before, first.reshard_after_backward = first.reshard_after_backward, False
+    numbers = [step(model, rank), forms()]
+    first.reshard_after_backward = before
+    numbers += [step(model, rank), forms()]
+    numbers += [states[0]._fsdp_param_group is None, before, str(states[1]._mp_policy.param_dtype), found]
+    return numbers, after_forward, [info.shard_mesh_size, info.shard_mesh_dim, info.mesh.size()]
 
 
 @check
