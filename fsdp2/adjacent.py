@@ -66,12 +66,6 @@ def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.dtype is tensor.dtype else None
 
 
-def wholes() -> set[int]:
-    """The ids of the storages that carved tensors lie on: memory that has two names, which a count must not count
-    twice."""
-    return {id(whole.untyped_storage()) for whole, _ in _carved.values()}
-
-
 def place_of(piece: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     """The tensor that a carved `piece` lies in, and its first element there; None for other tensors, and once `piece`
     has other memory (through `.data` or `share_memory_`)."""

@@ -40,11 +40,11 @@ from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
 from fsdp2.plan.cost import nbytes_of, seconds_of
 from fsdp2.plan.machine import Machine
+from fsdp2.plan.memory import Kind, Memory, tensors_in
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import standing_for_host
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.streams import simulated
-from fsdp2.trace.memory import Kind, Memory, tensors_in
 from fsdp2.trace.timeline import Sample, Span
 
 __all__ = ["Message", "Rehearsal", "rehearse"]

@@ -3,8 +3,8 @@
 >>> from fsdp2 import trace
 """
 
-from fsdp2.trace.recording import Recording, record
+from fsdp2.trace.recording import record
 from fsdp2.trace.saving import chrome_trace, save
 from fsdp2.trace.timeline import Sample, Span, Timeline
 
-__all__ = ["Recording", "Sample", "Span", "Timeline", "chrome_trace", "record", "save"]
+__all__ = ["Sample", "Span", "Timeline", "chrome_trace", "record", "save"]

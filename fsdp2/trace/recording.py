@@ -11,83 +11,48 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
 
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp2 import events
-from fsdp2._torch import MemoryMode
-from fsdp2.adjacent import wholes
-from fsdp2.trace.memory import Kind, Memory, tensors_in
-from fsdp2.trace.timeline import Sample, Span, Timeline
+from fsdp2.trace.timeline import Span, Timeline
 
-__all__ = ["Recording", "record"]
+__all__ = ["record"]
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-class Recording:
-    """What `record` records.
-
-    Attributes:
-        timeline: complete after the block.
-    """
-
-    def __init__(self, title: str) -> None:
-        self.timeline = Timeline(title)
-
-
 @contextmanager
-def record(
-    model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, *, title: str = "measured"
-) -> Iterator[Recording]:
+def record(title: str = "measured") -> Iterator[Timeline]:
     """Record this rank's steps in the block. Each rank records for itself; nothing is communicated.
 
     Args:
-        model: count the memory of this sharded model too, of which a step must have run before. Every operator is
-            looked at, so steps take longer, mostly those of small models.
-        optimizer: whose states to tell from other memory.
         title: what the timeline is called.
+
+    Returns:
+        The timeline, which is complete after the block.
 
     Example::
 
-        with trace.record(model, optimizer) as recording:
+        with trace.record() as timeline:
             train_step()
-        trace.save("step.json", recording.timeline)
+        trace.save("step.json", timeline)
     """
-    recording = Recording(title)
+    timeline = Timeline(title)
     steps: list[float] = []
-    meter = None if model is None else Meter(model, optimizer)
-
-    def begins(*_: object) -> None:
-        steps.append(perf_counter())
-        if meter is not None:
-            meter.mark_gradients()
-
     hooks = [
-        register_optimizer_step_pre_hook(begins),
+        register_optimizer_step_pre_hook(lambda *_: steps.append(perf_counter())),
         register_optimizer_step_post_hook(lambda *_: steps.append(perf_counter())),
     ]
     start = perf_counter()
     try:
         with events.record() as log:
-            if meter is None:
-                yield recording
-            else:
-                with meter:
-                    yield recording
+            yield timeline
     finally:
         end = perf_counter()
         for hook in hooks:
             hook.remove()
-        if meter is not None:
-            meter.memory.close()
-    recording.timeline.spans = spans_of(log, steps, start, end)
-    if meter is not None:
-        recording.timeline.samples = [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in meter.samples()]
+    timeline.spans = spans_of(log, steps, start, end)
 
 
 def spans_of(log: Sequence[events.Event], steps: Sequence[float], start: float, end: float) -> list[Span]:
@@ -133,47 +98,3 @@ def spans_of(log: Sequence[events.Event], steps: Sequence[float], start: float, 
             running.remove(label)
     passed(end, "compute")
     return spans
-
-
-class Meter(MemoryMode):
-    """Counts the memory that operators meet, at the time of each."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        super().__init__()
-        self.memory = Memory(None)
-        self.memory.seconds = perf_counter()
-        self._model = model
-        self._twice = wholes()
-        self.memory.mark_what_stays(model, optimizer)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if DTensor in types:
-            return NotImplemented  # it becomes operators of local tensors, which come here too
-        if getattr(function, "is_view", False):
-            return function(*args, **kwargs)
-        function = self.as_without(function, args)
-        self.memory.tick += 1
-        self.memory.seconds = perf_counter()
-        self.memory.look()
-        result = function(*args, **kwargs)
-        is_sent = function.namespace == "c10d"
-        for tensor in tensors_in((args, kwargs, result)):
-            if id(tensor.untyped_storage()) not in self._twice:
-                self.memory.mark(tensor, Kind.COMMUNICATION if is_sent else Kind.ACTIVATIONS)
-                if is_sent:  # a buffer that the first step made, which is freed and allocated again
-                    self.memory.mark_elastic(tensor)
-        if function.__name__.startswith("set_"):
-            self.memory.mark_elastic(result)
-        self.memory.tick += 1  # what dies now was alive together with the result
-        return result
-
-    def mark_gradients(self) -> None:
-        """The sharded gradients are there: say what their memory holds."""
-        for param in self._model.parameters():
-            self.memory.mark(param.grad, Kind.GRADIENTS)
-
-    def samples(self) -> list[Sample]:
-        """Bytes by kind at each change."""
-        self.mark_gradients()
-        return self.memory.samples(0)

@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.plan.cases import CASES, Case, of_mlps
+from benchmarks.plan.cases import Case, of_mlps
 from fsdp2 import events, trace
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel import ParallelConfig, parallelize
-from fsdp2.plan import Machine, predict
 from tests.helpers.ranks import on_ranks, run_on_ranks
-
-CPU = Machine("cpu", 2**34, {"float32": 1e11}, 1e10, 1e9, 1e9, is_accelerator=False)
 
 
 def prepared(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
@@ -43,10 +40,10 @@ def test_spans_are_the_events(rank: int, world_size: int, config: ParallelConfig
     work = prepared(case)
     step(case, *work)
     begin = perf_counter()
-    with events.record() as log, trace.record() as recording:
+    with events.record() as log, trace.record() as timeline:
         step(case, *work)
     took = perf_counter() - begin
-    spans = recording.timeline.spans
+    spans = timeline.spans
     issued = [(event.kind.replace("_", "-"), event.unit or "(root)") for event in log if event.group_size]
     found = [(span.lane, span.name) for span in spans if span.lane in ("all-gather", "reduce-scatter", "all-reduce")]
     assert sorted(found) == sorted(issued)
@@ -55,7 +52,6 @@ def test_spans_are_the_events(rank: int, world_size: int, config: ParallelConfig
     assert 0 < sum(end - start for start, end in on_host) <= took
     assert {span.name for span in spans if span.lane == "compute"} >= {"forward blocks.0", "backward blocks.2"}
     assert sum(span.lane == "optimizer" for span in spans) == 1
-    assert not recording.timeline.samples
 
 
 @on_ranks(2)
@@ -64,11 +60,11 @@ def test_a_late_rank_is_waited_for(rank: int, world_size: int) -> None:
     case = Case(of_mlps())
     work = prepared(case)
     step(case, *work)
-    with trace.record() as recording:
+    with trace.record() as timeline:
         if rank == 1:
             sleep(0.3)
         step(case, *work)
-    waits = [span for span in recording.timeline.spans if span.lane == "waiting"]
+    waits = [span for span in timeline.spans if span.lane == "waiting"]
     longest = max(waits, key=lambda span: span.seconds)
     if rank == 0:
         assert longest.seconds > 0.2 and longest.name == "forward blocks.0"
@@ -76,26 +72,13 @@ def test_a_late_rank_is_waited_for(rank: int, world_size: int) -> None:
         assert sum(span.seconds for span in waits) < 0.2
 
 
-def metered(rank: int, world_size: int, name: str) -> trace.Timeline:
-    case = CASES[name]
+def recorded(rank: int, world_size: int) -> trace.Timeline:
+    case = Case(of_mlps())
     work = prepared(case)
     step(case, *work)
-    with trace.record(work[0], work[1], title=name) as recording:
+    with trace.record() as timeline:
         step(case, *work)
-    return recording.timeline
-
-
-@pytest.mark.parametrize("name", ["mlps, uneven", pytest.param("convolutions", marks=pytest.mark.exhaustive)])
-def test_memory_is_what_was_planned(name: str) -> None:
-    """Of each kind."""
-    case = CASES[name]
-    measured = run_on_ranks(metered, 2, name=name)[0]
-    planned = predict(case.workload, case.config, CPU, 2).timeline
-    for kind in measured.samples[0].nbytes:
-        found = [max(sample.nbytes[kind] for sample in timeline.samples) for timeline in (measured, planned)]
-        assert found[0] == pytest.approx(found[1], rel=0.05), kind
-    peaks = [max(sample.total for sample in timeline.samples) for timeline in (measured, planned)]
-    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+    return timeline
 
 
 def test_files(tmp_path: Path) -> None:
@@ -117,7 +100,7 @@ def test_files(tmp_path: Path) -> None:
 def test_events_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
     """Chrome's format allows events of a thread to nest or to follow each other: viewers leave out what does neither,
     as collectives that are issued ahead do. All that the format asks of events is there."""
-    measured = run_on_ranks(metered, 2, name="mlps, uneven")[0]
+    measured = run_on_ranks(recorded, 2)[0]
     late = [trace.Span("all-gather", name, begin, begin + 2.0) for name, begin in (("a", 0.0), ("b", 1.0), ("c", 2.0))]
     trace.save(tmp_path / "trace.json", measured, trace.Timeline("late", late))
     found = json.loads((tmp_path / "trace.json").read_text())

@@ -1,4 +1,4 @@
-"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: trace.
+"""`Memory`: bytes in tensors' storages over a step, by what they hold. Layer: plan.
 
 A storage counts from its birth to its death, and its size may change (`FlatStorage`). What it holds may become known
 later, for example when a buffer is sent: that then counts for its whole life. If several are right, the first of `Kind`
@@ -30,20 +30,11 @@ class Kind(IntEnum):
     COMMUNICATION = 4
     ACTIVATIONS = 5
 
-    @property
-    def text(self) -> str:
-        """In words."""
-        return _TEXTS[self]
 
-
-_TEXTS = {
-    Kind.PARAMETERS: "parameters and buffers",
-    Kind.STATES: "optimizer states",
-    Kind.UNSHARDED: "unsharded units",
-    Kind.GRADIENTS: "gradients",
-    Kind.COMMUNICATION: "communication buffers",
-    Kind.ACTIVATIONS: "activations and the rest",
-}
+_TEXTS = (
+    *("parameters and buffers", "optimizer states", "unsharded units", "gradients", "communication buffers"),
+    "activations and the rest",
+)
 
 
 @dataclass(eq=False)
@@ -60,21 +51,20 @@ class Memory:
     """Follows storages from the first operator that meets them.
 
     Args:
-        host: the device that stands for host memory; None if there is none of its own.
+        host: the device that stands for host memory.
 
     Attributes:
         tick: the number of the operator that runs.
         seconds: the time, as someone else keeps it.
     """
 
-    def __init__(self, host: torch.device | None):
+    def __init__(self, host: torch.device):
         self.tick = 0
         self.seconds = 0.0
         self._host = host
         self._holdings: list[Holding] = []
         self._alive: dict[int, Holding] = {}
         self._elastic: list[Holding] = []
-        self._handles: list[Any] = []
 
     def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS) -> None:
         """What `tensor`'s storage holds, if it is a tensor."""
@@ -100,11 +90,11 @@ class Memory:
         if known not in self._elastic:
             self._elastic.append(known)
 
-    def mark_what_stays(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def mark_what_stays(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """After a first step: what the optimizer keeps and what units gather into is there for good."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.mark(tensor, Kind.PARAMETERS)
-        for leaf in tensors_in(dict(enumerate(optimizer.state.values()))) if optimizer is not None else ():
+        for leaf in tensors_in(dict(enumerate(optimizer.state.values()))):
             self.mark(leaf, Kind.STATES)
         for unit in units_below(model):
             for param in (param for group in unit.groups for param in group.params):
@@ -113,13 +103,7 @@ class Memory:
                 self.mark(param.unsharded, Kind.UNSHARDED)
                 self.mark_elastic(param.unsharded)
                 if param.unsharded.requires_grad:
-                    handle = param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
-                    self._handles.append(handle)
-
-    def close(self) -> None:
-        """Remove the hooks that `mark_what_stays` registered."""
-        while self._handles:
-            self._handles.pop().remove()
+                    param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
 
     def look(self) -> None:
         """Note what has been resized."""
@@ -144,7 +128,6 @@ class Memory:
             for tick, seconds, nbytes in holding.changes:
                 if tick <= since:
                     total[holding.kind] += nbytes - before
-                    times[since] = max(times[since], seconds) if tick == since else times[since]
                 else:
                     changes.setdefault(tick, []).append((holding.kind, nbytes - before))
                     times[tick] = seconds
@@ -153,7 +136,7 @@ class Memory:
         for tick in sorted(changes):
             for kind, difference in changes[tick]:
                 total[kind] += difference
-            samples.append(Sample(times[tick], {kind.text: nbytes for kind, nbytes in total.items()}))
+            samples.append(Sample(times[tick], dict(zip(_TEXTS, total.values(), strict=True))))
         return samples
 
 
