@@ -312,11 +312,12 @@ class Matching:
         except MismatchError as error:
             problem = str(error)
         else:
-            if info.shape == shape and (info.dtype == dtype or self.cast):
+            casts = "F4" not in (info.dtype, dtype)  # torch does not convert these
+            if info.shape == shape and (info.dtype == dtype or (self.cast and casts)):
                 return True
             problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
             if info.shape == shape:
-                problem = f"stored as {info.dtype}, here {dtype} (cast=True converts)"
+                problem = f"stored as {info.dtype}, here {dtype}{' (cast=True converts)' if casts else ''}"
         self.mismatches.append(f"{section} '{entry.name}': {problem}")
         return False
 

@@ -163,12 +163,16 @@ def everything() -> dict[str, Any]:
         f"{kind}.{shape}": random_bits(f"{kind}.{shape}", size, dtype)
         for kind, dtype in DTYPES.items()
         for shape, size in shapes.items()
+        if (kind, size) != ("F4", ())  # safetensors has none
     }
     return {**tensors, "number": 3.5, "nested": {"tuple": (1, b"bytes")}}
 
 
 def assert_loads(folder: str | Path, expected: dict[str, Any]) -> None:
-    found = {key: value.clone().zero_() if isinstance(value, torch.Tensor) else None for key, value in expected.items()}
+    found = {
+        key: random_bits(f"{key} before", value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
+        for key, value in expected.items()
+    }
     fc.load(folder, model=found)
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):

@@ -82,7 +82,6 @@ HEADERS: dict[str, Any] = {
     "sizes that are no numbers": {"a": row(0, 16, ["4"])},
     "sizes that are booleans": {"a": row(0, 4, [True])},
     "sizes with a point": {"a": row(0, 16, [4.0])},
-    "unknown dtype": {"a": row(0, 16, dtype="F4")},
     "dtype that is a list": {"a": row(0, 16, dtype=["F32"])},
     "no dtype": {"a": {"shape": [4], "data_offsets": [0, 16]}},
     "more than it should have": {"a": {**row(0, 16), "code": "import os"}},

@@ -208,7 +208,7 @@ def test_every_dtype_and_layout(tmp_path: Path, options: dict[str, Any]) -> None
     state["view"] = torch.randn(5, 6)[1:4, 2:5]
     state["scalar"], state["empty"], state["one"] = torch.tensor(7), torch.zeros(0, 3), torch.randn(1, 1)
     save_dcp(tmp_path / "dcp", {"model": state}, **options)
-    found = {name: torch.full_like(value, 0) for name, value in state.items()}
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
     checkpoint.load(tmp_path / "dcp", model=found)
     for name, value in state.items():
         left, right = found[name].contiguous(), value.contiguous()

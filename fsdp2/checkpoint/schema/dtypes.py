@@ -4,7 +4,7 @@ import torch
 
 __all__ = ["DTYPES", "ITEMSIZES", "name_of"]
 
-# What safetensors 0.8 reads back. complex128 and 4-bit floats are missing: safetensors has no torch dtype for them.
+# All that safetensors 0.8 and torch both have: safetensors has no complex128, and torch no floats of 6 bits.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -13,6 +13,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,  # two numbers in each element
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -25,6 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+# Bytes of an element of torch.
 ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -53,6 +53,7 @@ class Header:
 
     Attributes:
         tensors: by name, in the order of their data.
+        unread: names of tensors that torch cannot hold -> why.
         metadata: its ``__metadata__``, strings only.
         size: bytes of the whole file.
     """
@@ -60,6 +61,7 @@ class Header:
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
     size: int = 0
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
@@ -70,7 +72,7 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
         metadata: strings by name.
 
     Raises:
-        ArgumentError: a tensor has the name that is reserved for the metadata.
+        ArgumentError: a tensor has the name that is reserved for the metadata, or is F4 without a dim.
     """
     content: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -78,6 +80,10 @@ def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: M
         if name == "__metadata__":
             raise ArgumentError("a tensor is called '__metadata__', a name that safetensors reserves")
         begin, end = end, end + prod(shape) * ITEMSIZES[dtype]
+        if dtype == "F4":  # safetensors counts its numbers, of which an element of torch holds two
+            if not shape:
+                raise ArgumentError(f"'{name}': safetensors has no 0-dim tensors of 4-bit floats; give it a dim")
+            shape = (*shape[:-1], 2 * shape[-1])
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE - 8
@@ -102,20 +108,25 @@ def parse_header(text: bytes, file: str, size: int) -> Header:
         raise CorruptError(f"{file}: __metadata__ is not an object of strings")
     data = 8 + len(text)
     found = {name: _range_of(name, entry, file) for name, entry in content.items()}
-    tensors, end = {}, 0
+    tensors, unread, end = {}, {}, 0
     for name, (dtype, shape, first, last) in sorted(found.items(), key=lambda item: item[1][2:]):
         if first != end:
             problem = "overlaps the one before" if first < end else "leaves a hole after the one before"
             raise CorruptError(f"{file}: '{name}' at bytes {first}..{last} of the data {problem}, which ends at {end}")
+        end = last
+        if dtype not in ITEMSIZES or (dtype == "F4" and (not shape or shape[-1] % 2)):
+            unread[name] = f"{dtype[:40]} {_short(list(shape))}, which torch cannot hold"
+            continue
+        if dtype == "F4":
+            shape = (*shape[:-1], shape[-1] // 2)
         if last - first != prod(shape) * ITEMSIZES[dtype]:
             raise CorruptError(
                 f"{file}: '{name}' has {last - first} bytes, but {dtype} {list(shape)} needs another size"
             )
         tensors[name] = StoredTensor(dtype, shape, data + first)
-        end = last
     if data + end != size:
         raise CorruptError(f"{file}: has {size} bytes, but its header describes {data + end}: it was cut or written to")
-    return Header(tensors, metadata, size)
+    return Header(tensors, metadata, size, unread)
 
 
 def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], int, int]:
@@ -123,8 +134,8 @@ def _range_of(name: str, entry: Any, file: str) -> tuple[str, tuple[int, ...], i
     if not isinstance(entry, dict) or entry.keys() != ENTRY_KEYS:
         raise CorruptError(f"{file}: the entry of '{name}' must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        raise CorruptError(f"{file}: '{name}' has dtype {dtype!r}, which safetensors does not have, or torch does not")
+    if not isinstance(dtype, str):
+        raise CorruptError(f"{file}: '{name}' has dtype {_short(dtype)}; expected a text")
     are_lists = isinstance(shape, list) and isinstance(offsets, list)
     if not are_lists or not _are_sizes(shape + offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(f"{file}: '{name}' has shape {_short(shape)} and data_offsets {_short(offsets)}")
