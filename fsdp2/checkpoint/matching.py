@@ -122,6 +122,8 @@ class Matching:
             held |= self._ask_optimizer(model if isinstance(model, nn.Module) else None, name, each)
         if optimizers:
             self._note_unasked({*optimizers}, held)
+            left = self.catalog.left_out.get("optimizer", {})
+            self.unexpected += [f"optimizer '{name}' ({why})" for name, why in left.items()]
         elif isinstance(optimizer, Mapping):
             self._ask("optimizer", optimizer)
 
@@ -175,7 +177,7 @@ class Matching:
             absent = sorted(name for name in source.names() if name not in stored)
             if absent:
                 made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
-                self.missing.append(f"{section} '{name}'{made_of}")
+                self.missing.append(f"{section} '{name}'{made_of}{self._why(section, absent)}")
                 continue
             found.update(*(each.names() for each in (source, *twins)))
             if name in state.computed:
@@ -219,6 +221,11 @@ class Matching:
         made = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
         return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
+    def _why(self, section: str, names: Iterable[str]) -> str:
+        """Why names are not there, if the folder has them and they cannot be read."""
+        left = self.catalog.left_out.get(section, {})
+        return "".join(f" ({left[name]})" for name in names if name in left)
+
     def _given(self, section: str, name: str) -> Source | None:
         """The source that the user, or the model's library, gives for a name of the model."""
         if section != "model":
@@ -240,10 +247,16 @@ class Matching:
         """Values that are not tensors: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
-        self.missing += [f"{section} '{name}'" for name in state.values if name not in stored]
+        absent = [name for name in state.values if name not in stored]
+        self.missing += [f"{section} '{name}'{self._why(section, [name])}" for name in absent]
         known = self.catalog.tensors.get(section, {})
         self.missing += [f"{section} '{name}'" for name in (state.within if held else ()) if name not in known]
         self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
+        self.unexpected += [
+            f"{section} '{name}' ({why})"
+            for name, why in self.catalog.left_out.get(section, {}).items()
+            if name not in state.keys
+        ]
         found = {
             state.keys[name]: decode(value, self._making(section, name, held.get(state.keys[name])), self.catalog.path)
             for name, value in stored.items()

@@ -361,6 +361,7 @@ def _listing(catalog: Catalog) -> bytes:
         "tensors": {name: [info.dtype, info.shape] for name, info in catalog.tensors.get("model", {}).items()},
         "aliases": dict(catalog.aliases.get("model", {})),
         "values": list(catalog.values.get("model", ())),
+        "left_out": dict(catalog.left_out.get("model", {})),  # after the values, which may add to it
     }
     return json.dumps(content).encode()
 
@@ -372,4 +373,5 @@ def _listed(text: bytes) -> PieceTable:
         table.add("model", name, StoredTensorInfo(dtype, tuple(shape)), [])
     table.aliases["model"] = content["aliases"]
     table.values["model"] = content["values"]
+    table.left_out["model"] = content["left_out"]
     return table

@@ -232,7 +232,7 @@ def test_flat_model_at_the_top(tmp_path: Path) -> None:
     assert loaded.step == 2
     assert_same(content(other, other_optimizer), content(model, optimizer))
     catalog = open_dcp(*storage_of(tmp_path / "dcp"))
-    assert catalog.left_out.keys() == {"train_state.step", "train_state.losses", "dataloader.position"}
+    assert catalog.left_out[""].keys() == {"train_state.losses", "dataloader.position"}
 
 
 def test_optimizer_of_plain_torch(tmp_path: Path) -> None:

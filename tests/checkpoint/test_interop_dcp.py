@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import collections
+import io
 import time
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from fsdp2 import checkpoint
+from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.foreign_state import find_model
 from fsdp2.checkpoint.storage.base import storage_of
@@ -212,6 +214,27 @@ def test_state_that_cannot_be_read(tmp_path: Path) -> None:
         checkpoint.load(folder, model=other)
         assert torch.equal(other.weight, model.weight)
         assert [*open_dcp(*storage_of(folder)).damaged_items()] == []
+
+
+def test_what_cannot_be_read_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor of complex numbers, and a module's state that is a file in memory: `verify` called the folder whole,
+    `describe` and a strict load did not name them, and `convert` dropped them."""
+    others = {"z": torch.zeros(2, dtype=torch.complex128), "_extra_state": io.BytesIO(b"state")}
+    folder = save_dcp(tmp_path / "dcp", {"model": {**weights(1), **others}})
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: model 'z' \(a tensor torch\.complex128"):
+        loaded(folder)
+    found = weights(-1)
+    assert len(checkpoint.load(folder, model=found, strict=False).unexpected) == 2
+    with pytest.raises(MismatchError, match=r"missing in the checkpoint: model 'z' \(a tensor torch\.complex128 \[2\]"):
+        checkpoint.load(folder, model={**found, "z": others["z"]})
+    left = {f"model '{name}'" for name in others}
+    report = checkpoint.find_damage(folder)
+    assert report.ok and report.left_out.keys() == checkpoint.describe(folder).left_out.keys() == left
+    assert main(["verify", str(folder)]) == 0 and main(["verify", str(folder), "--strict"]) == 1
+    assert "not read: model 'z': a tensor torch.complex128 [2]" in capsys.readouterr().out
+    with pytest.raises(UnsupportedError, match=r"convert cannot read model 'z' .*BytesIO.* strict=False"):
+        checkpoint.convert(folder, tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
 def test_damage_of_what_nobody_loads(tmp_path: Path) -> None:

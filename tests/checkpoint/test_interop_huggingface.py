@@ -96,9 +96,17 @@ def test_torch_file_with_attributes(tmp_path: Path) -> None:
 
 
 def test_torch_file_with_something_else(tmp_path: Path) -> None:
-    torch.save({**STATE, "config": {"a": 1}}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CorruptError, match="'config' should be a tensor, and is a dict"):
+    """One entry that cannot be read, and the others can. The file is not damaged."""
+    other = {"config": {"a": 1}, "z": torch.zeros(2, dtype=torch.complex128)}
+    torch.save({**STATE, **other}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: model 'z' \(.*ComplexDouble"):
         check(tmp_path)
+    model = net()
+    for load in (checkpoint.load, checkpoint.load_from_rank):
+        assert len(load(tmp_path, model=model, strict=False).unexpected) == 2
+    assert torch.equal(model[0].weight, STATE["0.weight"])
+    report = checkpoint.find_damage(tmp_path)
+    assert report.ok and report.left_out.keys() == {"model 'config'", "model 'z'"}
 
 
 @pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "..", "a/b.safetensors", "", None, 3, ["x"]])
@@ -154,6 +162,27 @@ def test_mx_weights(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, model={**model, "w": torch.zeros(4, 8)}, cast=True)
     with pytest.raises(ArgumentError, match="'w': safetensors has no 0-dim tensors of 4-bit floats"):
         checkpoint.save(tmp_path / "scalar", model={"w": state["w"][0, 0]})
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path) -> None:
+    """Numbers of 6 bits, between others: these can be read."""
+    entries = {"b": ("F32", [3], 0, 12), "w": ("F6_E2M3", [8], 12, 18), "c": ("U8", [2], 18, 20)}
+    text = json.dumps({name: {"dtype": d, "shape": s, "data_offsets": at} for name, (d, s, *at) in entries.items()})
+    content = len(text).to_bytes(8, "little") + text.encode() + torch.ones(3).numpy().tobytes() + bytes(6) + b"\1\2"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    model = {"b": torch.zeros(3), "c": torch.zeros(2, dtype=torch.uint8)}
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: model 'w' \(F6_E2M3 \[8\]"):
+        checkpoint.load(tmp_path, model=model)
+    checkpoint.load(tmp_path, model=model, strict=False)
+    assert model["b"].tolist() == [1.0] * 3 and model["c"].tolist() == [1, 2]
+    assert checkpoint.find_damage(tmp_path).ok
+
+
+def test_what_the_index_does_not_list(tmp_path: Path) -> None:
+    write_two(tmp_path)
+    save_file({"1.weight": STATE["1.weight"], "2.bias": torch.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(MismatchError, match=r"unexpected in the checkpoint: model '2.bias' \(in .*not in the index"):
+        check(tmp_path)
 
 
 def test_no_optimizer_is_missing(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ Layer: checkpoint.
 ``.metadata`` lists the chunks of each tensor, each with the range of a ``.distcp`` file that holds it
 (`dcp_metadata.py`). Such a range is a complete `torch.save` file, and the bytes are read in place (`torch_files.py`).
 Values other than tensors are `torch.save` files too. No pickle is executed. An item that is intact but not plain data
-(a pickled data loader) is left out, unless it is part of an optimizer's state, which must be complete. A damaged item
-is an error.
+(a pickled data loader) is left out and listed as such, unless it is part of an optimizer's state, which must be
+complete. A damaged item is an error.
 
 A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead; together they hold the same
 information. If ``.metadata`` exists, only it is used, as torch does.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata
+from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata, unreadable
 from fsdp2.checkpoint.formats.foreign_state import (
     Path,
     encoded,
@@ -76,7 +76,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         finally:
             reader.close()
     _check_sizes(storage, path, items)
-    left_out: dict[str, str] = {}
+    left_out: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "": {}}
     catalog = DcpCatalog(storage, path, items, Places({}, {}, []), left_out)
     try:
         catalog.places = Places.of(items, left_out, catalog.numbered())
@@ -91,7 +91,7 @@ def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None
     held = sum(storage.sizes(path).values())
     for name, item in items.items():
         info = item.info
-        if info is not None and info.dtype and prod(info.shape) * ITEMSIZES[info.dtype] > held:
+        if info is not None and item.is_readable and prod(info.shape) * ITEMSIZES[info.dtype] > held:
             raise CorruptError(
                 f"{storage.join(path, METADATA)}: '{name}' is {info.dtype} {list(info.shape)}, and all files together "
                 f"have {held} bytes"
@@ -128,14 +128,14 @@ class DcpCatalog:
     Attributes:
         items: everything that the metadata lists.
         places: where the items belong.
-        left_out: names that belong to no section -> why.
+        left_out: see `Catalog`.
     """
 
     storage: Storage
     path: str
     items: Mapping[str, Item]
     places: Places
-    left_out: dict[str, str]
+    left_out: dict[str, dict[str, str]]
     step: int | None = None
     kind: str = "DCP (torch.distributed.checkpoint)"
     aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class DcpCatalog:
     def tensors(self) -> dict[str, dict[str, StoredTensorInfo]]:
         """See `Catalog`."""
         return {
-            section: {name: self.items[key].info or StoredTensorInfo("", ()) for name, key in names.items()}
+            section: {name: info for name, key in names.items() if (info := self.items[key].info) is not None}
             for section, names in self.places.tensors.items()
         }
 
@@ -155,7 +155,7 @@ class DcpCatalog:
             CorruptError: it is damaged, or differs between ranks.
         """
         for key, item in self.items.items():
-            if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out and item.chunks:
+            if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out[""] and item.chunks:
                 shape, where = next(iter(item.chunks.values()))
                 value = self._count(key, shape, where)
                 for copy in item.copies:
@@ -165,6 +165,7 @@ class DcpCatalog:
                             f"{self.path}: '{key}' is {value} in {where.file}, and {other} in {copy.file}. {MIXED}"
                         )
                 if value is not None:
+                    del self.left_out[""][key]
                     return value
         return None
 
@@ -184,13 +185,11 @@ class DcpCatalog:
             found: dict[Path, Any] = {}
             try:
                 for path, key in members.items():
-                    info = self.items[key].info
-                    is_tensor = info is not None and info.dtype
+                    is_tensor = self.items[key].is_readable
                     found[path] = {"$tensor": path_name(path)} if is_tensor else encoded(self._value(key))
                 model[name] = nested(found)
             except (NotPlain, ArgumentError) as error:
-                for key in members.values():  # an incomplete value would be a different one
-                    self.left_out[key] = str(error)
+                self.left_out["model"][name] = str(error)  # all of it: an incomplete value would be a different one
         return [model] if model else []
 
     def _optimizer_values(self) -> list[Mapping[str, Any]]:
@@ -199,20 +198,20 @@ class DcpCatalog:
         for optimizer, members in self.places.optimizers:
             for key, (kind, fqn, path) in members.items():
                 info = self.items[key].info
-                if kind == "state" and info is not None and info.dtype:
+                if kind == "state" and info is not None and self.items[key].is_readable:
                     optimizer.add_state(fqn, path, info)
                     continue
                 try:
                     value = self._value(key)
                     encoded(value)
                 except (NotPlain, ArgumentError) as error:
+                    self.left_out["optimizer"][key] = str(error)
                     if kind == "state":
                         raise UnsupportedError(
                             f"{self.path}: '{key}' is a part of the optimizer's state that cannot be read here "
                             f"({error}), and without it the rest is not what was saved. Load the optimizer with "
                             "torch.distributed.checkpoint, or the model alone."
                         ) from error
-                    self.left_out[key] = str(error)
                     continue
                 if kind == "state":
                     optimizer.add_state(fqn, path, value)
@@ -337,9 +336,10 @@ class DcpCatalog:
         if not item.chunks:
             raise CorruptError(f"{self.path}: nothing of '{key}' is stored")
         shape, where = next(iter(item.chunks.values()))
-        if item.info is not None and (item.info.shape or not item.info.dtype):
-            dtype = item.info.dtype or "a dtype that safetensors does not have"
-            raise NotPlain(f"a tensor {list(item.info.shape)} of {dtype}")
+        if item.info is not None and not item.is_readable:
+            raise NotPlain(unreadable(item))
+        if item.info is not None and item.info.shape:
+            raise NotPlain(f"a tensor {item.info.dtype} {list(item.info.shape)}")
         return self._value_at(key, shape, where)
 
     def _value_at(self, key: str, shape: tuple[int, ...], where: Range) -> Any:
@@ -359,7 +359,7 @@ class DcpCatalog:
     def _count(self, key: str, shape: tuple[int, ...], where: Range) -> int | None:
         """A number of steps: an integer, or a tensor that holds one; None for anything else."""
         info = self.items[key].info
-        if info is not None and (prod(info.shape) != 1 or not info.dtype):
+        if info is not None and (prod(info.shape) != 1 or not self.items[key].is_readable):
             return None
         try:
             value = self._value_at(key, shape, where)

@@ -35,7 +35,7 @@ from fsdp2.checkpoint.storage.base import Reader, check_file_name
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 from fsdp2.placement.box import Box
 
-__all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata"]
+__all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata", "unreadable"]
 
 # The names of the number of steps, at the top or one level below.
 STEPS = ("step", "global_step")
@@ -125,7 +125,7 @@ class Item:
     """What a name in the metadata stands for.
 
     Attributes:
-        info: of a tensor; None for other values. Its dtype is "" if safetensors does not have it.
+        info: of a tensor; None for other values. Its dtype is torch's name if safetensors does not have it.
         file: the first metadata file that lists it.
         chunks: start in the tensor -> (shape, where). One chunk with the key () for a value.
         copies: for values that may be the number of steps: where other ranks stored it.
@@ -136,6 +136,11 @@ class Item:
     file: str
     chunks: dict[tuple[int, ...], tuple[tuple[int, ...], Range]] = field(default_factory=dict)
     copies: list[Range] = field(default_factory=list)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether it is a tensor of a dtype that safetensors has."""
+        return self.info is not None and self.info.dtype in DTYPES
 
 
 class _Metadata:
@@ -199,7 +204,7 @@ class _Metadata:
         dtype = state[0] if type(state) is tuple and state else properties.field("dtype")
         if not isinstance(dtype, Named):
             raise CorruptError(f"{self._file}: '{fqn}' has no dtype")
-        return StoredTensorInfo(_DTYPES.get(dtype.kind, ""), _sizes(about.field("size")))
+        return StoredTensorInfo(_DTYPES.get(dtype.kind, dtype.kind), _sizes(about.field("size")))
 
     def _add_chunk(self, item: Item, info: StoredTensorInfo, fqn: str, chunk: Any) -> None:
         start = _sizes(_field(chunk, "ChunkStorageMetadata", "offsets", tuple))
@@ -228,7 +233,7 @@ class _Metadata:
 
 
 def _described(info: StoredTensorInfo | None) -> str:
-    return "no tensor" if info is None else f"{info.dtype or 'of another dtype'} {list(info.shape)}"
+    return "no tensor" if info is None else f"{info.dtype} {list(info.shape)}"
 
 
 def _field(made: Any, kind: str, name: str, expected: type) -> Any:
@@ -268,33 +273,33 @@ class Places:
 
     @classmethod
     def of(
-        cls, items: Mapping[str, Item], left_out: dict[str, str], numbered: Mapping[Path, Mapping[str, str]]
+        cls, items: Mapping[str, Item], left_out: dict[str, dict[str, str]], numbered: Mapping[Path, Mapping[str, str]]
     ) -> "Places":
-        """Sort all names; those that belong nowhere are added to `left_out`."""
+        """Sort all names; tensors that cannot be read, and what belongs nowhere, are added to `left_out`."""
         keys = {item.path: key for key, item in items.items()}
         roots = find_optimizers(keys)
         owner = {path: _root_of(path, roots) for path in keys}
         prefix, model = find_model(
-            path for path, key in keys.items() if owner[path] is None and (info := items[key].info) and info.dtype
+            path for path, key in keys.items() if owner[path] is None and items[key].info is not None
         )
         result = cls({"model": {}, "optimizer": {}}, {}, [])
         for name, path in model.items():
-            result._add_to_model(name, path[len(prefix) :], keys[path])
+            if items[keys[path]].is_readable:
+                result._add_to_model(name, path[len(prefix) :], keys[path])
+            elif not (within_value(path[len(prefix) :]) or ("", ()))[1]:
+                left_out["model"][name] = unreadable(items[keys[path]])
         for path, key in keys.items():
             own = path[len(prefix) :]
             if model and owner[path] is None and path[: len(prefix)] == prefix and own:
-                result._add_value(own, key, items[key].info, bool(prefix))
+                result._add_value(own, key, items[key], bool(prefix))
         for root in sorted(roots, key=str):
             optimizer = ForeignOptimizer(frozenset(model), numbered.get(root, {}))
             result._add_optimizer(root, [path for path in keys if owner[path] == root], items, keys, optimizer)
         placed = {key for members in result.model_values.values() for key in members.values()}
         placed.update(key for names in result.tensors.values() for key in names.values())
         placed.update(key for _, members in result.optimizers for key in members)
-        for key, item in items.items():
-            if item.info is not None and not item.info.dtype:
-                left_out[key] = "a dtype that safetensors does not have"
-            elif key not in placed:
-                left_out[key] = "neither model nor optimizer"
+        placed.update(keys[path] for path in model.values())
+        left_out[""].update((key, "neither model nor optimizer") for key in items if key not in placed)
         return result
 
     def _add_to_model(self, name: str, own: Path, key: str) -> None:
@@ -305,13 +310,13 @@ class Places:
             name = within(value, path_name(inner))
         self.tensors["model"][name] = key
 
-    def _add_value(self, own: Path, key: str, info: StoredTensorInfo | None, below_key: bool) -> None:
+    def _add_value(self, own: Path, key: str, item: Item, below_key: bool) -> None:
         """Add a value of the model, or an item of one. A tensor is only added if it is part of a value and cannot be
         read."""
         value, inner = within_value(own) or ("", ())
-        if (value and info is None) or (inner and info is not None and not info.dtype):
+        if (value and item.info is None) or (inner and item.info is not None and not item.is_readable):
             self.model_values.setdefault(value, {})[inner] = key
-        elif below_key and info is None:
+        elif below_key and item.info is None:
             self.model_values[".".join(map(str, own))] = {(): key}
 
     def _add_optimizer(
@@ -329,8 +334,7 @@ class Places:
             if place is None or (place[0] == "group" and not place[1].isdecimal()):
                 continue
             members[key] = place
-            info = items[key].info
-            if place[0] == "state" and info is not None and info.dtype:
+            if place[0] == "state" and items[key].is_readable:
                 name = state_name(place[2], place[1])
                 if name in self.tensors["optimizer"]:
                     raise CheckpointError(
@@ -338,6 +342,11 @@ class Places:
                     )
                 self.tensors["optimizer"][name] = key
         self.optimizers.append((optimizer, members))
+
+
+def unreadable(item: Item) -> str:
+    """What a tensor is that safetensors has no dtype for."""
+    return f"a tensor {_described(item.info)}, which safetensors does not have"
 
 
 def _root_of(path: Path, roots: set[Path]) -> Path | None:

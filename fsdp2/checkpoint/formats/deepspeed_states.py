@@ -60,9 +60,8 @@ class ModelStates:
         table.tensors.update(model={}, optimizer={})
         module = self.states[0].get("module") or {}
         for name in self.states[0].get("buffer_names") or ():
-            tensor = module.get(name)
-            if isinstance(tensor, TensorInFile):
-                table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+            if name in module:
+                _add_whole(table, name, module[name])
         for name, shape in (self.states[0].get("frozen_param_shapes") or {}).items():
             self._add_frozen(table, name, self._shape(name, shape))
         aliases = self.states[0].get("shared_params") or {}
@@ -134,12 +133,19 @@ class ModelStates:
         """The table, with the optimizer's values, and parameters that are neither trained nor listed as frozen."""
         module = self.states[0].get("module") if self.whole_module else None
         for name, tensor in (module or {}).items():
-            known = name in table.tensors["model"] or name in table.aliases["model"]
-            if not known and isinstance(tensor, TensorInFile):
-                table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+            if name not in table.tensors["model"] and name not in table.aliases["model"]:
+                _add_whole(table, name, tensor)
         shapes = {name: info.shape for name, info in table.tensors["model"].items()}
         try:
             table.values = {"model": [], "optimizer": [self.optimizer.table(shapes)]}
         except ArgumentError as error:
             raise CorruptError(f"{self.folder}: the optimizer's options are not plain data ({error})") from error
         return table
+
+
+def _add_whole(table: PieceTable, name: str, tensor: Any) -> None:
+    """Add a tensor that one file has whole."""
+    if isinstance(tensor, TensorInFile):
+        table.add("model", name, StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+    else:
+        table.leave_out("model", name, f"{shown(tensor)}, not a tensor that can be read")

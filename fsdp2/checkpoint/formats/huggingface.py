@@ -9,7 +9,6 @@ be a regular file in the folder ``blobs`` beside ``snapshots``.
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from fsdp2.checkpoint.formats.native import read_header, read_small
@@ -84,12 +83,17 @@ def open_huggingface(storage: Storage, path: str) -> PieceTable:
         if place is None:
             raise CorruptError(f"{storage.join(path, file)}: is listed in the index, but is missing (or a link)")
         contained = _tensors(storage, place)
-        names = [name for name in listed if listed[name] == file] if listed is not None else [*contained]
-        for name in names:
+        for name in [name for name in listed if listed[name] == file] if listed is not None else ():
             if name not in contained:
                 raise CorruptError(f"{storage.join(path, file)}: has no '{name}', which the index says it has")
-            info, pieces = contained[name]
-            catalog.add("model", name, info, pieces)
+        for name, found in contained.items():
+            if listed is not None and listed.get(name) != file:
+                if name not in listed:
+                    catalog.leave_out("model", name, f"in {file}, and not in the index")
+            elif isinstance(found, str):
+                catalog.leave_out("model", name, found)
+            else:
+                catalog.add("model", name, *found)
     return catalog
 
 
@@ -102,8 +106,8 @@ def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
     return {name: check_file_name(file, index) for name, file in content["weight_map"].items()}
 
 
-def _tensors(storage: Storage, file: str) -> Mapping[str, tuple[StoredTensorInfo, list[StoredPiece]]]:
-    """All tensors of a file."""
+def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str]:
+    """All tensors of a file; instead of those that cannot be read, why."""
     reader = storage.open_file(file)
     try:
         start = bytearray(min(4, reader.size))
@@ -111,15 +115,20 @@ def _tensors(storage: Storage, file: str) -> Mapping[str, tuple[StoredTensorInfo
         content = read_torch_file(reader, file) if start == b"PK\3\4" else None
     finally:
         reader.close()
-    result = {}
+    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
     if content is None:
-        for name, stored in read_header(storage, file).tensors.items():
+        header = read_header(storage, file)
+        result.update(header.unread)
+        for name, stored in header.tensors.items():
             box = whole(stored.shape)
             piece = StoredPiece(file, stored.offset, box, box, stored.dtype)
             result[name] = StoredTensorInfo(stored.dtype, stored.shape), [piece]
         return result
     for name, tensor in content.items() if isinstance(content, dict) else ():
-        if not isinstance(tensor, TensorInFile):
-            raise CorruptError(f"{file}: '{name!s:.80}' should be a tensor, and is {shown(tensor)}")
-        result[str(name)] = StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces()
+        is_tensor = isinstance(tensor, TensorInFile)
+        result[str(name)] = (
+            (StoredTensorInfo(tensor.dtype, tensor.shape), tensor.pieces())
+            if is_tensor
+            else f"{shown(tensor)}, not a tensor that can be read"
+        )
     return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp2.checkpoint.io.catalog import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.io.catalog import LeftOut, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
@@ -180,6 +180,11 @@ class NativeCatalog:
     def files(self) -> Iterable[str]:
         """See `Catalog`."""
         return [self.storage.join(self.path, MANIFEST)]  # it has the id of the save
+
+    @property
+    def left_out(self) -> LeftOut:
+        """See `Catalog`: nothing."""
+        return {}
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""

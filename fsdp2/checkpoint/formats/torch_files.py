@@ -273,7 +273,7 @@ class _Archive:
             name = _NAMES.get(rest.pop(0).kind)
         # The last arguments say whether the values must be conjugated or negated.
         if name is None or any(rest):
-            return Made("torch.Tensor", args)
+            return Made(f"torch.Tensor in a {kind.kind}", args)
         numbers = (first, *shape, *steps)
         if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers) or len(shape) > MAX_DIMS:
             raise ValueError("a tensor of an impossible shape")

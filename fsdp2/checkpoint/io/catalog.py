@@ -13,7 +13,7 @@ from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
 from fsdp2.placement.box import Box
 
-__all__ = ["Catalog", "PieceTable", "StoredPiece", "StoredTensorInfo"]
+__all__ = ["Catalog", "LeftOut", "PieceTable", "StoredPiece", "StoredTensorInfo", "left_out_of"]
 
 
 class StoredTensorInfo(NamedTuple):
@@ -47,6 +47,10 @@ class StoredPiece:
     box: Box
     dtype: str
     sums: str = ""
+
+
+# Section ("" for none) -> what the folder has there, and this library cannot read -> why.
+LeftOut = Mapping[str, Mapping[str, str]]
 
 
 class Catalog(Protocol):
@@ -92,6 +96,11 @@ class Catalog(Protocol):
         """The paths of the files that show whether two folders hold the same."""
         ...
 
+    @property
+    def left_out(self) -> LeftOut:
+        """What is neither in `tensors` nor in `values`. Of values it is known once `values` of the section was read."""
+        ...
+
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
 
@@ -103,6 +112,12 @@ class Catalog(Protocol):
     def close(self) -> None:
         """Release open files."""
         ...
+
+
+def left_out_of(catalog: Catalog) -> dict[str, str]:
+    """All that a catalog leaves out, as texts for people ("model 'w'") -> why."""
+    every = [(section, name, why) for section, names in catalog.left_out.items() for name, why in names.items()]
+    return {f"{section} '{name}'".lstrip(): why for section, name, why in every}
 
 
 @dataclass
@@ -120,6 +135,7 @@ class PieceTable:
     tensors: dict[str, dict[str, StoredTensorInfo]] = field(default_factory=dict)
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     values: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
 
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
@@ -133,6 +149,10 @@ class PieceTable:
     def files(self) -> Iterable[str]:
         """See `Catalog`."""
         return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
+
+    def leave_out(self, section: str, name: object, why: str) -> None:
+        """Note what cannot be read."""
+        self.left_out.setdefault(section, {})[str(name)] = why
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""

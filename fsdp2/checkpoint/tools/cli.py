@@ -118,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
 
     one = add("verify", _verify, "read everything and list all damage")
     one.add_argument("folders", metavar="FOLDER", nargs="+", help="a checkpoint, or the folder of a run for all of its")
-    one.add_argument("--strict", action="store_true", help="files that do not belong there count as damage")
+    one.add_argument(
+        "--strict", action="store_true", help="files that do not belong there, and what is not read, count as damage"
+    )
 
     one = add("convert", _convert, "rewrite a checkpoint for another number of ranks, layout or format")
     one.add_argument("source", metavar="SOURCE", help="any checkpoint that load() takes")
@@ -209,7 +211,7 @@ def _verify(args: argparse.Namespace) -> int:
                 reports.append(find_damage(one, progress=progress))
             if not args.json:
                 screen.show_report(reports[-1])
-    good = all(report.ok and not (args.strict and report.strays) for report in reports)
+    good = all(report.ok and not (args.strict and (report.strays or report.left_out)) for report in reports)
     if args.json:
         _write_json({"ok": good, "reports": [{"ok": report.ok, **asdict(report)} for report in reports]})
     return OK if good else DAMAGED

@@ -57,6 +57,10 @@ def convert(
         ArgumentError: an option is invalid.
         CheckpointError: there is no checkpoint at `source`, or something exists at `target`.
         CorruptError: the source is damaged. The new folder is removed then.
+        UnsupportedError: the source has something that cannot be read. `describe` lists it.
+
+    Warns:
+        UserWarning: the source has something that is neither model nor optimizer, which is left out.
 
     Example::
 

@@ -1,12 +1,13 @@
 """The content of a checkpoint of any supported format, without reading its values. Layer: checkpoint."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.catalog import Catalog, left_out_of
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.folders import find, is_complete
 from fsdp2.checkpoint.run.replacing import open_found
@@ -56,6 +57,7 @@ class Description:
         extra: key -> (the number of ranks that saved it, the number of different values).
         about: the user's texts and numbers (see `save`).
         strays: names in the folder that do not belong to the checkpoint; they are never read.
+        left_out: what the folder has beside `tensors` and this library does not read -> why.
     """
 
     folder: str
@@ -71,6 +73,7 @@ class Description:
     extra: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     strays: tuple[str, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +106,12 @@ def describe(folder: Folder) -> Description:
                 for section, infos in catalog.tensors.items()
                 for name, info in infos.items()
             )
-            return Description(catalog.path, catalog.kind, catalog.step, tensors, optimizer=_kinds(catalog))
+            with suppress(CheckpointError):  # damaged values are for `verify`
+                catalog.values.get("model")
+            left_out = left_out_of(catalog)
+            return Description(
+                catalog.path, catalog.kind, catalog.step, tensors, optimizer=_kinds(catalog), left_out=left_out
+            )
         finally:
             catalog.close()
     native.close()

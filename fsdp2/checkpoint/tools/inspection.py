@@ -6,13 +6,13 @@ manifest, the files that it lists, their headers, that all parts of each tensor 
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
-from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
+from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece, left_out_of
 from fsdp2.checkpoint.io.planned_files import sums_file_name
 from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
@@ -23,7 +23,7 @@ from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
-from fsdp2.errors import CheckpointError, CorruptError, ReplacedError
+from fsdp2.errors import CheckpointError, CorruptError, ReplacedError, UnsupportedError
 from fsdp2.placement.box import Box, Cover, whole
 
 __all__ = ["Damage", "Report", "find_damage", "verify"]
@@ -40,6 +40,7 @@ class Report:
         kind: the format.
         damage: everything that is wrong.
         strays: names in the folder that do not belong to the checkpoint. They are never read, and are not damage.
+        left_out: what this library does not read -> why. Not damage either.
         num_files, num_tensors: how many were checked.
         checked_bytes: of values that match their checksums.
         unchecked_bytes: of values without checksums (other formats): they can be read, but may be wrong.
@@ -49,6 +50,7 @@ class Report:
     kind: str
     damage: list[Damage] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
     num_files: int = 0
     num_tensors: int = 0
     checked_bytes: int = 0
@@ -190,6 +192,10 @@ class _Verification:
             for name, error in self._catalog.damaged_items():
                 damage = _damage_of(self._catalog.storage, self._catalog.path, error)
                 self._lose(damage.file, damage.problem, f"'{name}'")
+        for section in self._catalog.values:  # which finds what is left out
+            with suppress(CheckpointError, UnsupportedError):
+                self._catalog.values[section]
+        self._report.left_out = left_out_of(self._catalog)
 
     def _pieces(self, section: str, name: str, box: Box, label: str) -> Iterator[StoredPiece]:
         """The parts of a tensor, each looked up separately, so that one bad file does not hide the next."""

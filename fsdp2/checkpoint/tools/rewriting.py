@@ -4,6 +4,7 @@ The files are planned as `save` plans those of its ranks, and written by the sam
 old checkpoint a chunk at a time, so a tensor larger than a few chunks is never in memory completely.
 """
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, table_of
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
-from fsdp2.errors import ArgumentError, CheckpointError
+from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from fsdp2.placement.box import Box, Cover, whole
 from fsdp2.placement.tiling import Grid, Tiling, replicated
 
@@ -95,15 +96,17 @@ class Rewriting:
         """Write everything to the folder `work`, the manifest last.
 
         Raises:
+            UnsupportedError: the old checkpoint has something that cannot be read.
             CheckpointError: without renames: the folder has a file of one of the names, or another save or conversion
                 has written there.
         """
         sections = ("model",) if self.options.model_only else ("model", "optimizer")
         for section in sections:
-            infos = self.catalog.tensors.get(section, {})
-            if infos or self.catalog.values.get(section):
+            infos, values_there = self.catalog.tensors.get(section, {}), self.catalog.values.get(section)
+            if infos or values_there:
                 rows = {name: (self._dtype(section, info.dtype), info.shape) for name, info in infos.items()}
                 self._tensors[section] = rows
+        self._check_left_out(sections)
         self._check_cover()
         values = StoredValues(self.catalog.storage, self.options.verify)
         try:
@@ -151,6 +154,24 @@ class Rewriting:
         if self.options.dtype is None or section != "model" or dtype not in FLOATS:
             return dtype
         return str(name_of(self.options.dtype))
+
+    def _check_left_out(self, sections: Sequence[str]) -> None:
+        """Nothing that was asked for may be lost; what is neither model nor optimizer has no place in the new one."""
+        left_out = self.catalog.left_out
+        asked = [(section, name, why) for section in sections for name, why in left_out.get(section, {}).items()]
+        lost = [f"{section} '{name}' ({why})" for section, name, why in asked]
+        if lost:
+            raise UnsupportedError(
+                f"{self.catalog.path}: convert cannot read {', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}. To "
+                "have the rest, load it with strict=False and save that."
+            )
+        others = [*left_out.get("", ())]
+        if others and not self.options.model_only:
+            warnings.warn(
+                f"convert: leaves out {', '.join(others[:5])}{', ...' if len(others) > 5 else ''} ({len(others)} in "
+                "all), which are neither model nor optimizer",
+                stacklevel=4,
+            )
 
     def _check_cover(self) -> None:
         """Check that all parts exist, before anything is written."""

@@ -12,6 +12,7 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
+from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.tools.describing import Description, TensorEntry
 from fsdp2.checkpoint.tools.inspection import Report
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -104,6 +105,7 @@ def show_description(description: Description, pattern: str | None) -> None:
     if pattern is not None:
         chosen = [tensor for tensor in description.tensors if fnmatchcase(tensor.name, pattern)]
         console.print(_tensors(sorted(chosen, key=lambda tensor: (tensor.section, _natural(tensor.name)))))
+    _show_left_out(description.left_out)
 
 
 def show_run(path: str, found: Sequence[Description], damaged: Mapping[str, str], dead: Sequence[str]) -> None:
@@ -138,7 +140,7 @@ def show_report(report: Report) -> None:
             span = f"{one.span[0]}..{one.span[1]}" if one.span else "all"
             table.add_row(_escape(one.file), _escape(names), span, _escape(one.problem))
         console.print(table)
-    elif report.unchecked_bytes and not report.checked_bytes:
+    elif report.kind != NativeCatalog.kind and not report.checked_bytes:
         console.print(
             f"[green]readable[/green] {_escape(report.folder)}: {report.num_tensors} tensors, "
             f"{_bytes(report.unchecked_bytes)} read; their values cannot be checked: {_escape(report.kind)} has no "
@@ -154,6 +156,12 @@ def show_report(report: Report) -> None:
         )
     if report.strays:
         console.print(f"not of the checkpoint: {_escape(', '.join(report.strays))}", soft_wrap=True)
+    _show_left_out(report.left_out)
+
+
+def _show_left_out(left_out: Mapping[str, str]) -> None:
+    for name, why in left_out.items():
+        _console().print(f"[yellow]not read[/yellow]: {_escape(name)}: {_escape(why)}", soft_wrap=True)
 
 
 def show_pruned(old: Sequence[str], dead: Sequence[str], dry_run: bool) -> None:
