@@ -16,9 +16,11 @@ import torch
 
 from fsdp2.errors import UnsupportedError
 from fsdp2.init.arithmetic import exp, log, normal_quantile, sin_cos_half_pi
-from fsdp2.init.owned import Owned, boxes, spans
+from fsdp2.init.sequential import spans
+from fsdp2.layout import strides
+from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["DISTRIBUTIONS", "fill_by_counter", "indices", "words"]
+__all__ = ["DISTRIBUTIONS", "fill_by_counter", "words"]
 
 SPAN_NUMEL = 1 << 16  # values generated at a time: the few float64 tensors for these stay in the cache
 
@@ -142,13 +144,14 @@ DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 def fill_by_counter(
     local: torch.Tensor,
-    owned: Owned,
+    own: Box,
+    whole: tuple[int, ...],
     name: str,
     scalars: Sequence[Any],
     key: int,
     operand: torch.Tensor | None = None,
 ) -> None:
-    """Fill `local`, this rank's elements `owned`, with values of the distribution `name`. No communication.
+    """Fill `local`, this rank's elements `own` of a tensor of shape `whole`. No communication.
 
     Args:
         name: of an operation in `DISTRIBUTIONS`.
@@ -161,30 +164,22 @@ def fill_by_counter(
             mean = scalars[0] if scalars else 0.0
             std = scalars[1] if len(scalars) > 1 else 1.0
             scalars = (mean, std * 0.5**0.5)
-        owned = Owned((*owned.shape, 2), (*owned.intervals, ((0, 2),)))
+        own, whole = Box((*own.start, 0), (*own.shape, 2)), (*whole, 2)
         local = torch.view_as_real(local)
     key = (key + 2**63) % 2**64 - 2**63
-    numbers = indices(owned, local.device)
+    numbers = [
+        torch.arange(low, high, device=local.device) * step
+        for low, high, step in zip(own.start, own.end, strides(whole), strict=True)
+    ]
     for start, stop in spans(local.numel(), SPAN_NUMEL, 1):
-        for box in boxes(local.shape, start, stop):
-            at = tuple(slice(low, high) for low, high in box)
-            shape = [high - low for low, high in box]
+        for box in boxes_of_flat_range(tuple(local.shape), start, stop):
+            at, shape = box.slices(), box.shape
             flat = torch.zeros(shape, dtype=torch.int64, device=local.device)
-            for dim, (low, high) in enumerate(box):
-                flat += numbers[dim][low:high].view([-1 if other == dim else 1 for other in range(len(box))])
+            for dim, entries in enumerate(at):
+                flat += numbers[dim][entries].view([-1 if other == dim else 1 for other in range(len(shape))])
             request = _Request(local.dtype, None if operand is None else operand[at].flatten())
             values = DISTRIBUTIONS[name](words(flat.view(prod(shape)), key), request, *scalars)
             local[at].copy_(_rounded(values, local.dtype).view(shape))
-
-
-def indices(owned: Owned, device: torch.device) -> list[torch.Tensor]:
-    """For each dim, what each of this rank's entries adds to the index of an element in the whole tensor."""
-    result = []
-    for dim, intervals in enumerate(owned.intervals):
-        pieces = [torch.arange(low, high, device=device) for low, high in intervals]
-        entries = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=device)
-        result.append(entries * prod(owned.shape[dim + 1 :]))
-    return result
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

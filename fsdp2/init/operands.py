@@ -5,16 +5,15 @@ Every rank of a seeded context draws the same plain tensors, so a plain operand 
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec
-from fsdp2.init.owned import Owned, owned_of
+from fsdp2.placement.tiling import own_box
 
-__all__ = ["as_dtensors", "copy_owned", "number_of", "operand_of", "whole_of", "write_on_whole"]
+__all__ = ["as_dtensors", "copy_own", "number_of", "operand_of", "whole_of", "write_on_whole"]
 
 
 def whole_of(tensor: DTensor) -> torch.Tensor:
@@ -25,10 +24,11 @@ def whole_of(tensor: DTensor) -> torch.Tensor:
     return full_tensor(on_mesh).to(tensor.device)
 
 
-def copy_owned(local: torch.Tensor, owned: Owned, whole: torch.Tensor) -> None:
-    """Copy this rank's part of `whole` into `local`."""
-    for there, here in owned.within(tuple((0, size) for size in owned.shape)):
-        local[here].copy_(whole[there])
+def copy_own(whole: torch.Tensor, out: DTensor) -> None:
+    """Copy this rank's part of `whole` into `out`."""
+    local = local_tensor(out)
+    if local.numel():
+        local.copy_(whole[own_box(out).slices()])
 
 
 def operand_of(operand: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,7 @@ def write_on_whole(func: Any, args: Sequence[Any], out: DTensor) -> None:
     """
     whole = whole_of(out)
     func(whole, *[_whole(arg) for arg in args])
-    local = local_tensor(out)
-    copy_owned(local, owned_of(out, local.shape), whole)
+    copy_own(whole, out)
 
 
 def number_of(tensor: DTensor) -> Any:
@@ -98,10 +97,5 @@ def _as_dtensor(plain: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def _part_of(plain: torch.Tensor, like: DTensor) -> torch.Tensor:
-    owned = owned_of(like, local_tensor(like).shape)
-    if owned.is_whole:
-        return plain
-    part = plain.new_empty(owned.local_shape)
-    if prod(owned.local_shape):
-        copy_owned(part, owned, plain)
-    return part
+    box = own_box(like)
+    return plain if box.shape == plain.shape else plain[box.slices()].contiguous()

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import TorchDispatchMode, local_tensor
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.counter import DISTRIBUTIONS, fill_by_counter
-from fsdp2.init.operands import as_dtensors, copy_owned, number_of, operand_of, write_on_whole
-from fsdp2.init.owned import Owned, owned_of
+from fsdp2.init.operands import as_dtensors, copy_own, number_of, operand_of, write_on_whole
 from fsdp2.init.sequential import Target, fill_sequential
 from fsdp2.init.slices import SLICING, Slices, cuts_sliced_dim, viewed
+from fsdp2.placement.box import whole
+from fsdp2.placement.tiling import own_box
 
 __all__ = ["Mode", "seeded"]
 
@@ -68,7 +69,8 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
     `nn.init.orthogonal_` computes the whole matrix on every rank: `new_empty` of a DTensor returns a plain tensor here.
     (The bits of the QR decomposition depend on the number of threads, in torch as well.) `trunc_normal_` determines by
     an all-reduce whether any element has to be drawn again; a slice along a sharded dim is an all-reduce of its size;
-    writes by an index tensor (as in `nn.init.sparse_`) gather the tensor that they write to. Nothing else communicates.
+    writes by an index tensor (as in `nn.init.sparse_`) gather the tensor that they write to, and views that merge a
+    sharded dim with one before it gather theirs. Nothing else communicates.
 
     Leave it before training, when ranks need different dropout masks.
 
@@ -82,9 +84,9 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
             (without one, from the CPU's on any device).
 
     Raises:
-        ArgumentError: another mode.
-        UnsupportedError: (within the context) a random operation on a partial DTensor, or one on a DTensor that is not
-            named above; or a write into a gathered view of a DTensor that is not a slice.
+        ArgumentError: another mode; or (within the context) a random operation on a partial DTensor.
+        UnsupportedError: (within the context) a random operation on a DTensor that is not named above, or a write into
+            a gathered view of a DTensor that is not a slice.
     """
     if mode not in get_args(Mode):
         raise ArgumentError(f"seeded: expected mode to be one of {get_args(Mode)}, got {mode!r}")
@@ -160,8 +162,7 @@ class _Filling(TorchDispatchMode):
         first = args[0] if args else None
         out = kwargs.get("out")
         if func is aten.eye.m_out and isinstance(out, DTensor):
-            local = local_tensor(out)
-            copy_owned(local, owned_of(out, local.shape), torch.eye(*args, dtype=local.dtype, device=local.device))
+            copy_own(torch.eye(*args, dtype=out.dtype, device=local_tensor(out).device), out)
             return out
         if not isinstance(first, DTensor):
             return func(*args, **kwargs)
@@ -206,7 +207,7 @@ class _Filling(TorchDispatchMode):
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         if local.is_meta:
             return  # nothing is drawn, as on one process
-        owned = owned_of(tensor, local.shape) if isinstance(tensor, DTensor) else Owned.of(tensor.shape, ())
+        box = own_box(tensor) if isinstance(tensor, DTensor) else whole(tensor.shape)
         operand = None
         if args and isinstance(args[0], torch.Tensor):
             operand, args = operand_of(args[0], tensor), ()
@@ -216,12 +217,12 @@ class _Filling(TorchDispatchMode):
             func(values, *operands, generator=source)
 
         if self._mode == "sequential":
-            fill_sequential(Target(local, owned, tuple(tensor.stride()), operand), draw, generator)
+            fill_sequential(Target(local, box, tuple(tensor.shape), tensor.stride(), operand), draw, generator)
             return
         # To raise torch's own error for a dtype or an argument that the operation does not support.
         one = local.new_empty(1)
         draw(one, None if operand is None else torch.full_like(one, 0.5, dtype=operand.dtype), _spare(local.device))
-        fill_by_counter(local, owned, func.overloadpacket.__name__, args, _key(generator), operand)
+        fill_by_counter(local, box, tuple(tensor.shape), func.overloadpacket.__name__, args, _key(generator), operand)
 
 
 def _spare(device: torch.device) -> torch.Generator:

@@ -13,16 +13,16 @@ Otherwise (on accelerators, and for `bernoulli_` and `exponential_` where torch 
 whole tensor and frees it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from fsdp2.init.owned import Owned, boxes, spans
 from fsdp2.layout import strides
+from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["SPAN_NUMEL", "Draw", "Target", "fill_sequential"]
+__all__ = ["SPAN_NUMEL", "Draw", "Target", "fill_sequential", "fill_span", "spans"]
 
 SPAN_NUMEL = 1 << 18  # values drawn at a time: 1 MiB of float32, which stays in the cache
 BLOCK_NUMEL = 16  # of `normal_`
@@ -38,15 +38,24 @@ class Target:
 
     Attributes:
         local: this rank's elements.
-        owned: their place in the whole tensor.
-        stride: of the whole tensor on one process.
+        box: their place in the whole tensor.
+        shape, stride: of the whole tensor on one process.
         operand: this rank's elements of a tensor argument (the probabilities of `bernoulli_`), in the shape of `local`.
     """
 
     local: torch.Tensor
-    owned: Owned
+    box: Box
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     operand: torch.Tensor | None = None
+
+    def permuted(self, order: list[int]) -> "Target":
+        """The same elements for the tensor with its dims permuted."""
+        start, part, shape, stride = (
+            tuple(numbers[dim] for dim in order) for numbers in (*self.box, self.shape, self.stride)
+        )
+        operand = None if self.operand is None else self.operand.permute(order)
+        return Target(self.local.permute(order), Box(start, part), shape, stride, operand)
 
 
 def fill_sequential(target: Target, draw: Draw, generator: torch.Generator | None) -> None:
@@ -56,41 +65,49 @@ def fill_sequential(target: Target, draw: Draw, generator: torch.Generator | Non
         draw: the operation, for a tensor of any shape on the device of the target.
         generator: None for the default generator of that device.
     """
-    shape = target.owned.shape
-    if target.owned.is_whole and target.local.stride() == target.stride:
+    if target.box.shape == target.shape and target.local.stride() == target.stride:
         draw(target.local, target.operand, generator)
         return
-    order = sorted(range(len(shape)), key=lambda dim: -target.stride[dim])
-    local = target.local.permute(order)
-    operand = None if target.operand is None else target.operand.permute(order)
-    owned = target.owned.permuted(order)
-    numel = prod(shape)
-    dense = _is_contiguous(shape, target.stride)
+    numel, dense = prod(target.shape), _is_contiguous(target.shape, target.stride)
     size = SPAN_NUMEL if numel >= SPAN_NUMEL + BLOCK_NUMEL and _may_split(target, draw, dense) else numel
-    scratch = _scratch(min(numel, size + BLOCK_NUMEL), local, dense)
+    scratch = _scratch(min(numel, size + BLOCK_NUMEL), target.local, dense)
+    in_memory_order = target.permuted(sorted(range(len(target.shape)), key=lambda dim: -target.stride[dim]))
     for start, stop in spans(numel, size, BLOCK_NUMEL):
-        piece = scratch[: stop - start]
-        of_operand = None if operand is None else torch.full_like(piece, 0.5, dtype=operand.dtype)
-        if operand is not None and of_operand is not None:
-            for wide, narrow in _own_parts(of_operand, operand, owned, start, stop):
-                wide.copy_(narrow)
-        draw(piece, of_operand, generator)
-        for wide, narrow in _own_parts(piece, local, owned, start, stop):
-            narrow.copy_(wide)
+        fill_span(in_memory_order, draw, generator, scratch[: stop - start], start)
 
 
-def _own_parts(
-    piece: torch.Tensor, local: torch.Tensor, owned: Owned, start: int, stop: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of this rank's elements among `start` to `stop`: in `piece`, which holds that range, and in `local`."""
-    result = []
+def fill_span(target: Target, draw: Draw, generator: torch.Generator | None, piece: torch.Tensor, start: int) -> None:
+    """Draw the elements of the whole tensor from `start` on into `piece`, and keep those of this rank."""
+    operand = None
+    if target.operand is not None:
+        operand = torch.full_like(piece, 0.5, dtype=target.operand.dtype)
+        for view, here in own_views(target, operand, start):
+            view.copy_(target.operand[here])
+    draw(piece, operand, generator)
+    for view, here in own_views(target, piece, start):
+        target.local[here].copy_(view)
+
+
+def own_views(target: Target, values: torch.Tensor, start: int) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Views of this rank's elements in `values`, which has those of the whole tensor from `start` on; and their places
+    in ``target.local``."""
     at = 0
-    for box in boxes(owned.shape, start, stop):
-        sizes = [high - low for low, high in box]
-        view = piece[at : at + prod(sizes)].view(sizes)
-        at += prod(sizes)
-        result += [(view[there], local[here]) for there, here in owned.within(box)]
-    return result
+    for box in boxes_of_flat_range(target.shape, start, start + values.numel()):
+        common = box.intersect(target.box)
+        if common is not None:
+            view = values[at : at + box.numel].view(box.shape)[common.within(box).slices()]
+            yield view, common.within(target.box).slices()
+        at += box.numel
+
+
+def spans(numel: int, size: int, least: int) -> Iterator[tuple[int, int]]:
+    """`range(numel)` in spans of `size`. The last span may be longer or shorter, so that none is shorter than `least`
+    (unless `numel` is)."""
+    start = 0
+    while start < numel:
+        stop = start + size if numel - start - size >= least else numel
+        yield start, stop
+        start = stop
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2._torch import local_tensor
-from fsdp2.errors import UnsupportedError
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.operands import whole_of
-from fsdp2.init.owned import owned_of
+from fsdp2.placement.tiling import own_box
 
 __all__ = ["SLICING", "Slices", "cuts_sliced_dim", "viewed"]
 
@@ -62,11 +62,11 @@ class Region:
         """The elements of the rectangle that this rank owns: their index in the local tensor of `base`, and in the
         rectangle. Each is one index tensor per dim, to be broadcast."""
         assert self.entries is not None
-        owned = owned_of(self.base, local_tensor(self.base).shape)
+        box = own_box(self.base)
         here, there = [], []
         for dim, kept in enumerate(self.entries):
-            found = [(owned.index_of(dim, position), place) for place, position in enumerate(_positions(kept))]
-            pairs = [(at, place) for at, place in found if at is not None]
+            found = [(position - box.start[dim], place) for place, position in enumerate(_positions(kept))]
+            pairs = [(at, place) for at, place in found if 0 <= at < box.shape[dim]]
             shape = [-1 if other == dim else 1 for other in range(len(self.entries))]
             here.append(_index([at for at, _ in pairs]).view(shape))
             there.append(_index([place for _, place in pairs]).view(shape))
@@ -163,10 +163,12 @@ class Slices:
 
 
 def viewed(tensor: DTensor, shape: Sequence[int]) -> DTensor:
-    """``tensor.view(shape)``; gathered if DTensor refuses, as it does for a dim that is cut unevenly. Collective."""
+    """``tensor.view(shape)``; gathered if DTensor refuses, as it does for a dim that is cut unevenly, or if a rank
+    would have several pieces of a dim (rows and columns in one, cut along the columns). Collective."""
     try:
         view: DTensor = aten.view.default(tensor, shape)
-    except RuntimeError:  # depends only on the placements, so it happens on all ranks
+        own_box(view)
+    except (RuntimeError, ArgumentError):  # depends only on the placements, so it happens on all ranks
         mesh = tensor.device_mesh
         whole = whole_of(tensor).reshape(shape)  # torch 2.11 gathers into other strides
         view = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

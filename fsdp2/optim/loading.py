@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
-from fsdp2.init.owned import owned_of
+from fsdp2.placement.tiling import own_box
 
 __all__ = ["load_with_dtypes", "own_part"]
 
@@ -48,9 +48,7 @@ def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's part of `whole`, a plain tensor with the global shape of `like`, cut as `like` is."""
     local = local_tensor(like)
     part = torch.empty_like(local, dtype=whole.dtype)
-    for box, own in owned_of(like, local.shape).within(tuple((0, size) for size in whole.shape)):
-        part[own] = whole[box].to(part.device)
-    return part
+    return part.copy_(whole[own_box(like).slices()]) if part.numel() else part
 
 
 def _copied(value: Any, loaded: Any) -> Any:

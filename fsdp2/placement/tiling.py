@@ -198,11 +198,22 @@ def tiling_of(tensor: DTensor, name: str) -> Tiling:
     return tiling
 
 
+def own_box(tensor: DTensor) -> Box:
+    """What this rank holds of a DTensor; nothing if it is not in the mesh. No communication.
+
+    Raises:
+        ArgumentError: see `tiling_of`.
+    """
+    tiling = tiling_of(tensor, f"a DTensor of shape {tuple(tensor.shape)}")
+    coordinates = tensor.device_mesh.get_coordinate()
+    return Box((0,) * tensor.ndim, (0,) * tensor.ndim) if coordinates is None else tiling.box_at(coordinates)
+
+
 def tiling_from(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], name: str) -> Tiling:
     """The tiling that placements on a mesh describe.
 
     Raises:
-        ArgumentError: a placement that is neither a shard nor a replica (a partial sum has no values to save).
+        ArgumentError: a placement that is neither a shard nor a replica, such as a partial sum.
     """
     known = _tilings.setdefault(mesh, {})
     key = (tuple(placements), tuple(shape))
@@ -233,8 +244,8 @@ def _cuts(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int
         factor = split_factor(placement)
         if factor is None:
             raise ArgumentError(
-                f"'{name}': a checkpoint holds values, and a tensor with placement {placement} has none that one rank "
-                "knows. Redistribute it to shards or replicas first."
+                f"'{name}': expected Shard or Replicate on every axis of its mesh, got {placement}, of which no rank "
+                "knows values. Redistribute it first."
             )
         cut = (axis, shard_dim(placement) % len(shape))
         if factor > 1:

@@ -430,7 +430,7 @@ def test_errors(rank: int, world_size: int, mode: str) -> None:
     with pytest.raises(ArgumentError, match="'sequential', 'counter'"), seeded(1, mode="fast"):
         pass
     with seeded(1, mode=mode):
-        with pytest.raises(UnsupportedError, match="expected Shard or Replicate"):
+        with pytest.raises(ArgumentError, match="expected Shard or Replicate"):
             partial.normal_()
         with pytest.raises(UnsupportedError, match="leave it before forward"):
             torch.multinomial(sharded, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from statistics import NormalDist
 from typing import Any
@@ -15,78 +15,33 @@ from torch import Tensor
 from fsdp2.errors import UnsupportedError
 from fsdp2.init import arithmetic, counter, sequential
 from fsdp2.init.counter import fill_by_counter
-from fsdp2.init.owned import Cut, Owned, boxes, spans
-from fsdp2.init.sequential import Target, fill_sequential
+from fsdp2.init.sequential import Target, fill_sequential, spans
+from fsdp2.placement.box import Box
+from fsdp2.placement.box import whole as whole_box
+from fsdp2.placement.tiling import Grid, Tiling
 
-WORLDS = [1, 2, 3, 4, 8]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTS = [torch.int64, torch.int32, torch.uint8, torch.bool]
 
-
-def part(whole: Tensor, cuts: list[Cut]) -> Tensor:
-    """What the cuts leave, by `torch.chunk`, the last cut first if it has nothing before it: the layouts of FSDP."""
-    for cut in sorted(cuts, key=lambda cut: cut.before or 1):
-        chunks = whole.chunk(cut.parts, cut.dim)
-        assert cut.index is not None
-        whole = chunks[cut.index] if cut.index < len(chunks) else whole.narrow(cut.dim, 0, 0)
-    return whole
+Shape = tuple[int, ...]
 
 
-def ranks_of(world: int, dim: int) -> Iterator[list[Cut]]:
-    """One cut of a dim: FSDP."""
-    for rank in range(world):
-        yield [Cut(dim, world, rank)]
+def boxes_of(shape: Shape, sizes: Shape, cuts: tuple[tuple[int, int], ...]) -> list[Box]:
+    """Of all ranks of a mesh of these sizes."""
+    tiling = Tiling(shape, Grid(sizes, tuple(range(math.prod(sizes)))), cuts)
+    return [tiling.box_at(place) for place in product(*map(range, sizes))]
 
 
-def ranks_of_2d(fsdp: int, tp: int, fsdp_dim: int, tp_dim: int) -> Iterator[list[Cut]]:
-    """TP, and FSDP on top of it: the placements are in the order of the mesh, FSDP first."""
-    for outer, inner in product(range(fsdp), range(tp)):
-        before = tp if fsdp_dim == tp_dim else None
-        yield [Cut(fsdp_dim, fsdp, outer, before), Cut(tp_dim, tp, inner)]
+def fsdp(shape: Shape, *worlds: int) -> list[Box]:
+    """Of all ranks of these worlds, along every dim; the whole tensor if it has none."""
+    layouts = [boxes_of(shape, (world,), ((0, dim),)) for world in worlds for dim in range(len(shape))]
+    return [box for boxes in layouts for box in boxes] or [whole_box(shape)]
 
 
-# --- geometry ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(7,), (8, 3), (3, 5, 2), (1, 4), (0, 3), (2, 9)])
-def test_owned_elements_are_those_of_torchs_chunks(shape: tuple[int, ...]) -> None:
-    """Every rank's local tensor, put together box by box of every span, is its chunk."""
-    whole = torch.arange(math.prod(shape)).view(shape)
-    layouts = [cuts for world, dim in product(WORLDS, range(len(shape))) for cuts in ranks_of(world, dim)]
-    for dims in product(range(len(shape)), repeat=2):
-        layouts += [cuts for fsdp, tp in ((2, 2), (3, 2), (2, 4)) for cuts in ranks_of_2d(fsdp, tp, *dims)]
-    for cuts in layouts:
-        owned = Owned.of(shape, cuts)
-        expected = part(whole, cuts)
-        assert owned.local_shape == tuple(expected.shape), cuts
-        for size in (4, 7, max(whole.numel(), 1)):
-            local = torch.full(owned.local_shape, -1)
-            for start, stop in spans(whole.numel(), size, 1):
-                at = start
-                for box in boxes(shape, start, stop):
-                    values = whole[tuple(slice(*interval) for interval in box)]
-                    assert values.flatten().tolist() == list(range(at, at + values.numel()))
-                    at += values.numel()
-                    for there, here in owned.within(box):
-                        local[here] = values[there]
-                assert at == stop
-            assert torch.equal(local, expected), (cuts, size)
-
-
-def test_a_split_factor_of_its_own_leaves_several_intervals() -> None:
-    """`_StridedShard(0, split_factor=2)` on one axis of two: the first half of each half."""
-    owned = Owned.of((10,), [Cut(0, 2, 0, before=2)])
-    assert owned.intervals == (((0, 3), (5, 8)),)
-    assert [owned.index_of(0, position) for position in (0, 2, 3, 5, 9)] == [0, 2, None, 3, None]
-
-
-def test_three_cuts_of_a_dim_nest_from_the_right() -> None:
-    """Sharded replicas of FSDP on top of TP: the axes are (replicate, shard, tp), and tp cuts first."""
-    seen = []
-    for tp, shard, replica in product(range(2), repeat=3):
-        owned = Owned.of((19,), [Cut(0, 2, replica, 4), Cut(0, 2, shard, 2), Cut(0, 2, tp)])
-        seen += [position for interval in owned.intervals[0] for position in range(*interval)]
-    assert seen == list(range(19))
+def fsdp_tp(shape: Shape, sizes: Shape) -> list[Box]:
+    """TP, which cuts first, and FSDP on top of it, along all pairs of dims."""
+    pairs = product(range(len(shape)), repeat=2)
+    return [box for dp, tp in pairs for box in boxes_of(shape, sizes, ((1, tp), (0, dp)))]
 
 
 def test_spans_do_not_end_in_a_short_piece() -> None:
@@ -114,22 +69,19 @@ OPS: dict[str, tuple[Callable[..., Any], list[torch.dtype]]] = {
 }
 
 
-def both_ways(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], layouts: list[list[Cut]]
-) -> None:
+def both_ways(name: str, dtype: torch.dtype, shape: Shape, stride: Shape, boxes: list[Box]) -> None:
     """The whole by torch, then each rank's part by `fill_sequential`: equal, and so are the generators."""
     op, _ = OPS[name]
     probs = torch.rand(shape, generator=torch.Generator().manual_seed(3)) if name == "bernoulli_tensor" else None
     plain = torch.Generator().manual_seed(1)
     whole = op(torch.empty_strided(shape, stride, dtype=dtype), probs, plain)
-    for cuts in layouts:
+    for box in boxes:
         ours = torch.Generator().manual_seed(1)
-        owned = Owned.of(shape, cuts)
-        local = torch.zeros(owned.local_shape, dtype=dtype)
-        operand = None if probs is None else part(probs, cuts)
-        fill_sequential(Target(local, owned, stride, operand), op, ours)
-        assert torch.equal(local, part(whole, cuts)), (name, dtype, shape, cuts)
-        assert torch.equal(ours.get_state(), plain.get_state()), (name, dtype, shape, cuts)
+        local = torch.zeros(box.shape, dtype=dtype)
+        operand = None if probs is None else probs[box.slices()]
+        fill_sequential(Target(local, box, shape, stride, operand), op, ours)
+        assert torch.equal(local, whole[box.slices()]), (name, dtype, shape, box)
+        assert torch.equal(ours.get_state(), plain.get_state()), (name, dtype, shape, box)
 
 
 @pytest.mark.sampled
@@ -139,11 +91,8 @@ def test_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sequential, "SPAN_NUMEL", 64)
     for dtype in OPS[name][1]:
         for shape in [(5,), (16,), (17, 1), (9, 7), (13, 11), (3, 50), (4, 3, 31), (257,), (), (0, 4)]:
-            layouts = [cuts for world in (1, 3, 8) for dim in range(len(shape)) for cuts in ranks_of(world, dim)] or [
-                []
-            ]
             stride = torch.empty(shape, device="meta").stride()
-            both_ways(name, dtype, shape, stride, layouts)
+            both_ways(name, dtype, shape, stride, fsdp(shape, 1, 3, 8))
 
 
 @pytest.mark.parametrize("name", ["normal_", "uniform_", "bernoulli_tensor"])
@@ -159,21 +108,19 @@ def test_parts_of_tensors_that_are_not_contiguous(name: str, layout: str, monkey
     if layout == "with gaps" and name == "normal_":
         assert not like.is_contiguous()
     shape, stride = tuple(like.shape), like.stride()
-    layouts = [cuts for world in (1, 2, 3) for dim in range(len(shape)) for cuts in ranks_of(world, dim)]
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        both_ways(name, dtype, shape, stride, layouts)
+        both_ways(name, dtype, shape, stride, fsdp(shape, 1, 2, 3))
 
 
 def test_tensor_parallel_parts_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "SPAN_NUMEL", 64)
-    layouts = [cuts for dims in product(range(2), repeat=2) for cuts in ranks_of_2d(3, 2, *dims)]
-    both_ways("normal_", torch.float32, (13, 11), (11, 1), layouts)
+    both_ways("normal_", torch.float32, (13, 11), (11, 1), fsdp_tp((13, 11), (3, 2)))
 
 
 def test_spans_of_the_usual_size() -> None:
     """With nothing patched: more values than a span has, and a last piece that is not whole."""
     numel = 2 * sequential.SPAN_NUMEL + 9
-    both_ways("normal_", torch.float32, (numel,), (1,), [[Cut(0, 3, rank)] for rank in range(3)])
+    both_ways("normal_", torch.float32, (numel,), (1,), fsdp((numel,), 3))
 
 
 def test_what_cannot_be_split_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +135,7 @@ def test_what_cannot_be_split_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) ->
 
     whole = with_own_stream(torch.empty(300), None, torch.Generator().manual_seed(1))
     local = torch.empty(75)
-    target = Target(local, Owned.of((300,), [Cut(0, 4, 2)]), (1,))
+    target = Target(local, Box((150,), (75,)), (300,), (1,))
     fill_sequential(target, with_own_stream, torch.Generator().manual_seed(1))
     assert torch.equal(local, whole[150:225])
     assert sizes[-1] == 300
@@ -203,7 +150,7 @@ def test_splitting_is_only_asked_for_above_a_span() -> None:
         return values.normal_(generator=generator)
 
     shape = (3 * sequential.SPAN_NUMEL,)
-    fill_sequential(Target(torch.empty(10), Owned(shape, (((0, 10),),)), (1,)), draw, torch.Generator())
+    fill_sequential(Target(torch.empty(10), Box((0,), (10,)), shape, (1,)), draw, torch.Generator())
     assert max(sizes) <= sequential.SPAN_NUMEL + sequential.BLOCK_NUMEL
     assert sum(sizes[-3:]) == shape[0]
 
@@ -229,7 +176,7 @@ def by_counter(
     name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64, key: int = KEY, *args: Any
 ) -> Tensor:
     whole = torch.empty(shape, dtype=dtype)
-    fill_by_counter(whole, Owned.of(shape, []), name, args, key)
+    fill_by_counter(whole, whole_box(shape), shape, name, args, key)
     return whole
 
 
@@ -241,14 +188,10 @@ def test_counter_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(counter, "SPAN_NUMEL", 1 << 16)
         whole = by_counter(name, shape, dtype, KEY, *args)
         monkeypatch.setattr(counter, "SPAN_NUMEL", 37)
-        layouts = [cuts for world in (1, 3, 8) for dim in range(len(shape)) for cuts in ranks_of(world, dim)] or [[]]
-        if len(shape) == 2:
-            layouts += ranks_of_2d(3, 2, 0, 0)
-        for cuts in layouts:
-            owned = Owned.of(shape, cuts)
-            local = torch.zeros(owned.local_shape, dtype=dtype)
-            fill_by_counter(local, owned, name, args, KEY)
-            assert torch.equal(local, part(whole, cuts)), (dtype, shape, cuts)
+        for box in fsdp(shape, 1, 3, 8) + fsdp_tp(shape, (3, 2)):
+            local = torch.zeros(box.shape, dtype=dtype)
+            fill_by_counter(local, box, shape, name, args, KEY)
+            assert torch.equal(local, whole[box.slices()]), (dtype, shape, box)
 
 
 def kolmogorov_smirnov(values: Tensor, cdf: Callable[[Tensor], Tensor]) -> float:
