@@ -395,6 +395,22 @@ def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Ten
     return list(hooks.values()) if hooks else []
 
 
+def loading_code(module: nn.Module) -> list[Any]:
+    """What `load_state_dict` runs for a module besides nn.Module's own code: hooks, and methods that its class
+    overrides. There is no public way to ask (`_load_state_dict_pre_hooks`, `_load_state_dict_post_hooks`)."""
+    cls, base = type(module), nn.Module
+    methods = [(cls.load_state_dict, base.load_state_dict), (cls._load_from_state_dict, base._load_from_state_dict)]
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return [*hooks, *(own for own, inherited in methods if own is not inherited)]
+
+
+def state_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks of `state_dict` and `load_state_dict`, which `Optimizer` keeps in private attributes. Wrappers that do
+    not call its constructor have none."""
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    return [hook for kind in kinds for hook in getattr(optimizer, f"_optimizer_{kind}_hooks", {}).values()]
+
+
 def composable_apis(module: nn.Module) -> set[str]:
     """Names of torch's composable APIs that were applied to `module` ("replicate", "checkpoint"), which their
     `contract` decorator notes in an attribute with a random suffix."""

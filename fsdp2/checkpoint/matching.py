@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2._torch import loading_code
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.io.catalog import Catalog
@@ -23,11 +24,13 @@ from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.init.allocation import allocate, tensors_of
+from fsdp2.runtime import attach
 
 __all__ = ["Matching", "Need"]
 
 # The last part of the state-dict key of a module's `get_extra_state`.
 EXTRA_STATE = "_extra_state"
+OWN_HOOKS = attach.__name__  # where those of sharded modules are, which have nothing to do here
 
 
 @dataclass(slots=True)
@@ -171,6 +174,7 @@ class Matching:
         for alias, name in state.aliases.items():
             tied.setdefault(name, []).append(alias)
         found: set[str] = set()
+        filled = {state.keys[name] for name in (*state.entries, *state.aliases)}
         computed: dict[str, Any] = {}
         for name, entry in state.entries.items():
             source, *twins = self._sources_of(section, (name, *tied.get(name, [])))
@@ -178,6 +182,7 @@ class Matching:
             if absent:
                 made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
                 self.missing.append(f"{section} '{name}'{made_of}{self._why(section, absent)}")
+                filled -= {state.keys[each] for each in (name, *tied.get(name, []))}
                 continue
             found.update(*(each.names() for each in (source, *twins)))
             if name in state.computed:
@@ -203,11 +208,12 @@ class Matching:
             for name in (*stored, *other_names)
             if name not in known and not name.startswith(values)
         ]
-        self._ask_values(section, state, target)
+        apart = computed | self._ask_values(section, state, target)
         if isinstance(target, nn.Module):
-            self._finish.append(lambda: _filled(target.parameters()))
-            self._finish += [lambda: _load_values(target, computed)] if computed else []
+            self._finish.append(lambda: _finish_model(target, filled, apart))
         else:
+            if isinstance(target, MutableMapping):
+                self._finish.append(lambda: target.update(apart))
             held = [entry.outside for entry in state.entries.values()]
             self._finish.append(lambda: _filled(each for each in held if isinstance(each, DTensor)))
 
@@ -243,8 +249,8 @@ class Matching:
         there = [source for source in sources if source.names() <= stored.keys()]
         return there or [next(iter(sources))]
 
-    def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> None:
-        """Values that are not tensors: `_extra_state` of modules, numbers of a plain dict."""
+    def _ask_values(self, section: str, state: State, target: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+        """Values that are not tensors, by key: `_extra_state` of modules, numbers of a plain dict."""
         stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
         absent = [name for name in state.values if name not in stored]
@@ -257,15 +263,11 @@ class Matching:
             for name, why in self.catalog.left_out.get(section, {}).items()
             if name not in state.keys
         ]
-        found = {
+        return {
             state.keys[name]: decode(value, self._making(section, name, held.get(state.keys[name])), self.catalog.path)
             for name, value in stored.items()
             if name in state.values
         }
-        if found and isinstance(target, nn.Module):
-            self._finish.append(lambda: _load_values(target, found))
-        elif found and isinstance(target, MutableMapping):
-            self._finish.append(lambda: target.update(found))
 
     def _making(self, section: str, value: str, held: Any) -> Callable[[dict[str, Any]], torch.Tensor]:
         """A function that returns the tensor to fill within a value that is not a tensor: the one that the destination
@@ -371,5 +373,20 @@ def _filled(tensors: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version([each for each in tensors if not each.is_meta])
 
 
-def _load_values(model: nn.Module, values: dict[str, Any]) -> None:
-    model.load_state_dict(values, strict=False)
+def _finish_model(model: nn.Module, filled: set[str], values: Mapping[str, Any]) -> None:
+    """After a model's tensors were filled: let its own code have the rest, and see everything if there are hooks.
+
+    Args:
+        filled: keys of the state dict that the checkpoint has.
+        values: what is not memory of the model (extra state), by key.
+    """
+    _filled(model.parameters())
+    code = [each for module in model.modules() for each in loading_code(module)]
+    state: dict[str, Any] = {}
+    if any(getattr(each, "__module__", "") != OWN_HOOKS for each in code):
+        state = model.state_dict()  # with its metadata; what was filled is copied onto itself
+        for key in [key for key in state if key not in filled]:
+            del state[key]
+    state.update(values)
+    if state:
+        model.load_state_dict(state, strict=False)

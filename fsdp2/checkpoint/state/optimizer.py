@@ -7,7 +7,8 @@ rest is JSON::
     {"kind": "AdamW",
      "forms": [{"step": {"$tensor": "step", "as": "plain"}, "exp_avg": {"$tensor": "exp_avg", "as": "param"}}],
      "states": {fqn: number of its form},
-     "groups": [{"params": [fqn, ...], "options": {"lr": 0.001, ...}}]}
+     "groups": [{"params": [fqn, ...], "options": {"lr": 0.001, ...}}],
+     "added": {"counter": 5}}                     what a `state_dict` of the optimizer's own has besides, if any
 """
 
 import warnings
@@ -25,7 +26,8 @@ from fsdp2.checkpoint.io.catalog import StoredTensorInfo
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.schema.tree import at_path, canonical, decode, encode
+from fsdp2.checkpoint.schema.tree import Leaf, at_path, canonical, decode, encode
+from fsdp2.checkpoint.state.contents import Contents, contents_of, load_by_itself, loads_by_itself
 from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name, entry_of, outside_autograd, ranks_of
 from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
@@ -38,6 +40,7 @@ from fsdp2.placement.tiling import tiling_from
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
 
 NO_OPTIONS = frozenset({"params", "param_names"})
+KEEP_IN_STATE = "Keep what belongs to a parameter in its state, `optimizer.state[param]`."
 
 # The stored tensors, by name.
 Stored = Mapping[str, StoredTensorInfo]
@@ -84,16 +87,15 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
     forms: dict[str, Any] = {}
     numbers: dict[str, int] = {}
     states: dict[str, int] = {}
+    held = contents_of(optimizer)
     for param, fqn in names.items():
-        if param not in optimizer.state:
+        if param not in held.states:
             continue
-        form = encode(
-            dict(optimizer.state[param]), _noting(param, fqn, state, world, ranks), f"optimizer state of '{fqn}'"
-        )
+        form = encode(dict(held.states[param]), _noting(param, fqn, state, world, ranks), f"optimizer state of '{fqn}'")
         text = canonical(form)
         forms.setdefault(text, form)
         states[fqn] = numbers.setdefault(text, len(numbers))
-    other: dict[Any, Any] = dict(optimizer.state)
+    other: dict[Any, Any] = dict(held.states)
     empty: tuple[Any, ...] = (None, {}, [], ())
     rest = [
         key
@@ -110,8 +112,13 @@ def optimizer_state(model: nn.Module | None, optimizer: torch.optim.Optimizer, w
         "kind": kinds_of(optimizer)[0],
         "forms": list(forms.values()),
         "states": states,
-        "groups": [_group(group, names) for group in optimizer.param_groups],
+        "groups": [
+            _group({**options, "params": group["params"]}, names)
+            for options, group in zip(held.groups, optimizer.param_groups, strict=True)
+        ],
     }
+    if held.added:
+        state.values["added"] = _added(optimizer, held.added)
     return state
 
 
@@ -135,7 +142,9 @@ def check_table(table: Mapping[str, Any]) -> None:
             for group in groups
         )
     )
-    if not in_order:
+    added = [table.get("added", {}), table.get("added_by", {})]
+    added += added[1].values() if isinstance(added[1], dict) else []
+    if not in_order or not all(isinstance(each, dict) for each in added):
         raise CorruptError("the optimizer's part of the manifest is malformed: it lists no forms, states and groups")
 
 
@@ -209,18 +218,36 @@ def _placement_named(kind: str, ndim: int, of_param: Placement) -> Placement:
 
 def _group(group: Mapping[str, Any], names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+    return {
+        "params": [names[param] for param in group["params"]],
+        "options": encode(options, _noting_scalars("option"), "optimizer options"),
+    }
+
+
+def _added(optimizer: torch.optim.Optimizer, added: Mapping[str, Any]) -> Any:
+    """What an optimizer's own state dict adds, as JSON. What may belong to parameters has no place here."""
+    where = f"state_dict() of {type(optimizer).__qualname__}"
+    form = encode(dict(added), _noting_scalars(where), where)
+    if "'$dict'" in canonical(form):
+        raise ArgumentError(
+            f"optimizer: {where} has, besides 'state' and 'param_groups', a dict whose keys are no texts, perhaps "
+            f"numbers of parameters: {', '.join(map(repr, added))}. Such numbers change with the model. {KEEP_IN_STATE}"
+        )
+    return form
+
+
+def _noting_scalars(what: str) -> Leaf:
+    """A function for tensors that are numbers: options, and what an optimizer's own state dict adds."""
 
     def scalar(path: str, tensor: torch.Tensor) -> dict[str, Any]:
         if tensor.ndim:
             raise ArgumentError(
-                f"optimizer: option '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar"
+                f"optimizer: {what} '{path}' is a tensor of shape {tuple(tensor.shape)}; expected a scalar. "
+                f"{KEEP_IN_STATE}"
             )
         return {"value": encode(tensor.item(), scalar, path), "dtype": name_of(tensor.dtype)}
 
-    return {
-        "params": [names[param] for param in group["params"]],
-        "options": encode(options, scalar, "optimizer options"),
-    }
+    return scalar
 
 
 @dataclass
@@ -246,6 +273,7 @@ class OptimizerTarget:
     _states: dict[torch.Tensor, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
     _fresh: list[torch.Tensor] = field(default_factory=list)
+    _added: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, tables: Sequence[Mapping[str, Any]], stored: Stored) -> None:
         """Determine everything that will be filled.
@@ -273,12 +301,13 @@ class OptimizerTarget:
                 if not isinstance(self._states[param], dict):
                     raise CorruptError(f"{what} is not a dict")
         kinds = {str(table.get("kind") or "") for table in tables} - {""}
-        pairs = [(self.optimizer.state.get(param) or (), state) for param, state in self._states.items()]
+        pairs = [(self._held.states.get(param) or (), state) for param, state in self._states.items()]
         self.unfit = why_unfit(self.optimizer, kinds, pairs, [chosen for groups in saved for _, chosen in groups])
         if not self.unfit and (doubt := unsure(self.optimizer, kinds, pairs)):
             warnings.warn(doubt, stacklevel=5)
         self._options = [self._options_of(group, options) for group in self.optimizer.param_groups]
         self._ask_empty_groups(saved, known)
+        self._ask_added([table["added"] for table in tables if table.get("added")])
 
     def _options_of(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         found = [
@@ -314,6 +343,19 @@ class OptimizerTarget:
                 for index in empty
             ]
 
+    def _ask_added(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Decide about what a state dict of the optimizer's own has added, on each kind of rank."""
+        name = type(self.optimizer).__qualname__
+        for form in stored:
+            if canonical(form) != canonical(stored[0]):
+                raise MismatchError(f"optimizer: {form} and {stored[0]} were added to its state by different ranks")
+        added = decode(stored[0], _scalar, "state_dict() of the optimizer") if stored else {}
+        if loads_by_itself(self.optimizer):
+            self._added = added
+        else:
+            self.unexpected += [f"optimizer '{key}', for which {name} has no place" for key in added]
+        self.missing += [f"optimizer '{key}' of {name}" for key in self._held.added if key not in added]
+
     def _making(
         self, param: torch.Tensor, fqn: str, stored: Stored, options: Mapping[str, Any] | None
     ) -> Callable[[dict[str, Any]], Any]:
@@ -332,7 +374,7 @@ class OptimizerTarget:
             info = stored.get(name)
             if info is None:
                 raise CorruptError(f"the manifest names '{name}' but does not describe it")
-            tensor = at_path(self.optimizer.state.get(param, {}), path)
+            tensor = at_path(self._held.states.get(param, {}), path)
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 tensor = self._new(path, fqn, param, note.get("as"), info)
             if name.startswith("step.") and not tensor.ndim and self._steps_on_device(param, options or {}):
@@ -375,6 +417,11 @@ class OptimizerTarget:
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
 
     @cached_property
+    def _held(self) -> Contents:
+        """What the optimizer holds now."""
+        return contents_of(self.optimizer)
+
+    @cached_property
     def _in_host_memory(self) -> set[torch.Tensor]:
         """The parameters whose state the device may have no room for."""
         optimizer = self.optimizer
@@ -393,14 +440,19 @@ class OptimizerTarget:
 
     def finish(self) -> None:
         """Give the optimizer its state and options. A parameter that had no state when saved has none afterwards."""
+        chosen = [decode(options, _scalar, "optimizer options") for options in self._options]
+        for key in (key for options in chosen for key in options if key in NO_OPTIONS):
+            raise CorruptError(f"optimizer options: '{key}' is not an option")
+        if loads_by_itself(self.optimizer):
+            kept = {param: state for param, state in self._held.states.items() if param not in self._fresh}
+            load_by_itself(self.optimizer, kept | self._states, chosen, self._added)
+            return
         for param in self._fresh:
             self.optimizer.state.pop(param, None)
         for param, state in self._states.items():
             self.optimizer.state[param] = state
-        for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
-            for key, value in decode(options, _scalar, "optimizer options").items():
-                if key in NO_OPTIONS:
-                    raise CorruptError(f"optimizer options: '{key}' is not an option")
+        for group, options in zip(self.optimizer.param_groups, chosen, strict=True):
+            for key, value in options.items():
                 now = group.get(key)
                 if isinstance(now, torch.Tensor):
                     now.fill_(value)

@@ -4,7 +4,7 @@ The table of a single optimizer is described in `optimizer.py`. With several, ea
 ``kinds`` gives the kind of each::
 
     {"kind": "Muon, AdamW", "kinds": {"0": "Muon", "1": "AdamW"}, "forms": ..., "states": ...,
-     "groups": [{"optimizer": "0", "params": [...], "options": {...}}, ...]}
+     "groups": [{"optimizer": "0", "params": [...], "options": {...}}, ...], "added_by": {"0": ...}}
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,6 +78,8 @@ def optimizers_state(model: nn.Module | None, optimizers: Mapping[str, torch.opt
         table["forms"] += own["forms"]
         table["states"] |= {fqn: first + index for fqn, index in own["states"].items()}
         table["kinds"][name] = own["kind"]
+        if "added" in own:
+            table["added_by"] = {**table.get("added_by", {}), name: own["added"]}
     joined.values = table | {"kind": ", ".join(table["kinds"].values())}
     return joined
 
@@ -89,11 +91,12 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
         name: of the optimizer; "" for a single one, to which everything belongs.
         params: FQNs of its parameters, which select its part of a table that a single optimizer saved.
     """
-    if name == ALONE:
-        return [*tables]
-    found: list[Mapping[str, Any]] = []
     for table in tables:
         check_table(table)
+    if name == ALONE:
+        return [{**table, "added": {**table.get("added", {}), **table.get("added_by", {})}} for table in tables]
+    found: list[Mapping[str, Any]] = []
+    for table in tables:
         kinds = table.get("kinds")
         kind = kinds.get(name) if isinstance(kinds, dict) else table.get("kind")
         groups = [
@@ -105,5 +108,6 @@ def tables_of(name: str, tables: Sequence[Mapping[str, Any]], params: set[str]) 
             groups = [{**group, "params": [fqn for fqn in group["params"] if fqn in params]} for group in groups]
         own = {fqn for group in groups for fqn in group["params"]}
         states = {fqn: index for fqn, index in table["states"].items() if fqn in own}
-        found.append({"kind": kind, "forms": table["forms"], "states": states, "groups": groups})
+        added = table.get("added_by", {}).get(name, table.get("added", {}))
+        found.append({"kind": kind, "forms": table["forms"], "states": states, "groups": groups, "added": added})
     return found
