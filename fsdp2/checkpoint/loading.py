@@ -87,7 +87,8 @@ def load(
             expression (`stored`, `concatenated`). A mapping, or a function, which may return None for an unchanged
             name.
         strict: raise if anything is missing or unexpected; with False, `Loaded` lists it.
-        cast: convert to the dtype of the destination; otherwise a different dtype is an error.
+        cast: convert to the dtype of the destination; otherwise a different dtype is an error. New state of an
+            optimizer gets its parameter's dtype, except for counters.
         verify: check everything that is read against its checksums.
         process_group: the ranks that load together; None for all.
         timeout_s: how long to wait for the other ranks, at the beginning and at the end.

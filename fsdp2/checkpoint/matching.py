@@ -299,6 +299,7 @@ class Matching:
             {param: fqn if (one := other_names.get(fqn, fqn)) in taken else one for param, fqn in names.items()},
             self.world,
             ranks_of(model.parameters() if model else (), self.world),
+            self.cast,
         )
         tables = self.catalog.values.get(section, [])
         if any(table.keys().isdisjoint(("forms", "states", "groups")) for table in tables):

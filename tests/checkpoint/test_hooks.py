@@ -208,3 +208,28 @@ def test_tensors_that_an_optimizer_keeps_apart_are_refused(tmp_path: Path) -> No
     model = nn.Linear(3, 4)
     with pytest.raises(ArgumentError, match=r"state_dict\(\) of Masters 'masters/0' is a tensor"):
         checkpoint.save(tmp_path / "a", model=model, optimizer=Masters(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "SGD", "Adafactor", "ASGD", "RMSprop"])
+def test_a_fresh_optimizer_of_a_model_in_another_dtype(kind: str, tmp_path: Path) -> None:
+    """An fp32 run goes on in bf16: moments in the parameters' dtype as after torch's loader, counters as they are."""
+    options: dict[str, Any] = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    models = [nn.Linear(3, 4), *(nn.Linear(3, 4).bfloat16() for _ in range(2))]
+    saved, here, by_torch = (getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options) for model in models)
+    models[0](torch.ones(2, 3)).sum().backward()
+    saved.step()
+    checkpoint.save(tmp_path / "a", model=models[0], optimizer=saved)
+    checkpoint.load(tmp_path / "a", model=models[1], optimizer=here, cast=True)
+    models[2].load_state_dict(models[0].state_dict())
+    by_torch.load_state_dict(saved.state_dict())
+    for one, other in zip(models[1].parameters(), models[2].parameters(), strict=True):
+        assert here.state[one].keys() == by_torch.state[other].keys()
+        for key, value in here.state[one].items():
+            expected = by_torch.state[other][key] if value.ndim else saved.state[next(models[0].parameters())][key]
+            assert value.dtype == expected.dtype, key
+            assert value.ndim == 0 or torch.equal(value, expected), key
+    for model, optimizer in ((models[1], here), (models[2], by_torch)):
+        model(torch.ones(2, 3).bfloat16()).sum().backward()
+        optimizer.step()
+    for one, other in zip(models[1].parameters(), models[2].parameters(), strict=True):
+        assert one.dtype == torch.bfloat16 and torch.allclose(one, other, rtol=0.02, atol=0.01)

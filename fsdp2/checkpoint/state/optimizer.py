@@ -257,6 +257,7 @@ class OptimizerTarget:
 
     Attributes:
         ranks: the ranks that have the model.
+        cast: new state has the dtype of its parameter, as after torch's `load_state_dict`.
         missing: descriptions of what is here but not stored.
         unexpected: descriptions of what is stored but not here.
         unfit: why the state does not fit this kind of optimizer; "" if it does.
@@ -266,6 +267,7 @@ class OptimizerTarget:
     names: dict[torch.Tensor, str]
     world: World
     ranks: tuple[int, ...]
+    cast: bool = False
     entries: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -388,6 +390,8 @@ class OptimizerTarget:
     def _new(self, path: str, fqn: str, param: torch.Tensor, form: Any, info: StoredTensorInfo) -> torch.Tensor:
         """A new tensor to be filled, of the form that it had when it was saved, or of that of a matrix's owner."""
         dtype, shape, name = DTYPES[info.dtype], info.shape, f"{path}.{fqn}"
+        if self.cast and self._is_cast(path, param, shape) and dtype.is_floating_point and param.is_floating_point():
+            dtype = param.dtype
         if isinstance(self.optimizer, MatrixOptimizer):
             owned = self.optimizer.owned_state(param, path, shape, dtype)
             if owned is not None:
@@ -415,6 +419,12 @@ class OptimizerTarget:
         spec = make_spec(mesh, placements, shape, strides(shape), dtype)
         box = tiling_from(mesh, placements, shape, name).box_at(mesh.get_coordinate() or ())
         return make_dtensor(torch.empty(box.shape, dtype=dtype, device=param.device), spec)
+
+    def _is_cast(self, path: str, param: torch.Tensor, shape: tuple[int, ...]) -> bool:
+        """Whether a new tensor gets the parameter's dtype; not counters, and not the factors of a matrix."""
+        if isinstance(self.optimizer, MatrixOptimizer):
+            return shape == param.shape
+        return bool(shape) if param.ndim else path not in COUNTERS
 
     @cached_property
     def _held(self) -> Contents:
