@@ -13,8 +13,7 @@ from os import PathLike
 from typing import Any
 
 from fsdp2.errors import ArgumentError, OrderError
-from fsdp2.parallel.files import read_section
-from fsdp2.parallel.keys import fields_from
+from fsdp2.parallel.files import fields_from, read_section
 
 __all__ = ["AXES", "ParallelConfig"]
 
@@ -91,17 +90,18 @@ class ParallelConfig:
         """The config in a TOML or YAML file, whose keys are the fields.
 
         If the file has a section ``parallel`` (a TOML table, a YAML mapping; also Accelerate's ``parallelism_config``
-        and torchtitan's ``parallelism``), only that is read, and other sections are ignored. Otherwise every key at the
-        top level must be one of ours. The names that Accelerate, Axolotl and torchtitan use for the degrees are
-        accepted.
+        and torchtitan's ``parallelism``), only that is read, and other sections are ignored. Otherwise the keys at the
+        top level are. The names that Accelerate, Axolotl and torchtitan use for the degrees are accepted. A warning
+        names the keys that were not read.
 
         Args:
             path: ends in .toml, .yaml or .yml. YAML needs PyYAML: ``pip install "fsdp2[yaml]"``.
             section: the section to read, if it has a different name.
 
         Raises:
-            ArgumentError: the file cannot be read, a key is unknown, two keys contradict each other, or a value is
+            ArgumentError: the file cannot be read, a key is misspelt, two keys contradict each other, or a value is
                 invalid. The message names file and key.
+            UnsupportedError: another tool's key asks for a kind of parallelism that there is not here.
 
         Example::
 

@@ -169,7 +169,6 @@ distributed_type: FSDP
 mixed_precision: bf16
 num_processes: 32
 parallelism_config:
-  parallelism_config_cp_comm_strategy: allgather
   parallelism_config_cp_size: 2
   parallelism_config_dp_replicate_size: 2
   parallelism_config_dp_shard_size: 4
@@ -193,60 +192,15 @@ def test_dialects(name: str, tmp_path: Path) -> None:
     assert ParallelConfig.load(written(tmp_path, name, DIALECTS[name])) == EXPECTED
 
 
-# Shaped like the examples that Axolotl ships: the degrees among everything else that a run has.
-AXOLOTL = """
-base_model: some/model-8B
-plugins:
-  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin
-dp_shard_size: 4
-dp_replicate_size: 2
-context_parallel_size: 2
-tensor_parallel_size: 2
-dataset_prepared_path: last_run_prepared
-special_tokens:
-  pad_token: <|end_of_text|>
-fsdp_version: 2
-fsdp_config:
-  offload_params: true
-  auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  transformer_layer_cls_to_wrap: LlamaDecoderLayer
-datasets:
-  - path: some/data
-    type: alpaca
-output_dir: ./outputs/
-sequence_len: 2048
-sample_packing: true
-attn_implementation: flash_attention_2
-lora_r: 8
-gradient_accumulation_steps: 1
-micro_batch_size: 1
-learning_rate: 2e-6
-bf16: true
-gradient_checkpointing:
-wandb_project:
-"""
-
-
-def test_a_whole_file_of_axolotl(tmp_path: Path) -> None:
-    """It was refused for `base_model` and 20 more keys, although every key that we have in common was understood. What
-    says how to shard in another way than ours is named, so that nobody believes that it holds."""
-    path = written(tmp_path, "axolotl.yaml", AXOLOTL)
-    with pytest.warns(UserWarning, match=r"keys of Axolotl's were not read") as caught:
-        assert ParallelConfig.load(path) == EXPECTED
-    (note,) = caught
-    assert "fsdp_config (here: blocks, reshard_after_forward, cpu_offload), bf16 (here: mixed_precision)." in str(
-        note.message
-    )
-    assert "gradient_checkpointing" not in str(note.message)  # empty, so it asks for nothing
-    assert note.filename == __file__
-
-
-def test_a_typing_error_in_a_file_of_axolotl(tmp_path: Path) -> None:
-    path = written(tmp_path, "axolotl.yaml", AXOLOTL.replace("dp_shard_size", "dp_shard_sise"))
+def test_a_whole_file_of_another_tool(tmp_path: Path) -> None:
+    """A warning names what was not read, so that nobody believes that it holds; a misspelt degree is an error."""
+    text = DIALECTS["axolotl.yml"] + "base_model: some/model-8B\nfsdp_config:\n  offload_params: true\nbf16: true\n"
+    with pytest.warns(UserWarning, match="no keys of ParallelConfig: base_model, fsdp_config, bf16$") as caught:
+        assert ParallelConfig.load(written(tmp_path, "axolotl.yaml", text)) == EXPECTED
+    assert [note.filename for note in caught] == [__file__]
+    path = written(tmp_path, "axolotl.yaml", text.replace("dp_shard_size", "dp_shard_sise"))
     error = error_of(ArgumentError, lambda: ParallelConfig.load(path))
     assert "unknown key 'dp_shard_sise' (did you mean 'dp_shard_size'?)" in error
-    path = written(tmp_path, "other.yaml", "learning_rate: 1\ntensor: 2\n")
-    assert "unknown key 'learning_rate'" in error_of(ArgumentError, lambda: ParallelConfig.load(path))
 
 
 def test_all_keys(tmp_path: Path) -> None:
@@ -282,13 +236,11 @@ def test_what_only_a_file_says(tmp_path: Path) -> None:
     [
         ("a.toml", "tensr = 2\n", "unknown key 'tensr' (did you mean 'tensor'?). The keys are replicate, shard,"),
         ("a.toml", "[parallel]\ntp_sise = 2\n", " [parallel]: unknown key 'tp_sise' (did you mean 'tp_size'?)"),
-        ("a.toml", "xyzzy = 1\nreplicat = 2\n", "unknown keys 'xyzzy', 'replicat' (did you mean 'replicate'?)"),
         (
             "a.yaml",
             "tp_size: 2\ntensor_parallel_size: 4\n",
             "tp_size = 2 and tensor_parallel_size = 4 both give 'tensor'",
         ),
-        ("a.yaml", "tensor: 2\nshard: 4\ntensor: 4\n", "'tensor' stands twice, on lines 1 and 3; keep one"),
         ("a.toml", "tensor = 2\ntensor = 4\n", "is not TOML: "),
         ("a.yaml", "tensor: [2\n", "is not YAML: "),
         ("a.yaml", "- 2\n", "expected keys and values, got a list"),
@@ -305,12 +257,6 @@ def test_bad_files(name: str, text: str, message: str, tmp_path: Path) -> None:
     assert error.startswith(str(path)) and message in error, error
 
 
-def test_a_long_file_of_another_tool_is_not_listed_whole(tmp_path: Path) -> None:
-    text = "".join(f"other_{letter} = 1\n" for letter in "abcdefgh")
-    error = error_of(ArgumentError, lambda: ParallelConfig.load(written(tmp_path, "a.toml", text)))
-    assert "'other_e', and 3 more. The keys are" in error
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "none.toml"
     assert (
@@ -318,7 +264,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         == f"{path}: cannot be read: No such file or directory"
     )
     path.write_bytes(b"\xff\xfe")
-    assert error_of(ArgumentError, lambda: ParallelConfig.load(path)).startswith(f"{path}: is not UTF-8 text")
+    assert error_of(ArgumentError, lambda: ParallelConfig.load(path)).startswith(f"{path}: is not TOML: ")
 
 
 def test_sections(tmp_path: Path) -> None:
@@ -332,7 +278,7 @@ def test_what_we_do_not_have_is_refused() -> None:
     error = error_of(
         UnsupportedError, lambda: ParallelConfig.from_mapping({"expert_parallel_size": 2}, source="run.yml")
     )
-    assert error.startswith("run.yml: expert_parallel_size = 2 asks for expert parallelism")
+    assert error.startswith("run.yml: expert_parallel_size = 2 asks for what")
 
 
 def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
