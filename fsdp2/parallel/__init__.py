@@ -3,7 +3,7 @@
 from fsdp2.parallel.applying import parallelize
 from fsdp2.parallel.batches import BatchSizes, batch_sizes
 from fsdp2.parallel.config import ParallelConfig
-from fsdp2.parallel.context import apply_context_parallel, context_parallel
+from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.context_sharding import (
     next_token_labels,
     positions,
@@ -21,7 +21,6 @@ __all__ = [
     "apply_context_parallel",
     "batch_sizes",
     "build_meshes",
-    "context_parallel",
     "next_token_labels",
     "parallelize",
     "positions",

@@ -2,18 +2,15 @@
 Layer: parallel.
 
 The first use replaces ``torch.nn.functional.scaled_dot_product_attention``, and the names under which loaded modules
-have imported it, by a wrapper. The wrapper stays for the life of the process, and only passes calls on unless a context
-group is active. A `TorchFunctionMode` would catch every name, but a mode is disabled inside functions that it
-intercepts, such as `Tensor.backward` (where checkpoints recompute attention) and `F.multi_head_attention_forward`, and
-it adds microseconds to each operator call.
+have imported it, for the life of the process. The new function only passes calls on unless a context group is active.
+(A `TorchFunctionMode` would catch every name, but is disabled in functions that it intercepts, such as
+`Tensor.backward`, where checkpoints recompute attention, and it adds microseconds to each operator call.)
 
 The active group is a property of the process, not of a thread, because on CUDA another thread recomputes checkpoints.
 So only one thread at a time may run models with context parallelism.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from warnings import warn
@@ -24,18 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp2.errors import MisuseError, UnsupportedError
-from fsdp2.parallel.ring_attention import context_group, num_ring_attentions, refuse, ring_attention_over
+from fsdp2.parallel.ring_attention import context_group, num_ring_attentions, ring_attention_over
 
-__all__ = ["apply_context_parallel", "context_parallel", "replace_attention"]
+__all__ = ["apply_context_parallel", "replace_attention"]
 
 
 class _Active:
-    """The group over which attention currently runs ("" for none), and the module whose forward activated it, if
-    any."""
+    """The group over which attention currently runs ("" for none), and the module whose forward activated it."""
 
-    def __init__(self) -> None:
-        self.group_name = ""
-        self.owner: nn.Module | None = None
+    group_name = ""
+    owner: nn.Module | None = None
 
 
 _active = _Active()
@@ -50,44 +45,6 @@ _MASKS = (
     "padding's labels. transformers makes a mask from position_ids alone (on some ranks; it takes a sequence that was "
     "cut for several packed ones): pass an attention_mask of ones with them."
 )
-
-
-@contextmanager
-def context_parallel(mesh: DeviceMesh) -> Iterator[None]:
-    """Within the block `F.scaled_dot_product_attention` is ring attention over `mesh`, in any model.
-
-    Both forward *and* backward belong inside, because activation checkpointing recomputes attention during backward.
-    (It detects if only one was.) The block may be the whole training loop. The context itself does not communicate, and
-    has no effect on one rank. `apply_context_parallel` does the same permanently for one model.
-
-    Args:
-        mesh: the 1-D context axis, such as ``mesh["cp"]``. Its ranks must have cut their batch with `shard_sequence`.
-
-    Warns:
-        UserWarning: no attention ran within the block.
-
-    Raises:
-        UnsupportedError: raised by an attention call with a mask or dropout.
-        MisuseError: another context axis is active.
-
-    Example::
-
-        with context_parallel(mesh["cp"]):
-            for batch in loader:
-                loss(model, shard_sequence(batch, mesh["cp"])).backward()
-    """
-    _install()
-    group_name = context_group(mesh)
-    before = _active.group_name
-    _check_active(group_name)
-    ran = num_ring_attentions(group_name)
-    _active.group_name = group_name or before
-    try:
-        yield
-    finally:
-        _active.group_name = before
-    if group_name and num_ring_attentions(group_name) == ran:
-        warn(f"context_parallel: {_NO_ATTENTION}", stacklevel=3)
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -124,24 +81,20 @@ def replace_attention(model: nn.Module, mesh: DeviceMesh, is_stage: bool = False
     for module in model.modules():
         module.register_forward_pre_hook(partial(_enter, group_name))
         module.register_forward_hook(_leave, always_call=True)
-    _FirstForward(type(model).__name__, group_name, is_stage).watch(model)
+    model.register_forward_hook(partial(_check_ran, group_name, num_ring_attentions[group_name], is_stage))
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def _check_active(group_name: str) -> None:
-    if group_name and _active.group_name not in ("", group_name):
-        raise MisuseError(
-            f"context_parallel: group '{_active.group_name}' is active, so '{group_name}' cannot be; a model has one "
-            "context axis"
-        )
-
-
 def _enter(group_name: str, module: nn.Module, args: Any) -> None:
     """Activate the group when the outermost module of the model runs."""
     if _active.group_name != group_name:
-        _check_active(group_name)
+        if _active.group_name:
+            raise MisuseError(
+                f"context parallelism over group '{_active.group_name}' is active, so that over '{group_name}' cannot "
+                "be; a model has one context axis"
+            )
         _active.group_name, _active.owner = group_name, module
 
 
@@ -151,29 +104,13 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         _active.group_name, _active.owner = "", None
 
 
-class _FirstForward:
-    """Checks, once, whether the model's forward used ring attention."""
-
-    def __init__(self, name: str, group_name: str, is_stage: bool):
-        self.name = name
-        self.is_stage = is_stage
-        self.group_name = group_name
-        self.ran = num_ring_attentions(group_name)
-        self.done = False
-
-    def watch(self, model: nn.Module) -> None:
-        """Run this check after each forward of the model that returned."""
-        model.register_forward_hook(self)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.done or torch.compiler.is_compiling():
-            return
-        if num_ring_attentions(self.group_name) == self.ran:
-            message = f"apply_context_parallel: in the first forward of {self.name} {_NO_ATTENTION}"
-            if not self.is_stage:
-                raise MisuseError(message)
-            warn(f"{message}. A stage that has none is right.", stacklevel=2)
-        self.done = True
+def _check_ran(group_name: str, before: int, is_stage: bool, module: nn.Module, args: Any, output: Any) -> None:
+    """After a forward of the model: ring attention has run more often than before it was applied."""
+    if not torch.compiler.is_compiling() and num_ring_attentions[group_name] == before:
+        message = f"apply_context_parallel: in the first forward of {type(module).__name__} {_NO_ATTENTION}"
+        if not is_stage:
+            raise MisuseError(message)
+        warn(f"{message}. A stage that has none is right.", stacklevel=2)
 
 
 # --- the function that takes over -------------------------------------------------------------------------------------
@@ -193,16 +130,16 @@ def _attention(
     """`F.scaled_dot_product_attention`, or ring attention while a context group is active."""
     if not _active.group_name:
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    reason = ""
     if attn_mask is not None:
-        reason = f"attention got a mask {list(attn_mask.shape)}; ring attention takes is_causal only. {_MASKS}"
-    elif dropout_p > 0:
-        reason = (
-            f"attention got dropout_p={dropout_p}; ring attention has none. Set the model's attention dropout to 0."
+        raise UnsupportedError(
+            f"context parallelism: attention got a mask {list(attn_mask.shape)}; ring attention takes is_causal only. "
+            f"{_MASKS}"
         )
-    if reason:
-        refuse(_active.group_name, reason)
-        raise UnsupportedError(f"context_parallel: {reason}")
+    if dropout_p > 0:
+        raise UnsupportedError(
+            f"context parallelism: attention got dropout_p={dropout_p}; ring attention has none. Set the model's "
+            "attention dropout to 0."
+        )
     heads = [each.unsqueeze(0) if each.ndim == 3 else each for each in (query, key, value)]
     output = ring_attention_over(_active.group_name, heads[0], heads[1], heads[2], is_causal, scale, enable_gqa)
     return output.squeeze(0) if query.ndim == 3 else output

@@ -18,66 +18,44 @@ Source: the layout is that of "Striped Attention" (https://arxiv.org/abs/2311.09
 Llama 3 (https://arxiv.org/abs/2407.21783, 3.3.2).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdp2.errors import ArgumentError
 
-__all__ = ["Block", "Part", "check_length", "rank_blocks", "rank_slices"]
+__all__ = ["Block", "check_length", "rank_blocks", "rank_slices"]
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows of a rank's part of a sequence: both of its two chunks, or one of them."""
-
-    start: int
-    stop: int
-
-    def rows(self, length: int) -> slice:
-        """The slice of these rows, if the rank has `length` rows."""
-        return slice(self.start * length // 2, self.stop * length // 2)
-
-
-ALL, FIRST, SECOND = Part(0, 2), Part(0, 1), Part(1, 2)
-
-
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One step of a rank's ring: some of its queries attend to some keys of rank `source`.
 
     Attributes:
         source: the rank whose keys and values are used in this step.
-        queries: which of this rank's queries take part.
-        keys: which of `source`'s keys they see.
+        queries: the rows of this rank that take part.
+        keys: the rows of `source` that they see.
         is_causal: row i only sees rows up to i.
     """
 
     source: int
-    queries: Part
-    keys: Part
+    queries: slice
+    keys: slice
     is_causal: bool
 
-    @property
-    def work(self) -> float:
-        """The work, in pairs of one chunk of queries and one chunk of keys."""
-        pairs = (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
-        return pairs / 2 if self.is_causal else float(pairs)
 
+def rank_blocks(rank: int, size: int, is_causal: bool, num_queries: int, num_keys: int) -> list[Block]:
+    """The blocks that `rank` of `size` computes, in the order in which keys arrive; each rank has that many rows.
 
-def rank_blocks(rank: int, size: int, is_causal: bool) -> list[Block]:
-    """The blocks that `rank` of `size` computes, in the order in which keys arrive.
-
-    >>> [(block.source, block.work) for block in rank_blocks(1, 3, is_causal=True)]
-    [(1, 2.0), (0, 2.0), (2, 2.0)]
+    >>> [(block.source, block.queries.start, block.keys.stop) for block in rank_blocks(1, 3, True, 8, 8)]
+    [(1, 0, 8), (0, 0, 4), (2, 4, 8)]
     """
-    if not is_causal:
-        return [Block((rank - step) % size, ALL, ALL, False) for step in range(size)]
-    blocks = [Block(rank, ALL, ALL, True)]
-    for step in range(1, size):
-        source = (rank - step) % size
-        if source < rank:
-            blocks.append(Block(source, ALL, FIRST, False))
+    everyone, seen = slice(0, num_queries), slice(0, num_keys)
+    blocks = [Block(rank, everyone, seen, is_causal)]
+    for source in ((rank - step) % size for step in range(1, size)):
+        if not is_causal:
+            blocks.append(Block(source, everyone, seen, False))
+        elif source < rank:
+            blocks.append(Block(source, everyone, slice(0, num_keys // 2), False))
         else:
-            blocks.append(Block(source, SECOND, ALL, False))
+            blocks.append(Block(source, slice(num_queries // 2, num_queries), seen, False))
     return blocks
 
 
@@ -97,13 +75,11 @@ def check_length(what: str, length: int, size: int) -> None:
     """Check that a sequence can be cut into equal chunks.
 
     Raises:
-        ArgumentError: it cannot; the message shows the arithmetic.
+        ArgumentError: it cannot; the message says what to pad it to.
     """
     chunks = 2 * size
-    if size > 1 and length % chunks != 0:
-        below = length - length % chunks
-        wanted = f"pad it to {below + chunks}" + (f" or cut it to {below}" if below else "")
+    if size > 1 and length % chunks:
         raise ArgumentError(
             f"{what} has {length} rows along the sequence, which cannot be cut into 2 x {size} = {chunks} equal chunks "
-            f"for {size} context ranks ({length} = {length // chunks} x {chunks} + {length % chunks}): {wanted}"
+            f"for {size} context ranks: pad it to {length + -length % chunks}"
         )

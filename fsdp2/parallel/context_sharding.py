@@ -14,7 +14,8 @@ but an ignored label, such as that of the last token, makes the counts differ.
 """
 
 from collections.abc import Mapping
-from typing import overload
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,27 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import all_gather_flat
 from fsdp2.errors import ArgumentError
-from fsdp2.parallel.context_agreement import agree, ranks_agree
+from fsdp2.parallel.agreement import agree
 from fsdp2.parallel.context_layout import check_length, rank_slices
 from fsdp2.parallel.ring_attention import context_group
 
 __all__ = ["next_token_labels", "positions", "shard_sequence", "token_mean", "unshard_sequence"]
 
-Tensors = Mapping[str, torch.Tensor]
+Batch = TypeVar("Batch", bound=torch.Tensor | Mapping[str, torch.Tensor])
 Dims = int | Mapping[str, int | None]
-_ADVICE = (
-    "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
-    "shard), not by the global one, and shuffle with the same seed."
-)
+
+_compared: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks have had the same contents once
 
 
-@overload
-def shard_sequence(batch: torch.Tensor, mesh: DeviceMesh, dims: Dims = 1) -> torch.Tensor: ...
-@overload
-def shard_sequence(batch: Tensors, mesh: DeviceMesh, dims: Dims = 1) -> dict[str, torch.Tensor]: ...
-def shard_sequence(
-    batch: torch.Tensor | Tensors, mesh: DeviceMesh, dims: Dims = 1
-) -> torch.Tensor | dict[str, torch.Tensor]:
+def shard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
     """This rank's rows of sequences: of inputs, labels, position ids, masks of ones, rotary tables.
 
     Every rank of `mesh` must call it with the same batch. This is checked across ranks: names, shapes and dtypes once
@@ -66,25 +59,16 @@ def shard_sequence(
         batch = {"input_ids": ids, "labels": next_token_labels(ids), "position_ids": torch.arange(n).expand_as(ids)}
         batch = shard_sequence(batch, mesh["cp"])
     """
-    context_group(mesh)  # raises unless 1-D
-    named = _named(batch)
-    wanted = _dims(named, dims)
-    rank, size = mesh.get_local_rank(), mesh.size()
+    named, wanted = _cut_along(batch, mesh, dims)
     for name, dim in wanted.items():
-        check_length(f"shard_sequence: '{name}' {list(named[name].shape)}", named[name].shape[dim], size)
-    if size > 1:
+        check_length(f"shard_sequence: '{name}' {list(named[name].shape)}", named[name].shape[dim], mesh.size())
+    if mesh.size() > 1:
         _compare(named, wanted, mesh.get_group())
-    cut = {name: _rows(tensor, wanted[name], rank, size) for name, tensor in named.items() if name in wanted}
-    return cut[""] if isinstance(batch, torch.Tensor) else {**named, **cut}
+    cut = {name: _rows(named[name], dim, mesh) for name, dim in wanted.items()}
+    return _as_given(batch, named, cut)
 
 
-@overload
-def unshard_sequence(batch: torch.Tensor, mesh: DeviceMesh, dims: Dims = 1) -> torch.Tensor: ...
-@overload
-def unshard_sequence(batch: Tensors, mesh: DeviceMesh, dims: Dims = 1) -> dict[str, torch.Tensor]: ...
-def unshard_sequence(
-    batch: torch.Tensor | Tensors, mesh: DeviceMesh, dims: Dims = 1
-) -> torch.Tensor | dict[str, torch.Tensor]:
+def unshard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
     """The whole sequences from each rank's part, as returned by `shard_sequence` or computed from it by a model; the
     same on every rank. Without gradients: for inspecting logits, generated text, tests.
 
@@ -92,11 +76,9 @@ def unshard_sequence(
 
     Args, raises: as `shard_sequence`.
     """
-    context_group(mesh)
-    named = _named(batch)
-    wanted = _dims(named, dims)
+    named, wanted = _cut_along(batch, mesh, dims)
     whole = {name: _gather(named[name].detach(), dim, mesh) for name, dim in wanted.items()}
-    return whole[""] if isinstance(batch, torch.Tensor) else {**named, **whole}
+    return _as_given(batch, named, whole)
 
 
 def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None = None) -> torch.Tensor:
@@ -112,7 +94,7 @@ def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None =
     """
     context_group(mesh)
     check_length("positions: a sequence", length, mesh.size())
-    return _rows(torch.arange(length, device=device), 0, mesh.get_local_rank(), mesh.size())
+    return _rows(torch.arange(length, device=device), 0, mesh)
 
 
 def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -160,39 +142,40 @@ def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: Dev
 # --- pieces -----------------------------------------------------------------------------------------------------------
 
 
-def _named(batch: torch.Tensor | Tensors) -> dict[str, torch.Tensor]:
-    return {"": batch} if isinstance(batch, torch.Tensor) else dict(batch)
-
-
-def _dims(named: Tensors, dims: Dims) -> dict[str, int]:
-    """The sequence dim of each tensor that has one."""
-    if isinstance(dims, int):
-        wanted: dict[str, int] = dict.fromkeys(named, dims)
-    else:
-        unknown = sorted(set(dims) - set(named))
-        if unknown:
-            raise ArgumentError(f"sequence dims are given for {unknown}, but the batch has {sorted(named)}")
-        wanted = {name: dim for name, dim in dims.items() if dim is not None}
+def _cut_along(batch: Any, mesh: DeviceMesh, dims: Dims) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The tensors by name, and the sequence dim of each that has one."""
+    context_group(mesh)  # raises unless 1-D
+    named = {"": batch} if isinstance(batch, torch.Tensor) else dict(batch)
+    given = dict.fromkeys(named, dims) if isinstance(dims, int) else dims
+    if unknown := sorted(set(given) - set(named)):
+        raise ArgumentError(f"sequence dims are given for {unknown}, but the batch has {sorted(named)}")
+    wanted = {name: dim for name, dim in given.items() if dim is not None}
     for name, dim in wanted.items():
-        tensor = named[name]
-        if not -tensor.ndim <= dim < tensor.ndim:
+        if not -named[name].ndim <= dim < named[name].ndim:
             raise ArgumentError(
-                f"'{name}' {list(tensor.shape)} has no dim {dim}. Give the sequence dims by name, and leave out what "
-                "stays whole: dims={'input_ids': 1, ...}"
+                f"'{name}' {list(named[name].shape)} has no dim {dim}. Give the sequence dims by name, and leave out "
+                "what stays whole: dims={'input_ids': 1, ...}"
             )
-    return wanted
+    return named, wanted
 
 
-def _compare(named: Tensors, wanted: Mapping[str, int], group: dist.ProcessGroup) -> None:
+def _as_given(batch: Batch, named: dict[str, torch.Tensor], made: dict[str, torch.Tensor]) -> Batch:
+    return cast(Batch, made[""] if isinstance(batch, torch.Tensor) else {**named, **made})
+
+
+def _compare(named: Mapping[str, torch.Tensor], wanted: Mapping[str, int], group: dist.ProcessGroup) -> None:
     """Check that the ranks have the same batch: its form always, its contents the first time."""
-    facts = {}
-    for name, dim in wanted.items():
-        tensor = named[name]
-        facts[f"'{name}'"] = f"{list(tensor.shape)} {str(tensor.dtype)[6:]} dim {dim}"
-    if not ranks_agree(group, "shard_sequence"):
-        contents = {f"contents of '{name}'": _digest(named[name]) for name in wanted}
-        agree(group, "shard_sequence (first batch)", facts | contents, _ADVICE)
-    agree(group, "shard_sequence", facts, _ADVICE)
+    facts = {f"'{name}'": f"{list(named[name].shape)} {named[name].dtype} dim {dim}" for name, dim in wanted.items()}
+    if group not in _compared:
+        facts |= {f"contents of '{name}'": _digest(named[name]) for name in wanted}
+    agree(
+        group,
+        "shard_sequence",
+        facts,
+        "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
+        "shard), not by the global one, and shuffle with the same seed.",
+    )
+    _compared.add(group)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -202,23 +185,21 @@ def _digest(tensor: torch.Tensor) -> str:
     return f"{int(((places ^ (places >> 29)) * (flat + 1)).sum()) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _rows(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
-    """A rank's rows of a whole tensor."""
-    cuts = rank_slices(tensor.shape[dim], rank, size)
+def _rows(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a whole tensor."""
+    cuts = rank_slices(tensor.shape[dim], mesh.get_local_rank(), mesh.size())
     return torch.cat([tensor.narrow(dim, cut.start, cut.stop - cut.start) for cut in cuts], dim=dim)
 
 
 def _gather(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """All ranks' rows, in the sequence's order."""
-    size = mesh.size()
-    if size == 1:
+    if mesh.size() == 1:
         return tensor
     source = tensor.movedim(dim, 0).contiguous()
-    gathered = source.new_empty((size, *source.shape))
+    whole = source.new_empty((mesh.size() * len(source), *source.shape[1:]))
+    gathered = torch.empty_like(whole)
     all_gather_flat(gathered.view(-1), source.view(-1), mesh.get_group()).wait()
-    whole = source.new_empty((size * len(source), *source.shape[1:]))
-    for rank, part in enumerate(gathered):
-        start = 0
-        for cut in rank_slices(len(whole), rank, size):
-            whole[cut] = part[start : (start := start + cut.stop - cut.start)]
+    cuts = [cut for rank in range(mesh.size()) for cut in rank_slices(len(whole), rank, mesh.size())]
+    for cut, part in zip(cuts, gathered.chunk(len(cuts)), strict=True):
+        whole[cut] = part
     return whole.movedim(0, dim).contiguous()

@@ -20,12 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._torch import concatenate_meshes, flatten_mesh, real_tensors
 from fsdp2.errors import ArgumentError
+from fsdp2.parallel.agreement import agree
 from fsdp2.parallel.config import AXES, ParallelConfig
-from fsdp2.parallel.context_agreement import agree, tell_refusal
 
 __all__ = ["Meshes", "build_meshes"]
-
-_TOPIC = "build_meshes"
 
 # Keyed by the default process group, the device type and the degrees, since creating a mesh creates process groups.
 _known: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], "Meshes"] = {}
@@ -134,15 +132,11 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
         device_type = accelerator.type if accelerator else "cpu"
     world = dist.group.WORLD
     assert world is not None
-    try:
-        config = config.resolve(dist.get_world_size())
-    except ArgumentError as error:
-        tell_refusal(world, _TOPIC, str(error))
-        raise
+    config = config.resolve(dist.get_world_size())
     key = (world, device_type, tuple(config.degrees.values()))
     if key not in _known:
-        facts = {"device type": device_type, **{name: str(degree) for name, degree in config.degrees.items()}}
-        agree(world, _TOPIC, facts, "Start all ranks with the same config.")
+        facts = {"device type": device_type, **config.degrees}
+        agree(world, "build_meshes", facts, "Start all ranks with the same config.")
         with real_tensors():
             _known[key] = _make(config, device_type)
     known = _known[key]

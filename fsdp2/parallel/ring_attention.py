@@ -10,26 +10,24 @@ being sent::
 
 The backward goes round once more. The gradients of a block's keys and values travel one step behind it, and each rank
 adds its part. After n messages they are back at the owner. While they travel they are float32 (float64 for float64), as
-are all sums over blocks.
-
-Memory: a rank holds its own keys and values, the current block and the one that is arriving; backward needs as much
-again for gradients. Nothing has the whole sequence's length.
+are all sums over blocks. A rank holds its own keys and values, the current block and the one that is arriving; backward
+needs as much again for gradients.
 
 Messages are `batch_isend_irecv` on the group of the context axis, in the same order on every rank. On NCCL the kernels
 of a step are launched after the messages of the step and run concurrently. A received buffer is used after `wait`, and
 a sent one is kept until the message has completed. On gloo `wait` blocks.
 
-These are two torch operators (``fsdp2::ring_attention`` and its backward), so that `torch.compile` and policies of
-selective checkpointing see one node each.
-
-Source: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889.
+Two torch operators (``fsdp2::ring_attention`` and its backward) let `torch.compile` and policies of selective
+checkpointing see one node each. Source: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention as one_rank_attention
@@ -37,32 +35,28 @@ from torch.nn.functional import scaled_dot_product_attention as one_rank_attenti
 from fsdp2._torch import group_named
 from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
-from fsdp2.parallel.context_agreement import agree, tell_refusal
-from fsdp2.parallel.context_layout import Block, rank_blocks
+from fsdp2.parallel.agreement import agree
+from fsdp2.parallel.context_layout import rank_blocks
 from fsdp2.parallel.ring_attention_blocks import Merged, accumulation_dtype, block_forward, block_gradients
 
-__all__ = ["context_group", "num_ring_attentions", "refuse", "ring_attention", "ring_attention_over"]
+__all__ = ["context_group", "num_ring_attentions", "ring_attention", "ring_attention_over"]
 
 _KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004
-_ADVICE = (
-    "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; ranks "
-    "with batches of their own belong on the data axes of the mesh."
-)
 
-_num_ring_attentions: dict[str, int] = {}  # by the name of the group
+num_ring_attentions: Counter[str] = Counter()  # that have run, by the name of the group
 
 
 def ring_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     *,
     mesh: DeviceMesh,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """`F.scaled_dot_product_attention` of sequences that are cut over the ranks of `mesh` by `shard_sequence`.
 
     Collective: every rank of `mesh` must call it, and its backward, in the same order. The first call with new shapes,
@@ -103,28 +97,14 @@ def context_group(mesh: DeviceMesh) -> str:
     """
     if mesh.ndim != 1:
         raise ArgumentError(f"context parallelism needs the context axis alone, such as mesh['cp']; got {mesh}")
-    if mesh.size() == 1:
-        return ""
-    name: str = mesh.get_group().group_name
-    return name
-
-
-def num_ring_attentions(group_name: str) -> int:
-    """The number of ring attentions that have run over a group."""
-    return _num_ring_attentions.get(group_name, 0)
+    return str(mesh.get_group().group_name) if mesh.size() > 1 else ""
 
 
 def ring_attention_over(
-    group_name: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> torch.Tensor:
+    group_name: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
     """`ring_attention` over a group by its name (see `context_group`)."""
-    if isinstance(query, DTensor) or isinstance(key, DTensor) or isinstance(value, DTensor):
+    if any(isinstance(each, DTensor) for each in (query, key, value)):
         raise UnsupportedError(
             "ring_attention: got DTensors. Tensor parallelism that shards heads should give attention local tensors: "
             "leave use_local_output=True in ColwiseParallel, or call to_local()"
@@ -132,44 +112,31 @@ def ring_attention_over(
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
-    try:
-        _check(query, key, value, is_causal, enable_gqa)
-    except ArgumentError as error:
-        refuse(group_name, str(error))
-        raise
+    _check(query, key, value, is_causal, enable_gqa)
     if not group_name:
         return one_rank_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    output: torch.Tensor = _ring_attention(query, key, value, is_causal, scale, group_name)[0]
+    output: Tensor = _ring_attention(query, key, value, is_causal, scale, group_name)[0]
     return output
 
 
-def refuse(group_name: str, reason: str) -> None:
-    """Call before raising for an invalid call: other ranks may be about to start the ring, and then raise too."""
-    if group_name:
-        tell_refusal(group_named(group_name), "ring_attention", reason)
-
-
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, enable_gqa: bool) -> None:
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ArgumentError(f"ring_attention: expected [batch, heads, rows, head dim], got {shapes}")
-    if not query.dtype == key.dtype == value.dtype or not query.is_floating_point():
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    shown = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())
+    one_dtype = query.dtype == key.dtype == value.dtype and query.is_floating_point()
+    if not one_dtype or not query.ndim == key.ndim == value.ndim == 4:
+        raise ArgumentError(f"ring_attention: expected [batch, heads, rows, head dim] of one float dtype, got {shown}")
+    fits = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1]
+    if not fits or (query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0)):
         raise ArgumentError(
-            f"ring_attention: expected one floating dtype, got query {query.dtype}, key {key.dtype}, value "
-            f"{value.dtype}; cast them, or run under torch.autocast"
+            f"ring_attention: batches, heads, key rows or head dims do not fit: {shown}. With enable_gqa=True the "
+            "number of key heads may divide that of query heads"
         )
-    if key.shape[:3] != value.shape[:3] or query.shape[0] != key.shape[0] or query.shape[-1] != key.shape[-1]:
-        raise ArgumentError(f"ring_attention: batches, key rows or head dims do not fit: {shapes}")
-    heads, key_heads = query.shape[1], key.shape[1]
-    if heads != key_heads and not (enable_gqa and heads % key_heads == 0):
-        more = "which must divide the former" if enable_gqa else "or pass enable_gqa=True"
-        raise ArgumentError(f"ring_attention: {heads} query heads and {key_heads} key heads, {more}: {shapes}")
     if is_causal and (query.shape[2] != key.shape[2] or query.shape[2] % 2 != 0):
         raise ArgumentError(
             "ring_attention: a causal sequence that shard_sequence cut has two chunks on every rank, so an even number "
-            f"of rows, the same for queries and keys: {shapes}. (Decoding with a cache of keys is not supported.)"
+            f"of rows, the same for queries and keys: {shown}. (Decoding with a cache of keys is not supported.)"
         )
 
 
@@ -177,95 +144,56 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 
 
 class _Message:
-    """A tensor being sent to the next rank, while one like it is received from the previous rank."""
+    """A tensor on its way to the next rank, while one like it comes from the previous rank."""
 
-    def __init__(self, sent: torch.Tensor, group: dist.ProcessGroup, tag: int):
-        self.sent = sent  # kept until the message has completed
-        self.received = torch.empty_like(sent)
-        self.group = group
+    def __init__(self, sent: Tensor, group: dist.ProcessGroup, tag: int):
+        self.sent, self.received, self.group = sent, torch.empty_like(sent), group  # kept until it has completed
         self.works: list[dist.Work] = []
         rank, size = group.rank(), group.size()
         finish_unwaited(group)
         send = dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=(rank + 1) % size)
         receive = dist.P2POp(dist.irecv, self.received, group=group, tag=tag, group_peer=(rank - 1) % size)
-        try:
-            self.works = dist.batch_isend_irecv([send, receive])
-        except RuntimeError as error:
-            raise self.failed(error) from error
+        self.works = dist.batch_isend_irecv([send, receive])
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """The received tensor. On NCCL the stream waits, not the CPU."""
+        works, self.works = self.works, []
         try:
-            works, self.works = self.works, []
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.failed(error) from error
+            ranks, rank = dist.get_process_group_ranks(self.group), self.group.rank()
+            raise CollectiveError(
+                f"ring_attention: rank {ranks[rank]} could not send to rank {ranks[(rank + 1) % len(ranks)]} or "
+                f"receive from rank {ranks[rank - 1]}: {error}"
+            ) from error
         return self.received
 
     def __del__(self) -> None:
-        if self.works:
+        if self.works:  # after an error in the computation of a block
             keep_unwaited(self.works, self.group)
-
-    def failed(self, error: RuntimeError) -> CollectiveError:
-        """An error that names this rank and its neighbours."""
-        ranks = dist.get_process_group_ranks(self.group)
-        rank = self.group.rank()
-        after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
-        return CollectiveError(
-            f"ring_attention: rank {ranks[rank]} could not send to rank {after} or receive from rank {before}: {error}"
-        )
-
-
-def _pack(key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One flat tensor of both, to be sent as one message."""
-    return torch.cat([key.to(dtype).reshape(-1), value.to(dtype).reshape(-1)])
-
-
-def _unpack(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a tensor from `_pack`, given tensors of the original shapes."""
-    first, second = flat.split([key.numel(), value.numel()])
-    return first.view(key.shape), second.view(value.shape)
-
-
-def _rows_first(query: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Memory for a result that is ``[batch, rows, heads, head dim]`` in memory, because models transpose it to that."""
-    batch, heads, rows, _ = query.shape
-    return query.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
-
-
-def _parts(block: Block, query: torch.Tensor, keys: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The parts of this rank's queries, and of the current keys and values, that take part in the block."""
-    seen = block.keys.rows(keys[0].shape[2])
-    return query[:, :, block.queries.rows(query.shape[2])], *(each[:, :, seen] for each in keys)
 
 
 def ring_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    scale: float,
-    group: dist.ProcessGroup,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp ``[batch, heads, rows, 1]``, of this rank's rows over all ranks' keys. Collective."""
-    blocks = rank_blocks(group.rank(), group.size(), is_causal)
-    flat = _pack(key, value, key.dtype)
+    blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
+    both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # travel as one message
     merged = Merged(query, value.shape[-1])
     for block in blocks:
-        message = _Message(flat, group, _KEYS_TAG) if block is not blocks[-1] else None
-        # The result gets no name, so that only two blocks are alive, not three.
-        output, lse = block_forward(_parts(block, query, _unpack(flat, key, value)), block.is_causal, scale)
-        merged.add(block.queries.rows(query.shape[2]), output, lse)
-        del output, lse
+        message = _Message(both, group, _KEYS_TAG) if block is not blocks[-1] else None
+        inputs = query[:, :, block.queries], *both[:, :, block.keys].split(sizes, -1)
+        merged.add(block.queries, *block_forward(inputs, block.is_causal, scale))
+        del inputs  # so that only two blocks are alive, not three
         if message is not None:
-            flat, message = message.wait(), None
-    return _rows_first(query, value.shape[-1]).copy_(merged.output), merged.lse
+            both, message = message.wait(), None
+    return merged.output.to(query.dtype), merged.lse
 
 
 def ring_backward(
-    grad: torch.Tensor, saved: Sequence[torch.Tensor], is_causal: bool, scale: float, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's query, key and value. Collective.
 
     Args:
@@ -273,86 +201,86 @@ def ring_backward(
         saved: query, key, value, output and log-sum-exp of the forward.
     """
     query, key, value, output, lse = saved
-    blocks = rank_blocks(group.rank(), group.size(), is_causal)
-    dtype = accumulation_dtype(query.dtype)
-    grad, flat = grad.contiguous(), _pack(key, value, key.dtype)
-    dq = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    total = torch.zeros_like(flat, dtype=dtype)
+    blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
+    both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]
+    grad, total = grad.contiguous(), torch.zeros_like(both, dtype=accumulation_dtype(query.dtype))
+    dq = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
     gradients: _Message | None = None  # `total` of the current block, coming from the rank that had it before
     for block in blocks:
-        message = _Message(flat, group, _KEYS_TAG) if block is not blocks[-1] else None
-        mine, seen = block.queries.rows(query.shape[2]), block.keys.rows(key.shape[2])
-        rows = tuple(each[:, :, mine] for each in (grad, output, lse))
-        part = block_gradients(rows, _parts(block, query, _unpack(flat, key, value)), block.is_causal, scale)
+        message = _Message(both, group, _KEYS_TAG) if block is not blocks[-1] else None
+        rows = tuple(each[:, :, block.queries] for each in (grad, output, lse))
+        inputs = query[:, :, block.queries], *both[:, :, block.keys].split(sizes, -1)
+        part = block_gradients(rows, inputs, block.is_causal, scale)
         if gradients is not None:
             total, gradients = gradients.wait(), None
-        dq[:, :, mine] += part[0]
-        for sums, each in zip(_unpack(total, key, value), part[1:], strict=True):
-            sums[:, :, seen] += each
-        del part, sums, each
+        dq[:, :, block.queries] += part[0]
+        for sums, each in zip(total[:, :, block.keys].split(sizes, -1), part[1:], strict=True):
+            sums += each
+        del inputs, part, sums, each
         gradients = _Message(total, group, _GRADIENTS_TAG)
         if message is not None:
-            flat, message = message.wait(), None
+            both, message = message.wait(), None
     assert gradients is not None
-    dk, dv = _unpack(gradients.wait(), key, value)  # this rank's own, after a full round
-    return dq.to(query.dtype), dk.to(key.dtype, copy=True), dv.to(value.dtype, copy=True)
+    dk, dv = gradients.wait().to(key.dtype).split(sizes, -1)  # this rank's own, after a full round
+    return (
+        dq.to(query.dtype),
+        dk.clone(memory_format=torch.contiguous_format),
+        dv.clone(memory_format=torch.contiguous_format),
+    )
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def _facts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> dict[str, str]:
-    """What must be the same on all ranks."""
-    tensors = {"query": query, "key": key, "value": value}
-    shown = {name: f"{list(tensor.shape)} {str(tensor.dtype)[6:]}" for name, tensor in tensors.items()}
-    return {**shown, "is_causal": str(is_causal), "scale": f"{scale:.9g}"}
-
-
 @torch.library.custom_op("fsdp2::ring_attention", mutates_args=())
 def _ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp. The latter has a dim more than that of `F.scaled_dot_product_attention`. Activation
-    checkpointing compares the shapes of what forward and recomputation save, so it notices if only one of them was
-    within `context_parallel`."""
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
     group = group_named(group_name)
-    agree(group, "ring_attention", _facts(query, key, value, is_causal, scale), _ADVICE)
-    _num_ring_attentions[group_name] = num_ring_attentions(group_name) + 1
+    tensors = {"query": query, "key": key, "value": value}
+    facts = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
+    agree(
+        group,
+        "ring_attention",
+        facts | {"is_causal": str(is_causal), "scale": f"{scale:.9g}"},
+        "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; "
+        "ranks with batches of their own belong on the data axes of the mesh.",
+    )
+    num_ring_attentions[group_name] += 1
     return ring_forward(query, key, value, is_causal, scale, group)
 
 
 @_ring_attention.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
+) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((*query.shape[:-1], 1), dtype=accumulation_dtype(query.dtype))
-    return _rows_first(query, value.shape[-1]), lse
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), lse
 
 
 @torch.library.custom_op("fsdp2::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
-    grad: torch.Tensor, saved: Sequence[torch.Tensor], is_causal: bool, scale: float, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
     return ring_backward(grad, saved, is_causal, scale, group_named(group_name))
 
 
 @_ring_attention_backward.register_fake
 def _(
-    grad: torch.Tensor, saved: Sequence[torch.Tensor], is_causal: bool, scale: float, group_name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
+) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (each.new_empty(each.shape) for each in saved[:3])
     return query, key, value
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ctx.is_causal, ctx.scale, ctx.group_name = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: torch.Tensor | None, _lse: None) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 6
     saved = list(ctx.saved_tensors)

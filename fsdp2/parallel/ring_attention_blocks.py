@@ -8,16 +8,8 @@ The forward returns a block's own output and log-sum-exp, which `Merged` adds to
 backward gets the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)``, whatever its
 block. So the gradients of each block are terms of sums, and no block needs what another one computed.
 
-The kernel for a block depends on what every rank knows without communication: device, dtype and head dims. (So the
-GPUs of a job are from Ampere on, or all older.)
-
-=============  =====================================================================================================
-``flash_cpu``  CPU, every dtype
-``flash``      CUDA from Ampere on, float16 and bfloat16, head dim up to 256
-``efficient``  CUDA, everything else that is aligned to 16 bytes, except float64
-``math``       the rest (keys and values of different head dims, float64 on CUDA, other devices): the scores of some
-               query rows at a time, in float32 or float64
-=============  =====================================================================================================
+The kernel depends on device, dtype and head dims: ``flash_cpu`` on CPUs; ``flash`` on CUDA from Ampere on, for float16
+and bfloat16 and head dims up to 256; else ``math``, the scores of some query rows at a time, in float32 or float64.
 
 The merge and the fused backward from a given log-sum-exp: FlashAttention-2, https://arxiv.org/abs/2307.08691, 3.1, and
 Ring Attention, https://arxiv.org/abs/2310.01889.
@@ -27,16 +19,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from torch import Tensor
 
 from fsdp2._torch import attention_op
 
 __all__ = ["Merged", "accumulation_dtype", "block_forward", "block_gradients"]
 
 _MATH_SCORES = 1 << 24  # scores of one piece of the math kernel: 64 MiB in float32
-_LSE_MULTIPLE = 32  # the efficient kernel pads the rows of its log-sum-exp
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -52,12 +43,12 @@ class Merged:
         lse: ``[batch, heads, rows, 1]``.
     """
 
-    def __init__(self, query: torch.Tensor, head_dim: int):
+    def __init__(self, query: Tensor, head_dim: int):
         dtype = accumulation_dtype(query.dtype)
         self.output = query.new_zeros((*query.shape[:-1], head_dim), dtype=dtype)
         self.lse = query.new_full((*query.shape[:-1], 1), float("-inf"), dtype=dtype)
 
-    def add(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
+    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
         """Add the result of one more block for these rows, weighted by its share of all scores so far. The result of
         the first block stays bitwise unchanged."""
         before, so_far = self.lse[:, :, rows], self.output[:, :, rows]
@@ -65,21 +56,15 @@ class Merged:
         before.copy_(torch.logaddexp(before, lse))
 
 
-def block_forward(inputs: Tensors, is_causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def block_forward(inputs: Tensors, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a query over one block of key and value (`inputs`). Key heads divide query heads."""
     query, key, value = inputs
     key, value = _for_each_head(query, key), _for_each_head(query, value)
     kind = _kernel(query, key, value)
     if kind == "math":
         return _math_forward(query, key, value, is_causal, scale)
-    if kind == "flash_cpu":
-        output, lse = attention_op("flash_attention_for_cpu")(query, key, value, 0.0, is_causal, scale=scale)
-    elif kind == "flash":
-        output, lse = attention_op("flash_attention")(query, key, value, 0.0, is_causal, scale=scale)[:2]
-    else:
-        op = attention_op("efficient_attention")
-        output, lse = op(query, key, value, None, True, 0.0, is_causal, scale=scale)[:2]
-        lse = lse[:, :, : query.shape[2]]
+    op = attention_op("flash_attention_for_cpu" if kind == "flash_cpu" else "flash_attention")
+    output, lse = op(query, key, value, 0.0, is_causal, scale=scale)[:2]
     return output, lse.unsqueeze(-1)
 
 
@@ -93,69 +78,52 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
     """
     query, key, value = inputs
     heads = key.shape[1]
-    key, value = _for_each_head(query, key), _for_each_head(query, value)
-    kind = _kernel(query, key, value)
-    if kind == "math":
-        dq, dk, dv = _math_gradients(rows, (query, key, value), is_causal, scale)
+    inputs = query, _for_each_head(query, key), _for_each_head(query, value)
+    if (kind := _kernel(*inputs)) == "math":
+        dq, dk, dv = _math_gradients(rows, inputs, is_causal, scale)
     else:
-        dq, dk, dv = _fused_gradients(kind, rows, (query, key, value), is_causal, scale)
+        dq, dk, dv = _fused_gradients(kind, rows, inputs, is_causal, scale)
     if query.shape[1] != heads:  # the sum over the query heads that share a key head
         dtype = accumulation_dtype(query.dtype)
         dk, dv = (each.unflatten(1, (heads, -1)).sum(2, dtype=dtype) for each in (dk, dv))
     return dq, dk, dv
 
 
-def _for_each_head(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _for_each_head(query: Tensor, key: Tensor) -> Tensor:
     """Repeat key heads to one per query head, since not all kernels accept fewer. The copy lives as long as its
     block."""
     groups = query.shape[1] // key.shape[1]
     return key if groups == 1 else key.repeat_interleave(groups, dim=1)
 
 
-def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+def _kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     """The kernel; see the module docstring. "meta" counts as CUDA, because it must give the same shapes."""
-    head_dim = query.shape[-1]
+    head_dim, device = query.shape[-1], query.device
     if value.shape[-1] != head_dim or any(each.stride(-1) != 1 for each in (query, key, value)):
         return "math"
-    if query.device.type == "cpu":
+    if device.type == "cpu":
         return "flash_cpu"
-    if query.device.type not in ("cuda", "meta") or query.dtype == torch.float64:
-        return "math"
-    is_old = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
-    if is_old and query.dtype == torch.bfloat16:
-        return "math"
-    if query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256 and not is_old:
-        return "flash"
-    return "efficient" if head_dim * query.dtype.itemsize % 16 == 0 else "math"
+    fits = query.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
+    is_new = device.type == "meta" or (query.is_cuda and torch.cuda.get_device_capability(device) >= (8, 0))
+    return "flash" if fits and is_new else "math"
 
 
 def _fused_gradients(kind: str, rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
     grad, output, lse = rows
-    lse = lse.squeeze(-1)
-    if kind == "flash_cpu":
-        op = attention_op("flash_attention_for_cpu_backward")
-        found: Tensors = op(grad, *inputs, output, lse, 0.0, is_causal, scale=scale)
-        return found[:3]
-    # The state of the random generator, in the form that the forward returns; it is not read without dropout.
-    seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
-    num_queries, num_keys = inputs[0].shape[2], inputs[1].shape[2]
+    state: list[Any] = [0.0, is_causal]  # and no dropout
     if kind == "flash":
-        op = attention_op("flash_attention_backward")
-        counts = None, None, num_queries, num_keys
-        found = op(grad, *inputs, output, lse.contiguous(), *counts, 0.0, is_causal, seed, offset, scale=scale)
-    else:
-        op = attention_op("efficient_attention_backward")
-        lse = pad(lse, (0, -num_queries % _LSE_MULTIPLE), value=float("inf"))
-        seed, offset = (torch.empty((), dtype=torch.int64, device=grad.device) for _ in range(2))
-        mask = (True, True, True, False)
-        found = op(grad, *inputs, None, output, lse, seed, offset, 0.0, mask, is_causal, scale=scale)
+        # The state of the random generator, in the form that the forward returns; it is not read without dropout.
+        seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
+        state = [None, None, inputs[0].shape[2], inputs[1].shape[2], *state, seed, offset]
+    op = attention_op("flash_attention_for_cpu_backward" if kind == "flash_cpu" else "flash_attention_backward")
+    found: Tensors = op(grad, *inputs, output, lse.squeeze(-1).contiguous(), *state, scale=scale)
     return found[:3]
 
 
 # --- without a fused kernel -------------------------------------------------------------------------------------------
 
 
-def _pieces(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: float) -> Iterator[tuple[slice, Any]]:
+def _pieces(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Iterator[tuple[slice, Any]]:
     """Query rows, and their scores in the accumulation dtype, a piece at a time."""
     dtype = accumulation_dtype(query.dtype)
     batch, heads, rows, _ = query.shape
@@ -170,9 +138,7 @@ def _pieces(query: torch.Tensor, key: torch.Tensor, is_causal: bool, scale: floa
         yield piece, scores
 
 
-def _math_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _math_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(query.dtype)
     output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
     lse = torch.empty((*query.shape[:-1], 1), dtype=dtype, device=query.device)
@@ -184,17 +150,15 @@ def _math_forward(
 
 
 def _math_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
-    grad, output, lse = rows
-    query, key, value = inputs
-    dtype = accumulation_dtype(query.dtype)
-    keys, values, grad = key.to(dtype), value.to(dtype), grad.to(dtype)
-    weighted = (grad * output.to(dtype)).sum(-1, keepdim=True)
-    dq = torch.empty_like(query, dtype=dtype)
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for piece, scores in _pieces(query, key, is_causal, scale):
+    dtype = accumulation_dtype(inputs[0].dtype)
+    grad, output, lse = (each.to(dtype) for each in rows)
+    query, keys, values = (each.to(dtype) for each in inputs)
+    weighted = (grad * output).sum(-1, keepdim=True)
+    dq, dk, dv = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+    for piece, scores in _pieces(query, keys, is_causal, scale):
         shares = torch.exp(scores - lse[:, :, piece])
         dv += shares.mT @ grad[:, :, piece]
         slopes = shares * (grad[:, :, piece] @ values.mT - weighted[:, :, piece]) * scale
         dq[:, :, piece] = slopes @ keys
-        dk += slopes.mT @ query[:, :, piece].to(dtype)
+        dk += slopes.mT @ query[:, :, piece]
     return dq, dk, dv

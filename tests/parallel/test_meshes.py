@@ -90,25 +90,21 @@ def test_made_once(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_degrees_that_do_not_fit(rank: int, world_size: int) -> None:
     message = error_of(ArgumentError, lambda: build_meshes(ParallelConfig(shard=2, tensor=2), "cpu"))
-    assert message.startswith("2 ranks, but 2 (shard) x 2 (tensor) = 4. Choose")
+    assert message.startswith("2 ranks, but 2 (shard) x 2 (tensor) = 4.")
 
 
-@pytest.mark.parametrize("other", [{"tensor": 2}, {"shard": 3}])
-def test_ranks_with_different_configs(other: dict[str, int]) -> None:
+def test_ranks_with_different_configs() -> None:
     """Say, a file that was changed on one machine only: all ranks raise, instead of waiting for each other. In new
     processes: what ranks have agreed on once they do not ask again."""
     close_pools()
-    run_on_ranks(build_different_meshes, 2, other=other)
+    run_on_ranks(build_different_meshes, 2)
 
 
-def build_different_meshes(rank: int, world_size: int, other: dict[str, int]) -> None:
-    degrees = {"shard": 2} if rank == 0 else {"shard": 1, **other}
+def build_different_meshes(rank: int, world_size: int) -> None:
+    degrees = {"shard": 2} if rank == 0 else {"shard": 1, "tensor": 2}
     mesh_of = partial(build_meshes, ParallelConfig(**degrees), "cpu")
     message = error_of(ArgumentError, mesh_of)
-    if rank == 0 or "tensor" in other:
-        assert message.startswith("build_meshes: ") and "rank 1: " in message and "same config" in message, message
-    else:
-        assert message.startswith("2 ranks, but 3 (shard).")
+    assert message.startswith("build_meshes: ") and "rank 1: " in message and "same config" in message, message
 
 
 def test_without_a_process_group() -> None:

@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
-from fsdp2.parallel import context_agreement, ring_attention_blocks
+from fsdp2.parallel import agreement, ring_attention_blocks
 from fsdp2.parallel.context_layout import check_length, rank_blocks, rank_slices
 from fsdp2.parallel.context_sharding import shard_sequence, unshard_sequence
 from fsdp2.parallel.ring_attention import ring_attention, ring_backward, ring_forward
@@ -78,9 +78,8 @@ def test_blocks_cover_the_mask_once(size: int, is_causal: bool) -> None:
     assert sorted(torch.cat(rows).tolist()) == list(range(length))
     seen = torch.zeros(length, length)
     for rank in range(size):
-        for block in rank_blocks(rank, size, is_causal):
-            queries = rows[rank][block.queries.rows(len(rows[rank]))]
-            keys = rows[block.source][block.keys.rows(len(rows[block.source]))]
+        for block in rank_blocks(rank, size, is_causal, len(rows[rank]), len(rows[rank])):
+            queries, keys = rows[rank][block.queries], rows[block.source][block.keys]
             pairs = torch.ones(len(queries), len(keys))
             seen[queries[:, None], keys] += pairs.tril() if block.is_causal else pairs
     assert torch.equal(seen, torch.ones(length, length).tril() if is_causal else torch.ones(length, length))
@@ -88,12 +87,11 @@ def test_blocks_cover_the_mask_once(size: int, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
 def test_every_rank_has_the_same_work_in_every_step(size: int) -> None:
-    """With contiguous pieces the last rank would have nearly twice the mean."""
-    steps = {tuple(block.work for block in rank_blocks(rank, size, is_causal=True)) for rank in range(size)}
-    assert steps == {(2.0,) * size}
-    contiguous = [4 * rank + 2 for rank in range(size)]  # pairs of half pieces: earlier ones whole, its own half
-    assert sum(contiguous) == 2 * size * size
-    assert max(contiguous) / (2 * size) == 2 - 1 / size
+    """Of 2 x 2 chunks half a block. With contiguous pieces the last rank would have nearly twice the mean."""
+    for rank in range(size):
+        for block in rank_blocks(rank, size, True, 2, 2):
+            pairs = (block.queries.stop - block.queries.start) * (block.keys.stop - block.keys.start)
+            assert pairs == (4 if block.is_causal else 2)
 
 
 def test_a_length_that_does_not_divide() -> None:
@@ -101,7 +99,7 @@ def test_a_length_that_does_not_divide() -> None:
     check_length("a sequence", 1000, 4)
     assert wrapped(error_of(ArgumentError, lambda: check_length("'ids' [2, 1002]", 1002, 4))) == (
         "'ids' [2, 1002] has 1002 rows along the sequence, which cannot be cut into 2 x 4 = 8 equal chunks\n"
-        "for 4 context ranks (1002 = 125 x 8 + 2): pad it to 1008 or cut it to 1000\n"
+        "for 4 context ranks: pad it to 1008\n"
     )
 
 
@@ -140,10 +138,8 @@ def test_blocks_merge_to_the_whole(kind: str, is_causal: bool, key_heads: int, m
     [
         (torch.bfloat16, 64, "flash"),
         (torch.float16, 256, "flash"),
-        (torch.float32, 64, "efficient"),
-        (torch.bfloat16, 264, "efficient"),
-        (torch.float32, 6, "math"),
-        (torch.float64, 64, "math"),
+        (torch.bfloat16, 264, "math"),
+        (torch.float32, 64, "math"),
     ],
 )
 def test_kernels_of_cuda_fit_their_arguments(dtype: torch.dtype, dim: int, kind: str) -> None:
@@ -318,8 +314,8 @@ def test_messages_and_memory(rank: int, world_size: int) -> None:
     # In tensors of [rows, head dim], of which log-sum-exps are 1 / 16. Forward: the inputs, two blocks of K and V, the
     # merged output, a block's output. Backward: the saved ones and the output's gradient, two blocks of K and V, two of
     # their gradients, dq, a block's part of that. What kernels allocate for themselves is not seen.
-    assert 9 * tensor_bytes <= forward.peak_bytes <= 9.5 * tensor_bytes
-    assert 15 * tensor_bytes <= backward.peak_bytes <= 17 * tensor_bytes
+    assert 7 * tensor_bytes <= forward.peak_bytes <= 7.5 * tensor_bytes
+    assert 13 * tensor_bytes <= backward.peak_bytes <= 15 * tensor_bytes
 
 
 @on_ranks(2, 4)
@@ -340,23 +336,20 @@ def test_what_autograd_keeps(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("difference", ["rows", "odd", "dtype", "mask", "scale"])
+@pytest.mark.parametrize("difference", ["rows", "dtype", "mask", "scale"])
 def test_ranks_that_differ_all_raise(rank: int, world_size: int, difference: str) -> None:
     """The last rank is wrong; every rank says so; and the right call works afterwards."""
     mesh, last = context_mesh(world_size), rank == world_size - 1
-    heads = {"rows": 3, "odd": 4, "dtype": 5, "mask": 7, "scale": 9}[difference]  # shapes that nothing else has
-    rows = {"rows": 14, "odd": 15}.get(difference, 18) if last else 18
+    heads = {"rows": 3, "dtype": 5, "mask": 7, "scale": 9}[difference]  # shapes that nothing else has
+    rows = 14 if difference == "rows" and last else 18
     dtype = torch.float32 if difference == "dtype" and last else torch.float64
     options: dict[str, Any] = {"is_causal": difference != "mask" or not last}
     options["scale"] = 0.5 if difference == "scale" and last else 0.7
     tensors = [random(seed, 1, heads, rows, 4, dtype=dtype) for seed in range(3)]
     message = error_of(ArgumentError, lambda: ring_attention(*tensors, mesh=mesh, **options))
-    if difference == "odd" and last:
-        assert "an even number of rows" in message
-    else:
-        assert "the ranks of a context group must have the same" in message
-        wanted = {"rows": "[1, 3, 14, 4]", "odd": "an even number", "dtype": "float32", "mask": "is_causal=False"}
-        assert wanted.get(difference, "scale=0.5") in message.split(f"rank {world_size - 1}: ")[1]
+    assert "the ranks must have the same" in message
+    wanted = {"rows": "[1, 3, 14, 4]", "dtype": "float32", "mask": "is_causal=False", "scale": "scale=0.5"}
+    assert wanted[difference] in message.split(f"rank {world_size - 1}: ")[1]
     right = [random(seed, 1, heads, 18, 4) for seed in range(3)]
     ring_attention(*right, mesh=mesh, is_causal=True, scale=0.7)
 
@@ -389,17 +382,17 @@ def test_a_rank_that_changes_alone_gives_up(rank: int, world_size: int) -> None:
     mesh = context_mesh(world_size)
     tensors = [random(seed, 1, 1, 22, 4) for seed in range(3)]
     ring_attention(*tensors, mesh=mesh)
-    before, context_agreement.TIMEOUT = context_agreement.TIMEOUT, timedelta(seconds=0.5)
+    before, agreement.TIMEOUT = agreement.TIMEOUT, timedelta(seconds=0.5)
     try:
         if rank == 0:
             other = [tensor[:, :, :10] for tensor in tensors]
             message = error_of(CollectiveError, lambda: ring_attention(*other, mesh=mesh))
-            assert "for ranks [1] to say what they have" in message and "query=[1, 1, 10, 4] float64" in message
+            assert "for ranks [1] to say what they have" in message and "query=[1, 1, 10, 4] torch.float64" in message
         dist.barrier()
         if rank == 1:  # it was asked once less; catch up, so that later questions of this process mean the same
             error_of(ArgumentError, lambda: ring_attention(*tensors, mesh=mesh, scale=9.0))
     finally:
-        context_agreement.TIMEOUT = before
+        agreement.TIMEOUT = before
 
 
 @on_ranks(2)
@@ -412,11 +405,11 @@ def test_shapes_that_do_not_fit(rank: int, world_size: int) -> None:
         return error_of(ArgumentError, lambda: ring_attention(*tensors, mesh=mesh, **options))
 
     assert "expected [batch, heads, rows, head dim]" in error(query[0], key[0], value[0])
-    assert "expected one floating dtype" in error(query, key.float(), value)
+    assert "of one float dtype" in error(query, key.float(), value)
     assert "do not fit" in error(query, key[:, :, :4], value)
     assert "do not fit" in error(query, key[..., :4], value)
-    assert "or pass enable_gqa=True" in error(query, key[:, :2], value[:, :2])
-    assert "which must divide the former" in error(query, key[:, :3], value[:, :3], enable_gqa=True)
+    assert "With enable_gqa=True" in error(query, key[:, :2], value[:, :2])
+    assert "With enable_gqa=True" in error(query, key[:, :3], value[:, :3], enable_gqa=True)
     assert "an even number of rows" in error(query[:, :, :3], key[:, :, :3], value[:, :, :3], is_causal=True)
     assert "the same for queries and keys" in error(query[:, :, :2], key, value, is_causal=True)
     distributed = DTensor.from_local(query, mesh, [Replicate()])
