@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fsdp2.parallel import Meshes, ParallelConfig, batch_sizes, build_meshes, parallelize, shard_sequence
+from fsdp2.parallel import Meshes, ParallelConfig, build_meshes, parallelize, shard_sequence
 
 VOCAB, DIM, HEAD_DIM, DEPTH, LENGTH = 8, 32, 8, 4, 16
 SEQUENCES, GLOBAL_BATCH, MICROBATCHES, EPOCHS = 128, 16, 2, 4
@@ -73,7 +73,7 @@ def make_loader(meshes: Meshes) -> DataLoader[dict[str, torch.Tensor]]:
     tokens = (first + step * torch.arange(LENGTH + 1)) % VOCAB
     data = [{"x": row[:-1], "targets": row[1:], "positions": torch.arange(LENGTH)} for row in tokens]
     sampler = DistributedSampler(data, meshes.data_ranks, meshes.data_rank, seed=0)
-    return DataLoader(data, batch_sizes(meshes.data_ranks, global_batch=GLOBAL_BATCH).micro_batch, sampler=sampler)
+    return DataLoader(data, GLOBAL_BATCH // meshes.data_ranks, sampler=sampler)
 
 
 def read_config() -> ParallelConfig:

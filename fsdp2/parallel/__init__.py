@@ -1,7 +1,6 @@
-"""Several kinds of parallelism together: meshes from degrees, one call that applies them all, and matching batches."""
+"""Several kinds of parallelism together: meshes from degrees, and one call that applies them all."""
 
 from fsdp2.parallel.applying import parallelize
-from fsdp2.parallel.batches import BatchSizes, batch_sizes
 from fsdp2.parallel.config import ParallelConfig
 from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.context_sharding import (
@@ -15,11 +14,9 @@ from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.ring_attention import ring_attention
 
 __all__ = [
-    "BatchSizes",
     "Meshes",
     "ParallelConfig",
     "apply_context_parallel",
-    "batch_sizes",
     "build_meshes",
     "next_token_labels",
     "parallelize",

@@ -15,14 +15,13 @@ from torch import nn
 from fsdp2.api import fully_shard
 from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
-from fsdp2.parallel.blocks import Block, Blocks, blocks_of, root_options
+from fsdp2.parallel.blocks import Blocks, Treated, recompute_and_compile, units_of
 from fsdp2.parallel.config import OFFLOADS, ParallelConfig
 from fsdp2.parallel.context import replace_attention
 from fsdp2.parallel.meshes import Meshes, build_meshes
-from fsdp2.parallel.recompute import check_plain, recompute_and_compile
 from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy
-from fsdp2.runtime.unit import has_forward, unit_of
+from fsdp2.runtime.unit import unit_of
 
 __all__ = ["parallelize"]
 
@@ -89,20 +88,22 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"parallelize: expected an nn.Module, got {type(model)}")
-    if not has_forward(model):
-        raise ArgumentError(
-            f"parallelize: a {type(model).__name__} has no forward, so it cannot be the root; pass the model"
-        )
     if any(unit_of(module) is not None for module in model.modules()):
         raise MisuseError("parallelize: the model, or a part of it, is sharded already; call it once, on a plain model")
     signature(fully_shard).bind(model, **options)  # an unknown option is a TypeError now, not later
-    blocks = (config.blocks or None) if blocks is None else blocks
-    chosen, of_root = blocks_of(model, blocks), root_options(model, blocks)
-    check_plain(chosen)
+    units = units_of(model, (config.blocks or None) if blocks is None else blocks)
+    chosen = [model.get_submodule(unit.fqn) for unit in units[:-1]]
+    if any(isinstance(block, Treated) for block in chosen):
+        raise MisuseError("parallelize: blocks are checkpointed or compiled already; pass a plain model")
     styles = None
     if config.tensor > 1:
         styles = check_tensor_plan(model, tp_plan, config.tensor, is_stage=config.pipeline > 1)
-    meshes = _meshes(config, meshes)
+    if meshes is None:
+        meshes = build_meshes(config)
+    elif (degrees := config.resolve(meshes.root.size()).degrees) != meshes.config.degrees:
+        raise ArgumentError(
+            f"parallelize: the meshes have other degrees, {meshes.config.degrees}, than the config, {degrees}"
+        )
     options = _shard_options(config, meshes, options)
 
     if styles is not None:
@@ -111,22 +112,11 @@ def parallelize(
     if meshes.context is not None:
         replace_attention(model, meshes.context, is_stage=meshes.pipeline is not None)
     recompute_and_compile(chosen, config.checkpoint_every, config.compile)
-    for block in chosen:
-        fully_shard(block.module, **{**options, **block.options})
-    fully_shard(model, **{**options, **of_root})
-    _logger.info("%s", _report(model, meshes, chosen))
+    for unit in units:
+        fully_shard(model.get_submodule(unit.fqn), **{**options, **unit.options})
+    shown = ", ".join(f"{name} {degree}" for name, degree in meshes.config.degrees.items() if degree > 1)
+    _logger.info("parallelize: %s, %d blocks, %s", type(model).__name__, len(chosen), shown or "one rank")
     return model
-
-
-def _meshes(config: ParallelConfig, meshes: Meshes | None) -> Meshes:
-    if meshes is None:
-        return build_meshes(config)
-    degrees = config.resolve(meshes.root.size()).degrees
-    if degrees != meshes.config.degrees:
-        raise ArgumentError(
-            f"parallelize: the meshes have other degrees, {meshes.config.degrees}, than the config, {degrees}"
-        )
-    return meshes
 
 
 def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]) -> dict[str, Any]:
@@ -149,25 +139,11 @@ def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]
     if "ignored_params" in given:
         options["ignored_params"] = parameter_set(given["ignored_params"])  # an iterator could be read only once
     if meshes.only_replicates:
-        _check_replicated(options)
+        zero, reshard = options.get("zero"), options.get("reshard_after_forward")
+        if (zero is not None and zero.stage != 0) or reshard is not None:
+            raise ArgumentError(
+                "parallelize: shard = 1 shards nothing, which is stage 0 of ZeRO, where reshard_after_forward has no "
+                f"meaning; got zero={zero}, reshard_after_forward={reshard}. Leave them out, or choose shard > 1"
+            )
         options["zero"] = ZeroPolicy(stage=0)
     return options
-
-
-def _check_replicated(options: dict[str, Any]) -> None:
-    """Raise for options that need something to be sharded."""
-    zero = options.get("zero")
-    if zero is not None and zero.stage != 0:
-        raise ArgumentError(
-            f"parallelize: shard = 1 shards nothing, which is stage 0 of ZeRO; got {zero}. Choose shard > 1"
-        )
-    if options.get("reshard_after_forward") is not None:
-        raise ArgumentError(
-            "parallelize: with shard = 1 parameters are whole on each rank, so reshard_after_forward has no meaning; "
-            f"got {options['reshard_after_forward']!r}. Leave it out, or choose shard > 1"
-        )
-
-
-def _report(model: nn.Module, meshes: Meshes, blocks: Sequence[Block]) -> str:
-    degrees = ", ".join(f"{name} {degree}" for name, degree in meshes.config.degrees.items() if degree > 1)
-    return f"parallelize: {type(model).__name__}, {len(blocks)} blocks, {degrees or 'one rank'}"

@@ -1,73 +1,64 @@
-"""Find the blocks of a model, by a policy of `fsdp2.wrap` or as the user specifies. Layer: parallel.
+"""The blocks of a model: which modules they are, and their recomputation and compilation. Layer: parallel.
 
-A block is recomputed, compiled and sharded as one. If a specification matches nothing, the error lists what there is.
-Only the module tree is read, so all ranks decide the same, and meta models work.
+A block is recomputed, compiled and sharded as one. What a call of it does, from the outside in::
+
+    checkpoint           keeps only the inputs for backward, and runs everything inside again then
+      hooks              of the block: fully_shard gathers its parameters, context parallelism replaces attention
+        forward          compiled, together with the hooks of submodules (tensor and context parallelism)
+
+The checkpoint is outermost, so that everything that ran is run again. Parameters are gathered for backward before that,
+so the repeated hooks gather nothing. Compilation is inside: torch 2.13 cannot compile a checkpoint over DTensors
+("expected all tensors_saved_with_vc_check to be Tensors"), and the hooks of `fully_shard` then need not be traced.
+
+As with `fully_shard`, the block's class is replaced by a subclass. Names of parameters and `isinstance` stay valid, and
+nothing refers back to the block (a forward set on the object would, and so keep it alive).
+
+Source: Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.unit import has_forward
-from fsdp2.wrap import auto_shard, transformer_blocks
-from fsdp2.wrap.policies import Policy, classes_of
+from fsdp2.wrap import Wrapped, auto_shard, transformer_blocks
+from fsdp2.wrap.policies import Place, Policy, Verdict, classes_of
 
-__all__ = ["Block", "Blocks", "blocks_of", "matches", "root_options"]
+__all__ = ["Blocks", "Treated", "matches", "recompute_and_compile", "units_of"]
 
 Blocks = Policy | nn.Module | type[nn.Module] | str
 """A policy, a module, a class, or the name of a class or of modules (a pattern, such as ``layers.*``)."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """One block.
-
-    Attributes:
-        fqn: its name in the model.
-        module: the module.
-        options: of `fully_shard`, only for this block.
-    """
-
-    fqn: str
-    module: nn.Module
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def blocks_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> list[Block]:
-    """The blocks of `model`, children before their parents, otherwise in the order of the module tree.
+def units_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> tuple[Wrapped, ...]:
+    """The units of `model`: its blocks, children before their parents, and last the root. Changes nothing.
 
     Args:
         spec: None for `transformer_blocks()`; or a specification, or a list of these.
 
     Raises:
-        ArgumentError: there are no blocks; or a specification matches nothing.
+        ArgumentError: a specification matches nothing.
     """
-    if spec is None or isinstance(spec, Policy):
-        return _by_policy(model, spec or transformer_blocks())
-    specs = spec if isinstance(spec, (list, tuple)) else [spec]
-    if not specs:
+    specs = spec if isinstance(spec, (list, tuple)) else [transformer_blocks() if spec is None else spec]
+    policies = [each if isinstance(each, Policy) else _by_name(each) for each in specs]
+    if not policies:
         raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
-    chosen: dict[nn.Module, Mapping[str, Any]] = {}
-    for each in specs:
-        if isinstance(each, Policy):
-            chosen |= {block.module: block.options for block in _by_policy(model, each)}
-        else:
-            for module in _selected(model, each):
-                chosen.setdefault(module, {})  # a policy's options stay
-    chosen.pop(model, None)
-    return [Block(fqn, module, chosen[module]) for fqn, module in _children_first(model) if module in chosen]
 
+    def rule_for(whole: nn.Module) -> Callable[[Place], Verdict]:
+        rules = [policy.rule_for(whole) for policy in policies]
 
-def root_options(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> Mapping[str, Any]:
-    """The options of `fully_shard` that the policies in `spec` have for the root."""
-    specs = spec if isinstance(spec, (list, tuple)) else [spec]
-    units = [unit for each in specs if isinstance(each, Policy) for unit in auto_shard(model, each, dry_run=True).units]
-    return {name: value for unit in units if not unit.fqn for name, value in unit.options.items()}
+        def rule(place: Place) -> Verdict:
+            verdicts = [each(place) for each in rules]
+            return max(verdicts, key=lambda verdict: (verdict.shard, bool(verdict.options)))  # the first of equal ones
+
+        return rule
+
+    return auto_shard(model, Policy(", ".join(policy.name for policy in policies), rule_for), dry_run=True).units
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -76,70 +67,70 @@ def matches(pattern: str, fqn: str) -> bool:
     return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
 
-def _by_policy(model: nn.Module, policy: Policy) -> list[Block]:
-    units = auto_shard(model, policy, dry_run=True).units
-    return [Block(unit.fqn, model.get_submodule(unit.fqn), unit.options) for unit in units if unit.fqn]
-
-
-def _selected(model: nn.Module, spec: Any) -> Iterator[nn.Module]:
-    """The modules that one specification selects."""
-    if isinstance(spec, nn.Module):
-        found: Iterable[nn.Module] = [module for module in model.modules() if module is spec]
-        what = f"that is this {type(spec).__name__}"
-    elif isinstance(spec, type) and issubclass(spec, nn.Module):
-        found = [module for module in model.modules() if isinstance(module, spec)]
-        what = f"of class {spec.__name__}"
-    elif isinstance(spec, str):
-        found = [module for fqn, module in model.named_modules() if matches(spec, fqn) or _has_name(module, spec)]
-        what = f"'{spec}'"
-    else:
+def _by_name(spec: Any) -> Policy:
+    """The modules that one specification selects; a list of modules, which has no forward, stands for its elements."""
+    is_class = isinstance(spec, type) and issubclass(spec, nn.Module)
+    if not is_class and not isinstance(spec, (nn.Module, str)):
         raise ArgumentError(
             f"parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got {spec!r}"
         )
-    if not found:
-        raise ArgumentError(f"parallelize: the model has no module {what}{_near(model, spec)}. {_what_there_is(model)}")
-    for module in found:
-        if has_forward(module):
-            yield module
-            continue
-        elements = [child for child in module.children() if has_forward(child)]  # a module list stands for its blocks
-        if not elements:
+    name = repr(spec) if isinstance(spec, str) else spec.__name__ if is_class else f"this {type(spec).__name__}"
+
+    def is_meant(fqn: str, module: nn.Module) -> bool:
+        if isinstance(spec, str):
+            return matches(spec, fqn) or any(base.__name__ == spec for base in type(module).__mro__)
+        return isinstance(module, spec) if is_class else module is spec
+
+    def rule_for(model: nn.Module) -> Callable[[Place], Verdict]:
+        found = [module for fqn, module in model.named_modules() if is_meant(fqn, module)]
+        if not found:
             raise ArgumentError(
-                f"parallelize: {what} is a {type(module).__name__} without forward, so it cannot be a block; name its "
-                "elements"
+                f"parallelize: the model has no module {name}. At its top it has "
+                f"{', '.join(fqn for fqn, _ in model.named_children())}; its classes are {classes_of(model)}"
             )
-        yield from elements
+        chosen = {each for module in found for each in ([module] if has_forward(module) else module.children())}
+        return lambda place: Verdict(place.module in chosen, name)
+
+    return Policy(name, rule_for)
 
 
-def _has_name(module: nn.Module, name: str) -> bool:
-    return any(base.__name__ == name for base in type(module).__mro__)
+class Treated(nn.Module):
+    """Mixed into the class of a block whose forward is checkpointed, compiled or both."""
 
 
-def _near(model: nn.Module, spec: Any) -> str:
-    if not isinstance(spec, str):
-        return ""
-    names = {type(module).__name__ for module in model.modules()} | {fqn for fqn, _ in model.named_modules() if fqn}
-    near = get_close_matches(spec, sorted(names), n=1)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+_classes: dict[tuple[type[nn.Module], bool, bool | str], type[nn.Module]] = {}
 
 
-def _what_there_is(model: nn.Module) -> str:
-    top = ", ".join(f"'{name}'" for name, _ in model.named_children())
-    return f"At its top it has {top or 'nothing'}; its classes are {classes_of(model)}."
+def recompute_and_compile(blocks: Sequence[nn.Module], every: int, compile: bool | str) -> None:
+    """Recompute every `every`-th of the blocks in backward, from the first (0: none), and compile each.
+
+    Only the innermost blocks are treated and counted. Nothing is traced before the first forward; blocks of one class
+    share their graphs.
+
+    Args:
+        compile: False does nothing; a string names the backend of `torch.compile`.
+    """
+    innermost = [block for block in blocks if not any(m in blocks for m in block.modules() if m is not block)]
+    for index, block in enumerate(innermost):
+        recompute = every > 0 and index % every == 0
+        if recompute or compile:
+            block.__class__ = _treated_class(type(block), recompute, compile)
 
 
-def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All modules with their first names, each after its submodules."""
-    order: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
+def _treated_class(cls: type[nn.Module], recompute: bool, compile: bool | str) -> type[nn.Module]:
+    """A subclass whose forward is that of `cls`, compiled, checkpointed or both."""
+    key = (cls, recompute, compile)
+    if key in _classes:
+        return _classes[key]
 
-    def visit(fqn: str, module: nn.Module) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        for name, child in module.named_children():
-            visit(f"{fqn}.{name}" if fqn else name, child)
-        order.append((fqn, module))
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(super(treated, self).__call__, *args, use_reentrant=False, **kwargs)
 
-    visit("", model)
-    return order
+    names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if recompute:
+        names["__call__"] = call
+    if compile:
+        names["forward"] = torch.compile(cls.forward, backend=compile if isinstance(compile, str) else "inductor")
+    treated: Any = type(cls.__name__, (Treated, cls), names)
+    _classes[key] = treated
+    return _classes[key]

@@ -136,20 +136,20 @@ class ParallelConfig:
         """The same config with a number for `shard`, checked against the number of ranks.
 
         Raises:
-            ArgumentError: the degrees do not multiply to `world_size`; the message does the arithmetic, and says which
-                value of one degree would fit.
+            ArgumentError: the degrees do not multiply to `world_size`; the message does the arithmetic.
         """
         if not _is_count(world_size):
             raise ArgumentError(f"world_size: expected a number of ranks, 1 or more; got {world_size!r}")
         given = {name: getattr(self, name) for name in AXES if getattr(self, name) != "auto"}
-        product = prod(given.values())
-        if "shard" in given:
-            if product != world_size:
-                raise ArgumentError(_does_not_multiply(given, world_size))
-            return self
-        if world_size % product:
-            raise ArgumentError(_does_not_divide(given, world_size))
-        return replace(self, shard=world_size // product)
+        product, is_auto = prod(given.values()), self.shard == "auto"
+        if world_size % product if is_auto else world_size != product:
+            shown = " x ".join(f"{degree} ({name})" for name, degree in given.items() if degree > 1) or "1 (shard)"
+            text = f"{_ranks(world_size)}, but {shown}" + (f" = {product}" if " x " in shown else "")
+            if is_auto:
+                text += ', so nothing whole is left for shard = "auto"'
+            multiple = ", or a multiple of that" if is_auto else ""
+            raise ArgumentError(f"{text}. Change a degree, or start {_ranks(product)}{multiple}.")
+        return replace(self, shard=world_size // product) if is_auto else self
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -200,86 +200,44 @@ class ParallelConfig:
 
 def _check(config: Any) -> None:
     """Check that every field has a valid value: a file may contain anything."""
-    for name in AXES:
-        value = getattr(config, name)
-        if not (_is_count(value) or (name == "shard" and value == "auto")):
-            either = ', or "auto"' if name == "shard" else ""
-            raise ArgumentError(f"{name}: expected a number of ranks, 1 or more{either}; got {value!r}")
-    wanted = config.activation_checkpointing
-    if not (wanted in _CHECKPOINTING if isinstance(wanted, str) else isinstance(wanted, int) and wanted >= 0):
-        raise ArgumentError(
-            f'activation_checkpointing: expected "none", "full", "selective" or an int n for every n-th block; '
-            f"got {wanted!r}"
-        )
-    reshard = config.reshard_after_forward
-    if not (reshard is None or isinstance(reshard, bool) or _is_count(reshard)):
-        raise ArgumentError(f"reshard_after_forward: expected true, false or a number of ranks; got {reshard!r}")
-    if config.mixed_precision not in _MIXED_PRECISION:
-        listed = ", ".join(f'"{choice}"' for choice in _MIXED_PRECISION)
-        raise ArgumentError(f"mixed_precision: expected one of {listed}; got {config.mixed_precision!r}")
-    if not isinstance(config.compile, (bool, str)) or config.compile == "":
-        raise ArgumentError(f"compile: expected true, false or the name of a backend; got {config.compile!r}")
-    if not isinstance(config.cpu_offload, bool):
-        raise ArgumentError(f"cpu_offload: expected true or false; got {config.cpu_offload!r}")
-    if config.offload not in OFFLOADS:
-        listed = ", ".join(f'"{choice}"' for choice in OFFLOADS)
-        raise ArgumentError(f"offload: expected one of {listed}; got {config.offload!r}")
+    wanted, reshard, tier = config.activation_checkpointing, config.reshard_after_forward, config.offload_tier
+    tiers, compiler = [tier] if isinstance(tier, str) else tier, config.compile
+    rules = {
+        **{name: ("a number of ranks, 1 or more", _is_count(getattr(config, name))) for name in AXES},
+        "shard": ('a number of ranks, 1 or more, or "auto"', _is_count(config.shard) or config.shard == "auto"),
+        "activation_checkpointing": (
+            '"none", "full", "selective" or an int n for every n-th block',
+            wanted in _CHECKPOINTING if isinstance(wanted, str) else isinstance(wanted, int) and wanted >= 0,
+        ),
+        "reshard_after_forward": (
+            "true, false or a number of ranks",
+            reshard is None or isinstance(reshard, bool) or _is_count(reshard),
+        ),
+        "mixed_precision": ('one of "no", "bf16", "fp16"', config.mixed_precision in _MIXED_PRECISION),
+        "compile": ("true, false or the name of a backend", isinstance(compiler, bool) or _are_names([compiler])),
+        "cpu_offload": ("true or false", isinstance(config.cpu_offload, bool)),
+        "offload": (f"one of {', '.join(map(repr, OFFLOADS))}", config.offload in tuple(OFFLOADS)),
+        "offload_tier": ('"cpu", a folder or a list of folders', tiers != [] and _are_names(tiers)),
+        "blocks": ("names of classes or modules", isinstance(config.blocks, tuple) and _are_names(config.blocks)),
+    }
+    for name, (expected, is_valid) in rules.items():
+        if not is_valid:
+            raise ArgumentError(f"{name}: expected {expected}; got {getattr(config, name)!r}")
     if config.cpu_offload and config.offload != "none":
         raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
-    folders = [config.offload_tier] if isinstance(config.offload_tier, str) else config.offload_tier
-    is_list = isinstance(folders, (list, tuple)) and len(folders) > 0
-    if not is_list or not all(isinstance(each, str) and each for each in folders):
-        raise ArgumentError(f'offload_tier: expected "cpu", a folder or a list of folders; got {config.offload_tier!r}')
-    if config.offload_tier == "cpu" and config.offload == "files":
+    if tier == "cpu" and config.offload == "files":
         raise ArgumentError('offload: got "files" without a folder for them; set offload_tier = "/a/fast/disk"')
-    if config.offload_tier != "cpu" and config.offload == "none":
-        raise ArgumentError(f'offload_tier: got "{config.offload_tier}", but offload is "none"; set offload too')
-    if not isinstance(config.blocks, tuple) or not all(isinstance(name, str) and name for name in config.blocks):
-        raise ArgumentError(f"blocks: expected names of classes or modules; got {config.blocks!r}")
+    if tier != "cpu" and config.offload == "none":
+        raise ArgumentError(f'offload_tier: got "{tier}", but offload is "none"; set offload too')
+
+
+def _are_names(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(value, str) and value for value in values)
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}"
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-# --- messages that do the arithmetic ----------------------------------------------------------------------------------
-
-
-def _as_product(degrees: Mapping[str, int]) -> str:
-    """ "2 (replicate) x 3 (tensor)": the degrees above 1, and `shard` if it is given."""
-    shown = {name: degree for name, degree in degrees.items() if degree > 1} or {"shard": 1}
-    return " x ".join(f"{degree} ({name})" for name, degree in shown.items())
-
-
-def _does_not_multiply(degrees: Mapping[str, int], world_size: int) -> str:
-    product = prod(degrees.values())
-    shown = _as_product(degrees)
-    fits = []
-    for name, degree in degrees.items():
-        others = product // degree
-        if world_size % others == 0 and (degree > 1 or name in ("shard", "replicate")):
-            fits.append(f"{name} = {world_size // others}")
-    if world_size % (product // degrees["shard"]) == 0:
-        fits.append('shard = "auto"')
-    total = "" if shown.count(" x ") == 0 else f" = {product}"
-    return f"{world_size} rank{'s' * (world_size > 1)}, but {shown}{total}. {_advice(fits, product)}."
-
-
-def _does_not_divide(degrees: Mapping[str, int], world_size: int) -> str:
-    product = prod(degrees.values())
-    fits = []
-    for name, degree in degrees.items():
-        others = product // degree
-        smaller = [value for value in range(1, degree) if world_size % (others * value) == 0]
-        if smaller:
-            fits.append(f"{name} = {smaller[-1]}")
-    total = "" if _as_product(degrees).count(" x ") == 0 else f" = {product}"
-    return (
-        f"{world_size} rank{'s' * (world_size > 1)} cannot be divided by {_as_product(degrees)}{total}, so nothing "
-        f'whole is left for shard = "auto". {_advice(fits, product)}, or a multiple of that.'
-    )
-
-
-def _advice(fits: list[str], num_ranks: int) -> str:
-    start = f"start {num_ranks} rank{'s' * (num_ranks > 1)}"
-    return f"Choose {' or '.join(fits)}, or {start}" if fits else f"Change several degrees, or {start}"

@@ -42,7 +42,6 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check_tensor_plan(
@@ -74,7 +73,7 @@ def check_tensor_plan(
         style = _style(pattern, given)
         found = [fqn for fqn, _ in model.named_modules() if (matches(pattern, fqn) if pattern else not fqn)]
         if not found and not is_stage and not is_own:
-            raise ArgumentError(f"tp_plan: no module is named '{pattern}'. {_nearest(model, pattern)}")
+            raise ArgumentError(f"tp_plan: no module of this {type(model).__name__} is named '{pattern}'")
         for fqn in found:
             _check_module(fqn, model.get_submodule(fqn), style)
             styles[fqn] = style
@@ -122,11 +121,9 @@ def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
 def _style(pattern: str, given: ParallelStyle | str | Any) -> ParallelStyle:
     if isinstance(given, ParallelStyle):
         return given
-    if not isinstance(given, str):
-        raise ArgumentError(f"tp_plan: expected a ParallelStyle, or the name of one, for '{pattern}'; got {given!r}")
     if given not in _STYLES:
         raise UnsupportedError(
-            f"tp_plan: '{pattern}' wants the style '{given}', which is not one of {', '.join(_STYLES)}. Pass a tp_plan "
+            f"tp_plan: '{pattern}' wants the style {given!r}, which is not one of {', '.join(_STYLES)}. Pass a tp_plan "
             "with torch's styles, or your own, in its place."
         )
     return _STYLES[given]()
@@ -144,46 +141,28 @@ def _check_module(fqn: str, module: nn.Module, style: ParallelStyle) -> None:
 def _check_heads(model: nn.Module, degree: int) -> None:
     """Check that heads can be split: attention of transformers would otherwise compute with a wrong number of heads."""
     config: Any = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", None)
-    config = text_config() if callable(text_config) else config
-    for name in _HEADS:
-        heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % degree:
-            raise ArgumentError(
-                f"parallelize: tensor = {degree} does not divide {name} = {heads} of this {type(model).__name__}"
-            )
-
-
-def _nearest(model: nn.Module, pattern: str) -> str:
-    """The names that exist at the first part of the pattern that matches nothing."""
-    parts = pattern.split(".")
-    for length in range(1, len(parts) + 1):
-        prefix = ".".join(parts[:length])
-        if not any(matches(prefix, fqn) for fqn, _ in model.named_modules()):
-            parent = ".".join(parts[: length - 1])
-            at = [module for fqn, module in model.named_modules() if (matches(parent, fqn) if parent else not fqn)]
-            names = dict.fromkeys(name for module in at for name, _ in module.named_children())
-            return f"In '{parent or 'the model'}' there is {', '.join(names) or 'nothing'}."
-    return ""
+    for each in (config, getattr(config, "text_config", None)):
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if isinstance(heads := getattr(each, name, None), int) and heads % degree:
+                raise ArgumentError(
+                    f"parallelize: tensor = {degree} does not divide {name} = {heads} of this {type(model).__name__}"
+                )
 
 
 def _tie(model: nn.Module, names: list[str], requires_grad: bool) -> None:
     """Make all names of one parameter refer to one object again."""
-    slots = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-    forms = [parameter_slots(module)[name] for module, name in slots]
+    slots = [(parameter_slots(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in names]
+    forms = [slot[last] for slot, last in slots]
     first = forms[0]
     assert first is not None
     first.requires_grad_(requires_grad)
-    for name, form in zip(names, forms, strict=True):
-        if _placements(form) != _placements(first):
+    split = [getattr(form, "placements", "a plain tensor") for form in forms]
+    for name, placements in zip(names, split, strict=True):
+        if placements != split[0]:
             raise ArgumentError(
-                f"tp_plan: '{names[0]}' and '{name}' are one weight, but it was split as {_placements(first)} there "
-                f"and as {_placements(form)} here; give both modules styles that split it in the same way (an "
-                "embedding RowwiseParallel, its head ColwiseParallel), or neither"
+                f"tp_plan: '{names[0]}' and '{name}' are one weight, but it was split as {split[0]} there and as "
+                f"{placements} here; give both modules styles that split it in the same way (an embedding "
+                "RowwiseParallel, its head ColwiseParallel), or neither"
             )
-    for module, name in slots:
-        parameter_slots(module)[name] = first
-
-
-def _placements(param: Any) -> object:
-    return param.placements if isinstance(param, DTensor) else "a plain tensor"
+    for slot, last in slots:
+        slot[last] = first

@@ -35,7 +35,7 @@ from fsdp2.module import FSDPModule
 from fsdp2.optim.offloaded import OffloadedOptimizer, offload_optimizer
 from fsdp2.optim.pending import PendingTensor
 from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
-from fsdp2.parallel.blocks import blocks_of
+from fsdp2.parallel.blocks import units_of
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
 from fsdp2.plan.cost import nbytes_of, seconds_of
@@ -259,11 +259,12 @@ def _rehearse(
 
     meshes = build_meshes(config, "cpu")
     budget = options.pop("activation_budget", None)
-    blocks = blocks_of(model, options.get("blocks") or config.blocks or None) if budget is not None else []
+    chosen = units_of(model, options.get("blocks") or config.blocks or None) if budget is not None else ()
     parallelize(model, config, meshes=meshes, **options)
     if budget is not None:
-        inside = {module for block in blocks for module in block.module.modules() if module is not block.module}
-        offload_activations([block.module for block in blocks if block.module not in inside], budget=budget)
+        blocks = [model.get_submodule(unit.fqn) for unit in chosen[:-1]]
+        inside = {module for block in blocks for module in block.modules() if module is not block}
+        offload_activations([block for block in blocks if block not in inside], budget=budget)
     for tensor in (*model.parameters(), *model.buffers()):
         observer.memory.mark(tensor, Kind.PARAMETERS)
     optimizer = _optimizer(model, workload, config)

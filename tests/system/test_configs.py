@@ -97,7 +97,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("[train]\nsteps = true\n", "[train]: steps wants a value, got True"),
         ("[train]\ntied = 1\n", "[train]: tied wants true or false, got 1"),
         ("[train]\nsteps = -1\n", "argument --steps: must be at least 1, got -1"),
-        ("[parallel]\ntensor = 3\n", "4 ranks cannot be divided by 3 (tensor)"),
+        ("[parallel]\ntensor = 3\n", "4 ranks, but 3 (tensor), so nothing whole"),
         ("[parallel]\npipeline = 2\n", "train_lm.py has no pipeline stages"),
         ("[parallel]\ncontext = 2\n[train]\nseq-len = 30\n", "--seq-len 30 must be a multiple of 4"),
         ("[train]\nglobal-batch-size = 6\n", "--global-batch-size 6 does not divide into 4 rank(s)"),
