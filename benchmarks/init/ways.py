@@ -136,7 +136,7 @@ WAYS = {
     "rank 0, then broadcast (torch)": Way(rank0_broadcast, whole=1, on_paper=False),
     "meta, to_empty, reset (torch)": Way(torch_meta),
     SAVED_BY: Way(functools.partial(ours, seed=0)),
-    "fsdp2 materialize, counter": Way(functools.partial(ours, seed=0, mode="counter")),
+    "fsdp2 materialize, blocks": Way(functools.partial(ours, seed=0, mode="blocks")),
     "fsdp2 checkpoint.load": Way(loaded, on_paper=False),
 }
 

@@ -1,6 +1,6 @@
 """Random initialisation that does not depend on the number of ranks: the context, and the operations that it replaces.
 
-Layer: init. `sequential` and `counter` describe how the two modes generate values. Within this context one of them
+Layer: init. `sequential` and `blocks` describe how the two modes generate values. Within this context one of them
 fills a sharded tensor instead of DTensor. With DTensor each rank would fill its part from its own generator: with equal
 seeds all ranks would get the same rows, and the model would depend on the number of ranks.
 """
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import TorchDispatchMode, local_tensor
 from fsdp2.errors import ArgumentError, UnsupportedError
-from fsdp2.init.counter import DISTRIBUTIONS, fill_by_counter
+from fsdp2.init.blocks import fill_blocks
 from fsdp2.init.operands import as_dtensors, copy_own, number_of, operand_of, write_on_whole
 from fsdp2.init.sequential import Target, fill_sequential
 from fsdp2.init.slices import SLICING, Slices, cuts_sliced_dim, viewed
@@ -23,7 +23,7 @@ from fsdp2.placement.tiling import own_box
 
 __all__ = ["Mode", "seeded"]
 
-Mode = Literal["sequential", "counter"]
+Mode = Literal["sequential", "blocks"]
 
 aten = torch.ops.aten
 
@@ -45,23 +45,23 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
     Every rank must enter it and do the same in it as the single process would, which may use the same context. Every
     in-place random operation on a DTensor is replaced: `normal_`, `uniform_`, `bernoulli_`, `random_`, `exponential_`,
     `cauchy_`, `log_normal_`, `geometric_`, and so all of `torch.nn.init`; and of the others `randn_like`, `rand_like`,
-    `randint_like` and `bernoulli`. Placements are Shard of any dim (even or not, empty parts too), `_StridedShard` and
-    Replicate, in any combination: FSDP, HSDP, TP under FSDP.
+    `randint_like` and `bernoulli`. Placements are Shard of any dim (even or not, empty parts too) and Replicate: FSDP,
+    HSDP, TP under FSDP.
 
     ==============  =======================================================  =========================================
-    `mode`          "sequential"                                             "counter"
+    `mode`          "sequential"                                             "blocks"
     ==============  =======================================================  =========================================
-    values          those of torch's own operation, on a plain tensor, with  of the element's index in the tensor: the
-                    the same generator                                       same on every device
+    values          those of torch's own operation, on a plain tensor, with  those of torch's own operation, on blocks
+                    the same generator                                       of 32768 elements, each with its own seed
     equal to        plain torch on one process, with `torch.manual_seed`     one process in the same context
-    a rank makes    all values, and keeps its own                            its own
-    time (CPU)      4 to 8 ns per element of the whole tensor                20 to 60 ns per own element
-    extra memory    CPU: 1 MiB of float32; elsewhere one whole tensor        7 MiB
+    a rank draws    all values, and keeps its own                            the blocks that its elements touch
+    extra memory    CPU: 1 MiB of float32; elsewhere one whole tensor        one block
     generator       is in the state of the single process's                  moves by one value per operation
     ==============  =======================================================  =========================================
 
-    So "counter" is faster from about 10 ranks on (for uniform values, from 4). In both modes, random operations on
-    plain tensors work as usual (in mode "counter" the replaced operations use it for plain tensors too), and later
+    "blocks" is faster where tensors are cut along their rows: a rank draws its own elements, and of each tensor less
+    than two blocks more. Cut along another dim, most blocks are touched by all ranks. In both modes, random operations
+    on plain tensors work as usual (in mode "blocks" the replaced operations use it for plain tensors too), and later
     operations still agree.
 
     Plain tensors are assumed to be equal on all ranks: they may be operands together with DTensors, and may be copied
@@ -80,11 +80,11 @@ def seeded(seed: int | None = None, *, mode: Mode = "sequential") -> Iterator[No
             generators, which must be in the same state on all ranks (this is not checked, because it would need
             communication).
         mode: see above. The two give different values. An operation's `generator` argument replaces the default one,
-            and must be in the same state on all ranks; "counter" draws the 64 bits of the operation's key from it
+            and must be in the same state on all ranks; "blocks" draws the 64 bits of the operation's key from it
             (without one, from the CPU's on any device).
 
     Raises:
-        ArgumentError: another mode; or (within the context) a random operation on a partial DTensor.
+        ArgumentError: another mode; or (within the context) a random operation on a DTensor with other placements.
         UnsupportedError: (within the context) a random operation on a DTensor that is not named above, or a write into
             a gathered view of a DTensor that is not a slice.
     """
@@ -125,13 +125,16 @@ def _filled_by(name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     return (aten.bernoulli_.Tensor if is_tensor else aten.bernoulli_.float), (probabilities,)
 
 
+DISTRIBUTIONS = (
+    "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"
+)  # fmt: skip
 LIKE = ("randn_like", "rand_like", "randint_like", "bernoulli")
 # In-place operations that DTensor may not support for some placements; they run on the whole tensor.
 ON_WHOLE = (aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor)
 
 
 class _Filling(TorchDispatchMode):
-    """Replaces random operations: all on DTensors, and in mode "counter" the supported ones on plain tensors too.
+    """Replaces random operations: all on DTensors, and in mode "blocks" the supported ones on plain tensors too.
 
     It also corrects other operations that initialisation uses and that DTensor gets wrong or refuses: writes through
     slices, and plain operands.
@@ -147,7 +150,7 @@ class _Filling(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         sharded = any(issubclass(kind, DTensor) for kind in types)
-        if torch.Tag.nondeterministic_seeded in func.tags and (sharded or self._mode == "counter"):
+        if torch.Tag.nondeterministic_seeded in func.tags and (sharded or self._mode == "blocks"):
             name = func.overloadpacket.__name__
             if name in DISTRIBUTIONS:
                 self._fill(func, args[0], args[1:], kwargs.get("generator"))
@@ -216,18 +219,15 @@ class _Filling(TorchDispatchMode):
             operands = args if of_operand is None else (of_operand,)
             func(values, *operands, generator=source)
 
+        target = Target(local, box, tuple(tensor.shape), tensor.stride(), operand)
         if self._mode == "sequential":
-            fill_sequential(Target(local, box, tuple(tensor.shape), tensor.stride(), operand), draw, generator)
+            fill_sequential(target, draw, generator)
             return
-        # To raise torch's own error for a dtype or an argument that the operation does not support.
+        # torch's own error for a dtype or an argument is raised on every rank, also on those that draw nothing.
         one = local.new_empty(1)
-        draw(one, None if operand is None else torch.full_like(one, 0.5, dtype=operand.dtype), _spare(local.device))
-        fill_by_counter(local, box, tuple(tensor.shape), func.overloadpacket.__name__, args, _key(generator), operand)
-
-
-def _spare(device: torch.device) -> torch.Generator:
-    """A generator whose numbers are not used elsewhere."""
-    return torch.Generator(device)
+        of_one = None if operand is None else torch.full_like(one, 0.5, dtype=operand.dtype)
+        draw(one, of_one, torch.Generator(local.device))
+        fill_blocks(target, draw, _key(generator))
 
 
 def _key(generator: torch.Generator | None) -> int:

@@ -22,7 +22,7 @@ import torch
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["SPAN_NUMEL", "Draw", "Target", "fill_sequential", "fill_span", "spans"]
+__all__ = ["SPAN_NUMEL", "Draw", "Target", "fill_sequential", "fill_span", "own_views", "spans"]
 
 SPAN_NUMEL = 1 << 18  # values drawn at a time: 1 MiB of float32, which stays in the cache
 BLOCK_NUMEL = 16  # of `normal_`

@@ -167,7 +167,7 @@ def materialized(rank: int, world_size: int, seed: int) -> None:
         fsdp2.init.materialize(model, seed=3, mode=mode)
         return values(model)
 
-    for mode in ("sequential", "counter"):
+    for mode in ("sequential", "blocks"):
         expected = made("cpu", mode)  # type: ignore[arg-type]
         with late(seed):
             assert_same(made(DEVICE, mode), expected)  # type: ignore[arg-type]

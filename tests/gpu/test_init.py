@@ -1,4 +1,4 @@
-"""Initialisation on a GPU: the values are those of one process on that GPU, and in mode "counter" those of the CPU."""
+"""Initialisation on a GPU: the values are those of one process on that GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Weight(nn.Module):
 @pytest.mark.parametrize("name", FILLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) -> None:
-    for mode in ("sequential", "counter"):
+    for mode in ("sequential", "blocks"):
         with torch.no_grad(), fsdp2.init.seeded(7, mode=mode):
             whole = Weight(DEVICE, dtype)
             FILLS[name](whole.weight)
@@ -53,23 +53,6 @@ def test_sharded_values_are_those_of_one_process(name: str, dtype: torch.dtype) 
             assert isinstance(sharded.weight, DTensor)
             rows = sharded.weight.to_local()
             assert torch.equal(rows, whole.weight[: rows.shape[0]]), mode
-
-
-@pytest.mark.parametrize("name", FILLS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_counter_values_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit; also where CUDA divides by a number as it multiplies with the reciprocal. (In torch 2.11
-    `trunc_normal_` computes values with `erfinv_`, which is each device's own; not in 2.13.)"""
-    values = []
-    for device in (torch.device("cpu"), DEVICE):
-        tensor = torch.zeros(517, 263, device=device, dtype=dtype)
-        with torch.no_grad(), fsdp2.init.seeded(3, mode="counter"):
-            FILLS[name](tensor)
-        values.append(tensor.cpu())
-    if name == "truncated" and torch.__version__ < "2.13":
-        torch.testing.assert_close(*values)
-    else:
-        assert torch.equal(values[0].view(torch.uint8), values[1].view(torch.uint8))
 
 
 def test_generators_are_left_alone() -> None:

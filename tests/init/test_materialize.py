@@ -228,7 +228,7 @@ class Residual(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", ["sequential", "counter"])
+@pytest.mark.parametrize("mode", ["sequential", "blocks"])
 def test_what_the_constructor_does_besides(rank: int, world_size: int, mode: Any) -> None:
     """A ResNet's kaiming fan-out and the zeros of its last norms became the defaults of their layers, silently. What
     the layers do themselves is no reason to warn: an embedding's padding, a transformer's projections."""

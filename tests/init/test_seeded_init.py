@@ -23,7 +23,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
 from tests.helpers.tp_models import PLANS, TpLm, dp_axes, dp_tp, hsdp_tp, parallelize, tokens
 
-every_mode = pytest.mark.parametrize("mode", ["sequential", "counter"])
+every_mode = pytest.mark.parametrize("mode", ["sequential", "blocks"])
 
 
 class Zoo(nn.Module):
@@ -427,7 +427,7 @@ def test_errors(rank: int, world_size: int, mode: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = cut(torch.ones(6, 6), mesh, [Shard(0)])
     partial = DTensor.from_local(torch.ones(6, 6), mesh, [Partial()])
-    with pytest.raises(ArgumentError, match="'sequential', 'counter'"), seeded(1, mode="fast"):
+    with pytest.raises(ArgumentError, match="'sequential', 'blocks'"), seeded(1, mode="fast"):
         pass
     with seeded(1, mode=mode):
         with pytest.raises(ArgumentError, match="expected Shard or Replicate"):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
-from statistics import NormalDist
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.errors import UnsupportedError
-from fsdp2.init import arithmetic, counter, sequential
-from fsdp2.init.counter import fill_by_counter
-from fsdp2.init.sequential import Target, fill_sequential, spans
+from fsdp2.init import blocks, sequential
+from fsdp2.init.blocks import fill_blocks
+from fsdp2.init.sequential import Draw, Target, fill_sequential, spans
 from fsdp2.placement.box import Box
 from fsdp2.placement.box import whole as whole_box
 from fsdp2.placement.tiling import Grid, Tiling
@@ -155,154 +153,69 @@ def test_splitting_is_only_asked_for_above_a_span() -> None:
     assert sum(sizes[-3:]) == shape[0]
 
 
-# --- by counter -------------------------------------------------------------------------------------------------------
+# --- in blocks --------------------------------------------------------------------------------------------------------
 
-KEY = 0x1234_5678_9ABC_DEF0
-SAMPLES = 1 << 18
-DEFAULT = tuple[Any, ...]
-DRAWS: dict[str, tuple[DEFAULT, list[torch.dtype]]] = {
-    "normal_": ((0.5, 2.0), [*FLOATS, torch.complex64]),
-    "uniform_": ((-1.0, 3.0), [*FLOATS, torch.complex64]),
-    "exponential_": ((2.0,), FLOATS),
-    "cauchy_": ((1.0, 0.5), FLOATS),
-    "log_normal_": ((0.1, 0.5), FLOATS),
-    "geometric_": ((0.3,), [*FLOATS, torch.int64]),
-    "bernoulli_": ((0.3,), [*FLOATS, *INTS]),
-    "random_": ((), [*FLOATS, *INTS]),
-}
+KEY = 0x9234_5678_9ABC_DEF0
 
 
-def by_counter(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64, key: int = KEY, *args: Any
-) -> Tensor:
-    whole = torch.empty(shape, dtype=dtype)
-    fill_by_counter(whole, whole_box(shape), shape, name, args, key)
-    return whole
+def in_blocks(box: Box, shape: Shape, draw: Draw, dtype: torch.dtype = torch.float32, key: int = KEY) -> Tensor:
+    local = torch.zeros(box.shape, dtype=dtype)
+    stride = torch.empty(shape, device="meta").stride()
+    fill_blocks(Target(local, box, shape, stride), draw, key)
+    return local
+
+
+def normal(values: Tensor, _: Tensor | None, generator: torch.Generator | None) -> Tensor:
+    return values.normal_(generator=generator)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", DRAWS)
-def test_counter_parts_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    args, dtypes = DRAWS[name]
+@pytest.mark.parametrize("name", OPS)
+def test_parts_of_blocks_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation and dtype, for every rank: even and uneven rows, other dims, tensor parallelism below."""
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 37)
+    op, dtypes = OPS[name]
     for dtype, shape in product(dtypes, [(5,), (9, 7), (4, 3, 31), (), (0, 4)]):
-        monkeypatch.setattr(counter, "SPAN_NUMEL", 1 << 16)
-        whole = by_counter(name, shape, dtype, KEY, *args)
-        monkeypatch.setattr(counter, "SPAN_NUMEL", 37)
-        for box in fsdp(shape, 1, 3, 8) + fsdp_tp(shape, (3, 2)):
+        probs = torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+        def fill(box: Box, dtype: torch.dtype = dtype, shape: Shape = shape, probs: Tensor = probs) -> Tensor:
             local = torch.zeros(box.shape, dtype=dtype)
-            fill_by_counter(local, box, shape, name, args, KEY)
-            assert torch.equal(local, whole[box.slices()]), (dtype, shape, box)
+            operand = probs[box.slices()] if name == "bernoulli_tensor" else None
+            fill_blocks(Target(local, box, shape, (), operand), op, KEY)
+            return local
+
+        whole = fill(whole_box(shape))
+        for box in fsdp(shape, 3, 8) + fsdp_tp(shape, (3, 2)):
+            assert torch.equal(fill(box), whole[box.slices()]), (dtype, shape, box)
 
 
-def kolmogorov_smirnov(values: Tensor, cdf: Callable[[Tensor], Tensor]) -> float:
-    """The statistic times the root of the number of values: above 1.95 by chance once in a thousand times."""
-    expected = cdf(values.flatten().double().sort().values)
-    steps = torch.arange(values.numel() + 1, dtype=torch.float64) / values.numel()
-    distance = torch.maximum((steps[1:] - expected).max(), (expected - steps[:-1]).max())
-    return float(distance) * values.numel() ** 0.5
+@pytest.mark.parametrize("world", [4, 64, 4096])
+def test_a_rank_draws_the_blocks_that_it_touches(world: int) -> None:
+    """What it owns and less than two blocks more, on any number of ranks; in "sequential" it draws everything."""
+    shape, drawn = (8192, 515), []
+
+    def count(values: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
+        drawn.append(values.numel())
+
+    for rank in (0, 1, world // 2 + 1, world - 1):
+        box = boxes_of(shape, (world,), ((0, 0),))[rank]
+        drawn.clear()
+        in_blocks(box, shape, count)
+        assert box.numel <= sum(drawn) < box.numel + 2 * blocks.BLOCK_NUMEL
 
 
-CDFS: dict[str, tuple[DEFAULT, Callable[[Tensor], Tensor]]] = {
-    "normal_": ((0.5, 2.0), lambda x: torch.special.ndtr((x - 0.5) / 2)),
-    "uniform_": ((-1.0, 3.0), lambda x: (x + 1) / 4),
-    "exponential_": ((2.0,), lambda x: -torch.expm1(-2 * x)),
-    "cauchy_": ((1.0, 0.5), lambda x: torch.atan((x - 1) / 0.5) / math.pi + 0.5),
-    "log_normal_": ((0.1, 0.5), lambda x: torch.special.ndtr((x.log() - 0.1) / 0.5)),
-}
-
-
-@pytest.mark.parametrize("name", CDFS)
-def test_counter_distributions(name: str) -> None:
-    args, cdf = CDFS[name]
-    for key in (0, 1, KEY, -KEY):
-        assert kolmogorov_smirnov(by_counter(name, (SAMPLES,), torch.float64, key, *args), cdf) < 1.95
-    assert kolmogorov_smirnov(by_counter(name, (SAMPLES,), torch.float32, 2, *args), cdf) < 1.95
-
-
-def test_counter_frequencies_of_discrete_distributions() -> None:
-    assert abs(by_counter("bernoulli_", (SAMPLES,), torch.float32, KEY, 0.3).mean() - 0.3) < 4 * (0.21 / SAMPLES) ** 0.5
-    for low, high in ((0, 10), (-3, 4)):
-        counts = (by_counter("random_", (SAMPLES,), torch.int64, KEY, low, high) - low).bincount(minlength=high - low)
-        expected = SAMPLES / (high - low)
-        assert len(counts) == high - low
-        assert ((counts - expected).square() / expected).sum() < 30  # chi squared, of 9 and of 6 degrees of freedom
-    counts = by_counter("geometric_", (SAMPLES,), torch.int64, KEY, 0.3).bincount()
-    assert counts[0] == 0
-    for k in (1, 2, 3, 8):
-        assert abs(counts[k] / SAMPLES - 0.3 * 0.7 ** (k - 1)) < 0.005
-
-
-def test_counter_values_are_not_correlated() -> None:
-    """Neighbours in a row and in a column, two keys (also two that follow each other), and the bits of a word."""
-    values = by_counter("normal_", (512, 512))
-    others = [by_counter("normal_", (512, 512), key=key) for key in (KEY + 1, -KEY, KEY ^ (1 << 63))]
-    pairs = [(values[:, 1:], values[:, :-1]), (values[1:], values[:-1]), *((values, other) for other in others)]
-    for one, other in pairs:
-        for power in (1, 2):
-            correlation = torch.corrcoef(torch.stack([one.flatten() ** power, other.flatten() ** power]))[0, 1]
-            assert abs(correlation) < 4.5 / 512
-    words = counter.words(torch.arange(SAMPLES), 5)
-    for bit in range(64):
-        share = (words.bitwise_right_shift(bit) & 1).double().mean()
-        assert abs(share - 0.5) < 4.5 * 0.5 / SAMPLES**0.5, bit
-
-
-def test_words_are_those_of_split_mix_64() -> None:
-    """Known answers: the first outputs for the seed 1234567, which the published generator gives."""
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    words = counter.words(torch.arange(1, 6), 1234567)
-    assert [word % 2**64 for word in words.tolist()] == expected
-
-
-def test_uniform_values_stay_below_their_upper_bound() -> None:
-    """Rounding to a narrow dtype would reach it: 2 - 2 ** -9 is 2 in bfloat16."""
-    for dtype, (low, high) in product(FLOATS, [(1.0, 2.0), (-1.0, 1.0), (0.0, 1.0), (3.0, 3.0)]):
-        values = by_counter("uniform_", (SAMPLES,), dtype, KEY, low, high)
-        assert values.min() >= low
-        assert values.max() < high or low == high
-        assert (values.max() - low) >= 0.98 * (high - low)
-
-
-def test_random_integers_span_what_torchs_do() -> None:
-    for dtype in (*FLOATS[1:], torch.uint8, torch.int8, torch.bool, torch.int32):
-        ours, theirs = by_counter("random_", (SAMPLES,), dtype), torch.empty(SAMPLES, dtype=dtype).random_()
-        assert ours.double().min() >= 0
-        assert 0.99 < ours.double().max() / theirs.double().max() < 1.01
-    every = by_counter("random_", (SAMPLES,), torch.int64, KEY, -(2**63), None)
-    assert 0.49 < (every < 0).double().mean() < 0.51
-    with pytest.raises(UnsupportedError, match="sequential"):
-        by_counter("random_", (4,), torch.int64, KEY, -5, None)
-
-
-# --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
-def test_square_roots_are_rounded_correctly() -> None:
-    """MKL's, which `torch.sqrt` calls on the CPU, are not, so that values in float64 differed from those of a GPU."""
-    x = by_counter("uniform_", (50_000,), torch.float64, 7, 1e-3, 40.0)
-    x = torch.cat([x, x * 1e-200, x * 1e190])
-    expected = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=torch.float64)
-    assert torch.equal(arithmetic.sqrt(x), expected)
-
-
-def test_functions_are_accurate_and_do_not_depend_on_the_position() -> None:
-    x = by_counter("uniform_", (5003,), torch.float64, 7, 1e-12, 1.0)
-    inputs_and_references: list[tuple[Callable[[Tensor], Tensor], Tensor, Callable[[float], float]]] = [
-        (arithmetic.log, torch.cat([x, x * 1e-300, x * 1e300, 1 + x * 1e-9]), math.log),
-        (arithmetic.exp, x * 200 - 100, math.exp),
-        (arithmetic.normal_quantile, torch.cat([x, x**40, 1 - x**10 / 2 - 1e-12]), NormalDist().inv_cdf),
-        (lambda t: arithmetic.sin_cos_half_pi(t)[0], x * 2 - 1, lambda v: math.sin(v * math.pi / 2)),
-        (lambda t: arithmetic.sin_cos_half_pi(t)[1], x * 2 - 1, lambda v: math.cos(v * math.pi / 2)),
-    ]
-    for function, values, reference in inputs_and_references:
-        values = values[(values > 1e-306) | (values < 0)]
-        whole = function(values)
-        expected = torch.tensor([reference(value) for value in values.tolist()], dtype=torch.float64)
-        assert ((whole - expected).abs() <= 4e-15 * expected.abs().clamp(min=0.1)).all()
-        assert torch.equal(torch.cat([function(piece) for piece in values.split(7)]), whole)
+def test_distribution_of_blocks() -> None:
+    """Mean and variance; no block is that of another number or key; neighbours are not correlated."""
+    count, size = 64, blocks.BLOCK_NUMEL
+    shape = (count, size)
+    values = in_blocks(whole_box(shape), shape, normal)
+    assert abs(values.mean()) < 4.5 / values.numel() ** 0.5
+    assert abs(values.var() - 1) < 4.5 * (2 / values.numel()) ** 0.5
+    uniform = in_blocks(whole_box(shape), shape, OPS["uniform_"][0])
+    assert abs(uniform.mean() - 1) < 4.5 * (4 / 3 / values.numel()) ** 0.5 and -1 <= uniform.min() < uniform.max() < 3
+    others = in_blocks(whole_box(shape), shape, normal, key=KEY ^ (1 << 20))
+    every = torch.cat([values, others])
+    assert len(every[:, :4].unique(dim=0)) == 2 * count
+    correlations = torch.corrcoef(every.double()).fill_diagonal_(0)
+    assert correlations.abs().max() < 6 / size**0.5  # of 8128 pairs
+    assert torch.corrcoef(torch.stack([values.flatten()[1:], values.flatten()[:-1]]))[0, 1].abs() < 4.5 / 1448
