@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from fsdp2.watch.board import Board
@@ -44,7 +45,7 @@ class Collector:
         if finding.kind == "late" and before is not None and (before.kind, before.moved) == ("late", finding.moved):
             text += "".join(f"\n{line}" for line in before.text.splitlines() if line.startswith(_REPORT))
         elif finding.is_fault or (finding.kind == "late" and folder is not None):
-            text = f"{text}\n{_write(folder or Path(), number, finding, answers, gone)}"
+            text = f"{text}\n{_write(folder, number, finding, answers, gone)}"
         verdict = replace(finding, text=text)
         board.put(f"verdict/{number}", json.dumps(astuple(verdict)))
         board.drop([f"answer/{number - 1}/{rank}" for rank in range(board.size)] if number > 1 else [])
@@ -115,8 +116,10 @@ class Collector:
         return fate
 
 
-def _write(folder: Path, number: int, finding: Finding, answers: Mapping[int, Answer], gone: Mapping[int, str]) -> str:
-    """Write the report as JSON; a line that says where."""
+def _write(
+    folder: Path | None, number: int, finding: Finding, answers: Mapping[int, Answer], gone: Mapping[int, str]
+) -> str:
+    """Write the report as JSON, into a temporary folder if None is given; a line that says where."""
     content: dict[str, Any] = {
         "kind": finding.kind,
         "text": finding.text,
@@ -124,9 +127,10 @@ def _write(folder: Path, number: int, finding: Finding, answers: Mapping[int, An
         "answers": [answer.to_json() for _, answer in sorted(answers.items())],
         "gone": {str(rank): why for rank, why in gone.items()},
     }
-    path = folder / f"fsdp2-report-{time.strftime('%Y%m%d-%H%M%S')}-{number}.json"
     try:
+        folder = Path(mkdtemp(prefix="fsdp2-")) if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"fsdp2-report-{time.strftime('%Y%m%d-%H%M%S')}-{number}.json"
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
         return f"(no report was written: {error})"

@@ -102,7 +102,7 @@ class Exchange:
 
     def _error(self, found: str) -> CollectiveError:
         rank, size = self._axis
-        whose = "" if self.fqn is None else f"unit '{self.fqn}': "
+        whose = "" if self.fqn is None else f"unit '{self.fqn or '(root)'}': "
         return CollectiveError(f"{whose}{self.what} failed on rank {rank} of {size} of its group: {found}")
 
     def __enter__(self) -> "Exchange":

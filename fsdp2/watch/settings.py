@@ -47,8 +47,8 @@ def safety(
             kernel tells what has become of a process, and this matters only if it is shorter than 3 seconds.
         give_up_after_s: seconds after which a wait for a rank that is alive, but does something else, is an error;
             None: it is reported once, and goes on until the process group's own timeout.
-        report_folder: where reports are written as JSON, next to the message; None: the current directory, and only for
-            errors.
+        report_folder: where reports are written as JSON; the message names the file. None: a temporary folder, and only
+            for errors.
 
     Raises:
         ArgumentError: a time is not above zero.

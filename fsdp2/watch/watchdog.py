@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from weakref import ref
 
 import torch
@@ -244,7 +245,13 @@ def watchdog() -> Watchdog | None:
         _unwatched[:] = [ref(world)]
         return None
     _running.append(Watchdog(world, board))
+    Finalize(None, _close_running, exitpriority=0)  # before a process of multiprocessing handles its exception
     return _running[0]
+
+
+def _close_running() -> None:
+    for dog in _running:
+        dog.close()
 
 
 def _past(trail: Trail) -> Past:
@@ -258,7 +265,10 @@ def _stack_of_main() -> list[str]:
 
 
 def _why_it_ends() -> str:
-    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = sys.exception()
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch.multiprocessing.spawn exits after an exception
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return "has ended" if error is None else f"has ended after {type(error).__name__}: {error}"
 
 

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import signal
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.helpers.fault_runs import LIMIT_S, check_all
 from tests.helpers.faults import Fault, Told, build
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks_pool import forking
 
 FAST = [
     Fault("order"),
@@ -150,6 +153,43 @@ def test_reset_after_a_rank_died(tmp_path: Path) -> None:
     not save what it had: only the first failure is news."""
     survivor, victim = run_cases([Case(two_gathers_ahead, 2, (str(tmp_path),), limit_s=LIMIT_S)])[0]
     assert survivor.value is True and victim.how == "died", survivor
+
+
+def raises_uncaught(rank: int, folder: str, exits: bool) -> None:
+    os.chdir(folder)
+    tempfile.tempdir = f"{folder}/temporary"
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    fsdp2.safety(stall_after_s=0.5)
+    model = fsdp2.fully_shard(torch.nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    try:
+        if rank == 1:
+            raise ValueError("a bad batch")
+        model(torch.ones(1, 4))
+    except fsdp2.CollectiveError as error:
+        Path(folder, "message").write_text(str(error))
+    except ValueError:
+        if exits:
+            sys.exit(1)
+        raise
+
+
+@pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_spawned_rank_raises(tmp_path: Path, exits: bool) -> None:
+    """A process of multiprocessing, of `torch.multiprocessing.spawn` too, handles its exception itself: the message did
+    not name it, called the root `unit ''`, and its report was written into the current folder."""
+    (tmp_path / "temporary").mkdir()
+    ranks = [forking().Process(target=raises_uncaught, args=(rank, str(tmp_path), exits)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(LIMIT_S)
+    message = (tmp_path / "message").read_text()
+    assert "rank 1 has ended after ValueError: a bad batch" in message
+    assert message.startswith("unit '(root)': all-gather failed on rank 0")
+    report = Path(message.rpartition("Report: ")[2])
+    assert report.exists() and report.parent.parent == tmp_path / "temporary"
 
 
 def begins_again(rank: int, folder: str) -> bool:

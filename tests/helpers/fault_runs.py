@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ def body(rank: int, fault: Fault, folder: str) -> dict[str, Any]:
     elif not fault.default:
         fsdp2.safety(stall_after_s=0.5, report_folder=folder)
     os.chdir(folder)
+    tempfile.tempdir = f"{folder}/temporary"
     told: list[str] = []
     logging.getLogger("fsdp2").addHandler(Told(told, Path(folder) / "reported"))
     job = Job(rank, fault, folder)
@@ -75,7 +77,7 @@ def run(faults: list[Fault], folder: Path, module: str = "") -> dict[str, tuple[
     folders = {}
     for fault in faults:
         folders[fault.name] = folder / fault.name
-        folders[fault.name].mkdir()
+        (folders[fault.name] / "temporary").mkdir(parents=True)
     cases = [Case(body, each.ranks, (each, str(folders[each.name])), limit_s=LIMIT_S, device=module) for each in faults]
     outcomes = run_cases(cases)
     return {each.name: (found, folders[each.name]) for each, found in zip(faults, outcomes, strict=True)}
@@ -133,7 +135,8 @@ def check(fault: Fault, outcomes: list[Outcome], folder: Path, right: list[Outco
     if fault.where == "save":
         return
     assert explained
-    reports = [json.loads(path.read_text()) for path in folder.glob("fsdp2-report-*.json")]
+    reports = [json.loads(path.read_text()) for path in folder.rglob("fsdp2-report-*.json")]
+    assert not fault.default or not [*folder.glob("fsdp2-report*")], "a report in the current folder"
     assert any(report["kind"] in ("differ", "gone", "deadlock") for report in reports)
 
 
