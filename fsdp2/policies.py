@@ -51,7 +51,7 @@ class MixedPrecisionPolicy:
         all_gather_dtype: ``torch.int8`` sends unsharded parameters as block-quantised integers with one scale for each
             256 elements: half the bytes of bf16, for an error of at most 1/254 of a block's largest element (ZeRO++'s
             qwZ, https://arxiv.org/abs/2306.10209). Sharded parameters stay exact. None: the compute dtype.
-        reduce_scatter_dtype: gradients travel in this narrower dtype, but are summed in `reduce_dtype`, by an
+        reduce_scatter_dtype: gradients travel in bfloat16 or float16, but are summed in `reduce_dtype`, by an
             all-to-all and a local sum: half the bytes of an fp32 reduction, without the rounding of a 16-bit sum.
             None: `reduce_dtype`.
 
@@ -80,8 +80,8 @@ class MixedPrecisionPolicy:
         if self.all_gather_dtype not in (None, torch.int8):
             raise ArgumentError(f"all_gather_dtype: expected torch.int8 or None, got {self.all_gather_dtype}")
         wire = self.reduce_scatter_dtype
-        if wire is not None and not (_is_dtype(wire) and wire.is_floating_point):
-            raise ArgumentError(f"reduce_scatter_dtype: expected a floating-point dtype or None, got {wire!r}")
+        if wire not in (None, torch.bfloat16, torch.float16):  # narrower ones would need a scale
+            raise ArgumentError(f"reduce_scatter_dtype: expected bfloat16, float16 or None, got {wire!r}")
         if wire is not None and self.reduce_dtype is not None and wire.itemsize >= self.reduce_dtype.itemsize:
             raise ArgumentError(
                 f"reduce_scatter_dtype: expected a dtype narrower than reduce_dtype={self.reduce_dtype}, got {wire}"

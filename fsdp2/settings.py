@@ -222,7 +222,7 @@ class Settings:
 
     def set_keep_unsharded_storage(self, enable: bool, *, recurse: bool = True) -> None:
         """Whether resharded parameters keep the memory of the unsharded ones, at the same address (default False).
-        Recursive. They are still gathered again. For CUDA graphs, and to avoid allocations."""
+        Recursive. They are still gathered again. Avoids allocations; capture in a CUDA graph was never tried."""
         for unit in _units(self, recurse):
             for group in unit.groups:
                 is_frozen = not any(param.sharded.requires_grad for param in group.params)

@@ -495,6 +495,6 @@ def test_options_that_torch_does_not_have(rank: int, world_size: int) -> None:
     for option in ({"all_gather_dtype": torch.int8}, {"reduce_scatter_dtype": BF16}):
         assert "unexpected keyword" in error_of(TypeError, lambda o=option: torch_fsdp.MixedPrecisionPolicy(**o))
     assert "torch.int8" in error_of(ValueError, lambda: MixedPrecisionPolicy(all_gather_dtype=torch.uint8))
-    assert "floating-point" in error_of(ValueError, lambda: MixedPrecisionPolicy(reduce_scatter_dtype=torch.int8))
+    assert "bfloat16" in error_of(ValueError, lambda: MixedPrecisionPolicy(reduce_scatter_dtype=torch.float8_e5m2))
     model: Any = fully_shard(Block(8, 4), mp_policy=WIRE)
     assert "reduce_scatter_dtype" in error_of(ValueError, lambda: model.set_custom_reduce_scatter(object()))
