@@ -53,6 +53,7 @@ class Gradients:
         self._missing: set[int] = set()
         self._backward: int | None = None
         self._unsharded: list[torch.Tensor] = []
+        self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
 
     def sync_trainable(self) -> None:
@@ -60,6 +61,7 @@ class Gradients:
         wanted = [param.sharded.requires_grad for param in self._params]
         if wanted != self._trainable:
             self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
+            self._untyped = [param for param in self._params if param.sharded.grad_dtype is None]
             for unsharded, trainable in zip(self._unsharded, wanted, strict=True):
                 if unsharded.requires_grad != trainable:
                     unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
@@ -122,6 +124,9 @@ class Gradients:
 
     def end_backward(self) -> None:
         """The whole backward is over."""
+        for param in self._untyped:
+            if param.unsharded is not None and (grad := param.unsharded.grad) is not None:
+                param.unsharded.grad = grad.to(param.reduce_dtype)  # others will be added
         self._backward = None
         self.were_taken = False
         self.expect_all()

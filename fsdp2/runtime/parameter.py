@@ -342,7 +342,9 @@ class ManagedParameter:
             self.unsharded = nn.Parameter(data, requires_grad=trainable)
         self.unsharded.__dict__.update(self._kind.tags)
         _managed[self.unsharded] = ref(self)
-        if self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
+        if self.sharded.grad_dtype is None:  # the user's: a custom backward may write one of any dtype
+            self.unsharded.grad_dtype = None
+        elif self.unsharded.grad_dtype != self.reduce_dtype and self.dtype.is_floating_point:
             # Autograd then casts each gradient as it arrives. This is the only copy between compute and reduce dtype,
             # and gradients of several backwards add up in the reduce dtype.
             self.unsharded.grad_dtype = self.reduce_dtype

@@ -227,7 +227,8 @@ class CastProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         new = grad.t() @ x
-        weight.grad = new.to(weight.grad_dtype) if ctx.casts else new
+        new = new.to(weight.grad_dtype) if ctx.casts else new
+        weight.grad = new if weight.grad is None else weight.grad + new
         return grad @ weight, None, None
 
 
@@ -242,14 +243,19 @@ class CastLinear(nn.Module):
 
 
 @on_ranks(2)
-def test_written_in_another_dtype(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("casts", [True, False], ids=["casts", "any"])
+def test_written_in_another_dtype(rank: int, world_size: int, casts: bool) -> None:
     """Gradients wait in the reduce dtype, which is the weight's `grad_dtype` (as in torch 2.15; torch 2.13 keeps them
-    in the compute dtype and takes any). What docs/troubleshooting.md says to write works."""
+    in the compute dtype and takes any). What docs/troubleshooting.md says works: to cast, or to set `grad_dtype` to
+    None; and microbatches add up in fp32."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     wrong: Any = fsdp2.fully_shard(CastLinear(casts=False), mp_policy=policy)
     with pytest.raises(RuntimeError, match="grad_dtype"):
         wrong(torch.ones(1, 4, requires_grad=True)).sum().backward()
     wrong.reset_iter_state()
-    model: Any = fsdp2.fully_shard(CastLinear(casts=True), mp_policy=policy)
-    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), torch.ones(4, 4))
+    model: Any = fsdp2.fully_shard(CastLinear(casts), mp_policy=policy)
+    model.weight.grad_dtype = torch.float32 if casts else None
+    for value, syncs in ((256.0, False), (1.0, True)):
+        model.set_requires_gradient_sync(syncs)
+        model(torch.full((1, 4), value, requires_grad=True)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 257.0))
