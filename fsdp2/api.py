@@ -23,6 +23,7 @@ from fsdp2.arguments import (
     parameter_set,
 )
 from fsdp2.checks.left_out import note_ignored
+from fsdp2.checks.replicas import note_samples, sample_of
 from fsdp2.checks.step_hook import install_step_hooks
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
@@ -210,14 +211,19 @@ def _draft(
 def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
     groups: dict[tuple[MeshRoles, Keep, object], list[ManagedParameter]] = {}
+    samples: list[tuple[ManagedParameter, torch.Tensor | None]] = []
     while planned:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
         keep = Keep.wanted(zero, not param.requires_grad)
-        new = ManagedParameter(slots, fqn, param, placing.data(param, plan), plan)
+        data = placing.data(param, plan)
+        new = ManagedParameter(slots, fqn, param, data, plan)
+        samples.append((new, sample_of(data)))
+        del data
         groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
     _move_buffers(draft.managed, device)
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
+    note_samples(samples)
     for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
         group.smaller, group.keep = None if keep is Keep.HOST else draft.smaller[group.roles], keep
     for each in draft.tied:

@@ -4,11 +4,18 @@ Reductions do not make replicas equal if they start different. Ranks that built 
 loaded different files, silently train different models, and each loss falls. So one checksum per unit is compared once
 over the replicate axis, and one flag is sent over the shard axis, so that all ranks learn the result.
 
-Without a replicate axis no two ranks hold the same data, and there is nothing to compare.
+Along a shard axis no two ranks hold the same data. There `fully_shard` notes the first values of each whole parameter,
+and the first forward compares them through the store, unless the shards have changed since.
 """
 
+import json
+import warnings
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,8 +27,14 @@ from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.watch.exchange import Exchange, at_once
+from fsdp2.watch.trail import trail_of
+from fsdp2.watch.watchdog import watchdog
 
 _WORD = 8  # bytes
+_MOST_COMPARED = 1000  # parameters; the store takes values of some MiB
+# Of each whole parameter and of this rank's shard, as they were when it was sharded.
+_samples: WeakKeyDictionary[ManagedParameter, tuple[torch.Tensor, torch.Tensor | None]] = WeakKeyDictionary()
+_num_compared: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,52 @@ def check_replicas(groups: Sequence[ParamGroup]) -> None:
             "them equal. Build the model from the same seed on every rank (torch.manual_seed(0) before it), load the "
             "same checkpoint everywhere, or broadcast the sharded parameters over the replicate axis."
         )
+
+
+def sample_of(data: torch.Tensor) -> torch.Tensor | None:
+    """The first bytes of a whole parameter, which all ranks should have alike; None if they cannot be read."""
+    if data.is_meta or not data.numel() or is_wrapper(data) or is_fake(data):
+        return None
+    row = data.detach()[(0,) * (data.ndim - 1)] if data.ndim else data.detach().view(1)
+    return row[:8].clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def note_samples(samples: Sequence[tuple[ManagedParameter, torch.Tensor | None]]) -> None:
+    """These parameters have been sharded, of whole ones with these first bytes."""
+    for param, sample in samples:
+        if sample is not None and param.roles.shard_group is not None:
+            _samples[param] = sample, sample_of(param.flat[: param.geometry.local_numel])
+
+
+def warn_of_different_models(groups: Sequence[ParamGroup]) -> None:
+    """Warn if another rank of a shard axis has sharded other values. Parameters whose shard has changed since (they
+    were initialised again, or loaded) are left out."""
+    if (dog := watchdog()) is None:
+        return
+    by_group: dict[dist.ProcessGroup, dict[str, list[int]]] = {}
+    for param in [param for group in groups for param in group.params if param in _samples]:
+        whole, before = _samples.pop(param)
+        now = sample_of(param.flat[: param.geometry.local_numel])
+        assert param.roles.shard_group is not None
+        values = by_group.setdefault(param.roles.shard_group, {})
+        is_same = before is not None and now is not None and before.tolist() == now.tolist()
+        if is_same and len(values) < _MOST_COMPARED:
+            values[param.fqn] = whole.tolist()
+    for process_group, values in by_group.items():
+        model = repr([(param.fqn, param.layout.shape) for group in groups for param in group.params])
+        key = f"model/{trail_of(process_group).name}/{blake2b(model.encode(), digest_size=8).hexdigest()}"
+        _num_compared[key] += 1
+        mine = dist.get_rank(), values
+        with suppress(RuntimeError):  # the store is gone
+            other, theirs = json.loads(dog.board.claim(f"{key}/{_num_compared[key]}", json.dumps(mine)))
+            differing = [fqn for fqn, value in values.items() if theirs.get(fqn, value) != value]
+            if differing:
+                warnings.warn(
+                    f"the first forward: rank {mine[0]} has sharded another model than rank {other}, other values of "
+                    f"'{differing[0]}', and each keeps rows of its own. Build the model from the same seed on every "
+                    "rank (torch.manual_seed(0) before it), or load a checkpoint.",
+                    stacklevel=2,
+                )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from weakref import ref
 from torch import nn
 
 from fsdp2.checks.left_out import outermost_model
-from fsdp2.checks.replicas import check_replicas
+from fsdp2.checks.replicas import check_replicas, warn_of_different_models
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hosts import assign_roles
@@ -74,7 +74,9 @@ def become_root(root: Unit) -> None:
     optional = assign_roles(modules[0], units)
     for unit in units:
         unit.refresh()
-    check_replicas([group for unit in units for group in unit.groups])
+    groups = [group for unit in units for group in unit.groups]
+    check_replicas(groups)
+    warn_of_different_models(groups)
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
     context.model = ref(outermost_model(modules[0]))
     context.optional = optional

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,16 @@ def test_a_seed_for_each_rank(rank: int, world_size: int, where: str) -> None:
     for param in model.parameters():
         group = mesh_2d(2, 2).get_group("replicate")
         dist.broadcast(local(param.detach()), rank % 2, group=group)
-    model(batch(0, rank, 4)).sum().backward()  # the same model, once its replicas are equal
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its shards are of two seeds
+        model(batch(0, rank, 4)).sum().backward()  # the same model, once its replicas are equal
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_without_a_shard_axis(rank: int, world_size: int, zero: int) -> None:
-    """ZeRO stage 0 holds everything on each rank; stage 1 cuts it, so there are no replicas to compare."""
+    """ZeRO stage 0 holds everything on each rank; stage 1 cuts it, so there are no replicas to compare, but all ranks
+    that sharded another model than the first one say so."""
     torch.manual_seed(rank)
     model = shard_blocks(fsdp2, Layers(2), zero=ZeroPolicy(stage=zero))
     if zero == 0:
@@ -53,7 +58,13 @@ def test_without_a_shard_axis(rank: int, world_size: int, zero: int) -> None:
         ):
             model(batch(0, rank, 4))
     else:
-        model(batch(0, rank, 4))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(batch(0, rank, 4))
+        texts: list[Any] = [None] * world_size
+        dist.all_gather_object(texts, [str(each.message) for each in caught])
+        expected = "has sharded another model than rank [0-9], other values of 'layers.0.weight'"
+        assert len(re.findall(expected, str(texts))) == world_size - 1
 
 
 @on_ranks(2)

@@ -131,7 +131,7 @@ def test_steps_that_are_known_do_not_wait(rank: int, world_size: int) -> None:
             counts.append(len(calls))
     finally:
         dog.board.claim = claim  # type: ignore[method-assign]
-    assert counts == [2] * 6, counts  # the end of the first backward, and the first step
+    assert counts == [3] * 6, counts  # the model, the end of the first backward, and the first step
 
 
 def two_gathers_ahead(rank: int, folder: str) -> bool:
