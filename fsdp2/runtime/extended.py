@@ -16,11 +16,11 @@ import torch
 from fsdp2._torch import foreach_copy
 from fsdp2.comm.quantise import DEFAULT_BLOCK, dequantise, quantise
 from fsdp2.errors import MisuseError
-from fsdp2.layout import ShardLayout, pack
+from fsdp2.layout import ShardLayout
 from fsdp2.runtime.extension import Extension, call_pre, releases_outputs
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
+from fsdp2.runtime.storage import FlatStorage
 
 
 class ExtendedGather:
@@ -29,7 +29,7 @@ class ExtendedGather:
 
     Attributes:
         layouts: of the gathered tensors.
-        fulls: the gathered tensors, views of `raw`.
+        fulls: the gathered tensors, each with a storage of its own, as in torch: some subclasses refuse offsets.
     """
 
     def __init__(self, param: ManagedParameter):
@@ -42,12 +42,11 @@ class ExtendedGather:
         self._first: list[torch.Tensor] | None = shares
         size = param.roles.shard_size
         self.layouts = [ShardLayout((size * share.shape[0], *share.shape[1:]), 0, size) for share in shares]
-        offsets, total = pack([size * share.nbytes for share in shares], ALIGN_BYTES)
-        self._raw = FlatStorage(total, param.roles.device)
-        self._raw.alloc()
+        self._raw = [FlatStorage(size * share.nbytes, param.roles.device) for share in shares]
+        self._allocate_raw()
         self.fulls = [
-            self._raw.view(offset, layout.shape, share.dtype)
-            for offset, layout, share in zip(offsets, self.layouts, shares, strict=True)
+            raw.view(0, layout.shape, share.dtype)
+            for raw, layout, share in zip(self._raw, self.layouts, shares, strict=True)
         ]
 
     @property
@@ -91,9 +90,9 @@ class ExtendedGather:
         if not self._is_made:
             self._is_made = True
             tensor, inner = self._extension.fsdp_post_all_gather(tuple(self.fulls), self._metadata, param.compute_dtype)
-            raw = self.fulls[0].untyped_storage().data_ptr()
+            raw = {each.untyped_storage().data_ptr() for each in self.fulls}
             storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in inner}
-            self._inner = [(each, each.nbytes()) for pointer, each in storages.items() if pointer != raw]
+            self._inner = [(each, each.nbytes()) for pointer, each in storages.items() if pointer not in raw]
             specs = param.plan.specs
             if specs.inner_mesh is None and tensor.shape != specs.shape:  # without the padding
                 tensor = torch.as_strided(tensor, specs.shape, specs.stride, 0)
@@ -106,16 +105,24 @@ class ExtendedGather:
                 tuple(self.fulls), self._metadata, param.compute_dtype, out=param.unsharded
             )
         if releases_outputs(param.fqn, self._extension):
-            self._raw.free()
+            self._free_raw()
 
     def alloc(self) -> None:
         """Tensors that `post` made are allocated right before they are filled."""
-        self._raw.alloc()
+        self._allocate_raw()
+
+    def _allocate_raw(self) -> None:
+        for raw in self._raw:
+            raw.alloc()
+
+    def _free_raw(self) -> None:
+        for raw in self._raw:
+            raw.free()
 
     def take_inner(self) -> None:
         """Allocate the tensors that `post` made, which a gather from the smaller mesh fills without the hooks and
         without `raw`."""
-        self._raw.free()
+        self._free_raw()
         self._allocate_inner()
 
     def _allocate_inner(self) -> None:
@@ -124,7 +131,7 @@ class ExtendedGather:
                 storage.resize_(nbytes)
 
     def free(self) -> None:
-        self._raw.free()
+        self._free_raw()
         for storage, _ in self._inner:
             storage.resize_(0)
 

@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 import fsdp2
 from fsdp2 import FSDPError, ZeroPolicy, fully_shard
-from tests.helpers.extensions import Gathered, InPieces, Wrapped, aten, keep_version, layers_in_pieces
+from tests.helpers.extensions import Gathered, GatheredTwice, InPieces, Wrapped, aten, keep_version, layers_in_pieces
 from tests.helpers.models import reference_grads, run_step
 from tests.helpers.parity_models import assert_gradients, batch, local, mesh_2d
 from tests.helpers.ranks import on_ranks
@@ -178,6 +178,14 @@ def test_training_with_an_unsharded_subclass(rank: int, world_size: int, dim: in
     plain = linears(dim, FakeQuantised)
     model, _ = extended(nn.Sequential(*map(copy_of, plain)), QuantisedWhenGathered, reshard_after_forward=raf)
     race(model, plain, rank, world_size, dim)
+
+
+@on_ranks(2)
+def test_outputs_with_storages_of_their_own(rank: int, world_size: int) -> None:
+    """Behaviour 150: torch's TwoTensor refuses two tensors at different offsets, as those of one buffer are."""
+    model, _ = extended(linears(8), GatheredTwice)
+    model[0].unshard()
+    assert torch.equal(2 * model[0].weight.a, model[0].weight.b)
 
 
 def copy_of(layer: nn.Linear) -> nn.Linear:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2 import fully_shard
 
@@ -125,3 +126,18 @@ def layers_in_pieces(**options: Any) -> Any:
         layer.weight = nn.Parameter(InPieces(layer.weight.detach().clone(), {}))
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+class GatheredTwice(Wrapped):
+    """Gathers two tensors of one shape, and computes with torch's own subclass of two."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[Gathered, Any]:
+        weight = self.padded(mesh, outer_size)
+        return (weight, 2 * weight), None
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: Gathered, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, Gathered] | None:
+        return None if out is not None else (TwoTensor(*all_gather_outputs), all_gather_outputs)
