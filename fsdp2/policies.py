@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.errors import ArgumentError
 
@@ -412,8 +413,8 @@ class UnitSettings:
         gradient_divide_factor: divide the sum of gradients by this instead of the number of ranks.
         force_sum: use SUM and divide afterwards, never the backend's AVG.
         max_input_buffers: reductions that may be in flight before compute waits for the oldest.
-        all_reduce_hook: called with the flat reduced gradients before the parameters get them, and the stream to call
-        it on.
+        all_reduce_hook: called with the flat reduced gradients before the parameters get them, and their mesh; and the
+        stream to call it on.
         predicts_forward: prefetch in forward the unit that ran next in the last iterations; read on the root only.
         manual_finalization: backward leaves gradients for `finalize_backward`; root only.
         zero: what waits for the last backward of a step; None: nothing does.
@@ -432,7 +433,7 @@ class UnitSettings:
     gradient_divide_factor: float | None = None
     force_sum: bool = False
     max_input_buffers: int = 1
-    all_reduce_hook: tuple[Callable[[torch.Tensor], None], torch.Stream | None] | None = None
+    all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
     predicts_forward: bool = False
     manual_finalization: bool = False
     zero: ZeroPolicy | None = None

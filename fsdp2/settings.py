@@ -6,6 +6,7 @@ The class precedes the model's own in the class of a sharded module, so it has o
 hide a method of the model. Helpers are functions below.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -98,27 +99,34 @@ class Settings:
         """Whether this unit's collectives always sum and divide afterwards, instead of using the backend's AVG."""
         change_settings(self, False, force_sum=boolean("enable", enable))
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[..., None] | None, *, stream: torch.Stream | None = None) -> None:
         """Call `hook` once per reduction with this unit's flat reduced gradients (1-D, reduce dtype, padding included),
         before the sharded parameters get them. The hook may change them in place.
 
         Args:
-            hook: None removes it.
+            hook: called as ``hook(flat)``; where the unit's parameters are on several meshes, as ``hook(flat, mesh)``
+                for those of each mesh. None removes it.
             stream: run the hook on this stream of the accelerator. Not allowed with a replicate axis, where the hook
                 runs on the all-reduce stream.
 
         Raises:
-            ArgumentError: the unit's parameters are on several meshes; or `stream` with a replicate axis.
+            ArgumentError: the unit's parameters are on several meshes, and `hook` takes no mesh; or `stream` with a
+                replicate axis.
         """
-        groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
+        groups = _groups(self)
+        meshes = {group.roles.mesh for group in groups}
+        if len(meshes) > 1 and hook is not None and not _takes(hook, 2):
+            raise ArgumentError(
+                f"set_all_reduce_hook: the unit's parameters are on the meshes {sorted(map(str, meshes))}; expected a "
+                "hook that is called as hook(flat, mesh)"
+            )
         if stream is not None and any(group.roles.replicate_group is not None for group in groups):
             raise ArgumentError(
                 "set_all_reduce_hook: stream= is for a mesh without a replicate axis; here the hook runs on the stream "
                 "of the all-reduce. Pass stream=None."
             )
-        change_settings(self, False, all_reduce_hook=None if hook is None else (hook, stream))
+        with_mesh = hook if hook is None or len(meshes) > 1 else lambda flat, _mesh: hook(flat)
+        change_settings(self, False, all_reduce_hook=None if with_mesh is None else (with_mesh, stream))
 
     # --- how to communicate ------------------------------------------------------------------------------------------
 
@@ -279,6 +287,16 @@ def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
     if len(meshes) > 1:
         raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")
     return [group for group in groups if group.roles.shard_group is not None]
+
+
+def _takes(function: Callable[..., Any], num_args: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_args))
+    except TypeError:
+        return False
+    except ValueError:  # compiled code may have no signature
+        pass
+    return True
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -369,13 +369,13 @@ class Reduction:
             return
         hook, stream = self._settings.all_reduce_hook
         if stream is None or self._streams.lazy:
-            hook(flat)
+            hook(flat, self.roles.mesh)
             return
         # The current stream owns `flat` and waits until the hook's stream has finished with it.
         ready = self._streams.record()
         with stream:
             self._streams.wait(ready)
-            hook(flat)
+            hook(flat, self.roles.mesh)
             done = self._streams.record()
         self._streams.wait(done)
 

@@ -252,7 +252,7 @@ def test_process_group_buffers_on_gloo(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(ON_TORCH, reason="torch's ShardPlacementResult is private and takes no mesh")
 @pytest.mark.parametrize("setter", ["set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"])
 def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> None:
-    """Behaviour 136: it would not be clear which group is meant."""
+    """Behaviour 136, 137: it would not be clear which group is meant."""
     pair, everyone = mesh_2d(2, 2)["shard"], mesh_2d(1, 4)["shard"]
     model: Any = linears(2)
     experts = set(model[1].parameters())
@@ -268,6 +268,11 @@ def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> No
     }
     with pytest.raises(ValueError, match=setter):
         getattr(model, setter)(value[setter])
+    if setter == "set_all_reduce_hook":  # which is told the mesh of each group
+        seen: list[tuple[int, int]] = []
+        model.set_all_reduce_hook(lambda flat, mesh: seen.append((mesh.size(), flat.numel())))
+        run_step(model, rank)
+        assert sorted(seen) == [(2, 10), (4, 5)]
 
 
 # --- the all-reduce hook ----------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def prefetch_lists(model: Any, world_size: int) -> None:
         module.set_modules_to_backward_prefetch([first])
 
 
-def halve(grads: Tensor) -> None:
+def halve(grads: Tensor, mesh: object = None) -> None:
     grads.mul_(0.5)
 
 
@@ -207,7 +207,7 @@ class Refusal:
 RESHARD = ("reshard_true", "reshard_false", "reshard_int")
 
 
-ONE_MESH = ("custom_gather", "custom_scatter", "all_reduce_hook")
+ONE_MESH = ("custom_gather", "custom_scatter")
 
 
 REFUSALS = [
@@ -236,7 +236,7 @@ REFUSALS = [
         ONE_MESH,
         fsdp2.ArgumentError,
         "on one mesh",
-        "a custom collective, or hook, serves one mesh; here a unit has two",
+        "a custom collective serves one mesh; here a unit has two",
     ),
     Refusal(
         ("reshard_int",), ("mesh_of_norms",), fsdp2.ArgumentError, "does not divide", "that mesh shards over 1 rank"
