@@ -16,7 +16,7 @@ nothing refers back to the block (a forward set on the object would, and so keep
 Source: Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.unit import has_forward
-from fsdp2.wrap import Wrapped, auto_shard, transformer_blocks
-from fsdp2.wrap.policies import Place, Policy, Verdict, classes_of
+from fsdp2.wrap import Policy, Rule, Wrapped, auto_shard, classes_of, transformer_blocks
 
 __all__ = ["Blocks", "Treated", "matches", "recompute_and_compile", "units_of"]
 
@@ -49,12 +48,12 @@ def units_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> tuple[
     if not policies:
         raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
 
-    def rule_for(whole: nn.Module) -> Callable[[Place], Verdict]:
+    def rule_for(whole: nn.Module) -> Rule:
         rules = [policy.rule_for(whole) for policy in policies]
 
-        def rule(place: Place) -> Verdict:
-            verdicts = [each(place) for each in rules]
-            return max(verdicts, key=lambda verdict: (verdict.shard, bool(verdict.options)))  # the first of equal ones
+        def rule(fqn: str, module: nn.Module, numel: int) -> tuple[str, Mapping[str, Any]]:
+            answers = [each(fqn, module, numel) for each in rules]
+            return max(answers, key=lambda answer: (bool(answer[0]), bool(answer[1])))  # the first of equal ones
 
         return rule
 
@@ -81,7 +80,7 @@ def _by_name(spec: Any) -> Policy:
             return matches(spec, fqn) or any(base.__name__ == spec for base in type(module).__mro__)
         return isinstance(module, spec) if is_class else module is spec
 
-    def rule_for(model: nn.Module) -> Callable[[Place], Verdict]:
+    def rule_for(model: nn.Module) -> Rule:
         found = [module for fqn, module in model.named_modules() if is_meant(fqn, module)]
         if not found:
             raise ArgumentError(
@@ -89,7 +88,7 @@ def _by_name(spec: Any) -> Policy:
                 f"{', '.join(fqn for fqn, _ in model.named_children())}; its classes are {classes_of(model)}"
             )
         chosen = {each for module in found for each in ([module] if has_forward(module) else module.children())}
-        return lambda place: Verdict(place.module in chosen, name)
+        return lambda fqn, module, numel: (name if module in chosen else "", {})
 
     return Policy(name, rule_for)
 

@@ -17,7 +17,6 @@ from torch import nn
 from fsdp2 import ArgumentError, MisuseError, MixedPrecisionPolicy, fully_shard
 from fsdp2.wrap import (
     Policy,
-    Verdict,
     WrapReport,
     auto_shard,
     by_class,
@@ -45,27 +44,20 @@ def fqns(build: Callable[[], nn.Module], policy: Policy, **options: Any) -> list
     return [unit.fqn for unit in report.units[:-1]]
 
 
-def left(report: WrapReport) -> dict[str, str]:
-    """The reasons for modules that are no units, by name."""
-    return {fqn: left.reason for left in report.left for fqn in left.fqns}
-
-
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
 def test_report() -> None:
-    """Issue: policies "tell what they did and why": units in order with sizes, runs in one row, what is left."""
-    report = plan(Llama, transformer_blocks())
+    """Issue: policies "tell what they did and why": units in order with sizes, runs in one row, what cannot be one."""
+    report = plan(Llama, by_predicate(lambda fqn, module: "layers" in fqn and fqn.count(".") < 2))
     assert_expected_inline(
         str(report),
         """\
-4 units by transformer_blocks()
+4 units by by_predicate(<lambda>)
   unit                   class             parameters  why
-  layers.0 ... layers.2  3 x DecoderLayer  784 each    one of 3 in 'layers', which have 92.7% of all parameters
+  layers.0 ... layers.2  3 x DecoderLayer  784 each    <lambda> chose it
   (root)                 Llama             184         the root: all that no other unit holds
-  not a unit: 1 x Embedding (embed), 88: not an element of a stack of blocks
-  not a unit: 1 x RMSNorm (norm), 8: not an element of a stack of blocks
-  not a unit: 1 x Linear (head), 88: not an element of a stack of blocks""",
+  not a unit: layers: has no forward, so nothing would gather its parameters""",
     )
     assert sum(unit.numel for unit in report.units) == sum(param.numel() for param in Llama().parameters())
 
@@ -100,7 +92,7 @@ def test_by_class() -> None:
         assert fqns(build, policy) == ["a", "b"]
     assert fqns(build, by_class("Special")) == ["b"]
     assert fqns(build, by_class(Block, nn.Linear)) == ["a.up", "a.down", "a", "b.up", "b.down", "b", "c"]
-    assert left(plan(build, by_class(Block))) == {"c": "its class is not Block"}
+    assert plan(build, by_class(Special)).units[0].reason == "its class is Special"
 
 
 def test_by_size() -> None:
@@ -118,8 +110,7 @@ def test_by_size() -> None:
     report = plan(build, by_size(40))
     assert [unit.fqn for unit in report.units] == ["blocks.0.b", "blocks.1.b", "tail", ""]
     assert report.units[-1].numel == 2 * 16 + 6
-    assert left(report) == dict.fromkeys(["blocks.0.a", "blocks.1.a", "out"], "smaller than 40 elements")
-    assert "has no forward" in left(plan(build, by_size(32)))["blocks"]
+    assert "has no forward" in plan(build, by_size(32)).refused["blocks"]
     assert fqns(build, by_size(91)) == ["blocks.0", "blocks.1"]
 
 
@@ -157,23 +148,10 @@ def test_transformer_blocks() -> None:
 
 
 def test_transformer_blocks_of_experts_and_stages() -> None:
-    """A block's experts stay with the block; the stages of a hierarchical model are not blocks, what they hold is."""
+    """A block's experts stay with the block; of a hierarchical model the stages are blocks, as Hugging Face's are."""
     assert fqns(lambda: Llama(num_experts=8), transformer_blocks()) == ["layers.0", "layers.1", "layers.2"]
     stages = lambda: Many(stages=nn.ModuleList([Stage(2), Stage(3)]))  # noqa: E731
-    wanted = [*(f"stages.0.blocks.{index}" for index in range(2)), *(f"stages.1.blocks.{index}" for index in range(3))]
-    assert fqns(stages, transformer_blocks()) == wanted
-
-
-def test_small_stacks_are_left() -> None:
-    """A stack that is not worth its all-gathers is left to the root, and the report says so."""
-
-    def build() -> nn.Module:
-        return Many(blocks=nn.ModuleList([Block(32, 99), Block(32, 99)]), probes=nn.ModuleList([Block(2, 2)] * 2))
-
-    report = plan(build, transformer_blocks())
-    assert [unit.fqn for unit in report.units] == ["blocks.0", "blocks.1", ""]
-    assert left(report)["probes.0"].endswith("less than 1.0%")
-    assert fqns(build, transformer_blocks(min_share=0)) == ["blocks.0", "blocks.1", "probes.0"]
+    assert fqns(stages, transformer_blocks()) == ["stages.0", "stages.1"]
 
 
 def test_transformer_blocks_of_hugging_face() -> None:
@@ -216,8 +194,8 @@ def test_shared_modules_and_weights_count_once() -> None:
     report = plan(build, by_class(Block, Many, nn.Embedding, "Linear"))
     assert [unit.fqn for unit in report.units].count("wrapped.inner") == 1
     assert not any(unit.fqn in ("blocks.0", "blocks.1") for unit in report.units)
-    assert "blocks.0" not in left(report)
-    assert left(report)["tied.head"] == left(report)["wrapped"] == "no parameters that no other unit holds"
+    assert "blocks.0" not in report.refused
+    assert report.refused["tied.head"] == report.refused["wrapped"] == "no parameters that no other unit holds"
     assert sum(unit.numel for unit in report.units) == sum(param.numel() for param in build().parameters())
 
 
@@ -240,7 +218,7 @@ def test_what_cannot_be_a_unit() -> None:
         "transformer.encoder.layers.0.self_attn",
         "head",
     }
-    reasons = left(report)
+    reasons = report.refused
     assert (
         reasons["transformer.encoder.layers.0.self_attn.out_proj"] == "MultiheadAttention reads it without calling it"
     )
@@ -264,7 +242,7 @@ def test_mistakes() -> None:
         message = error_of(ArgumentError, lambda policy=policy: plan(Stack, policy))
         assert f"{policy.name} chooses no module below the root" in message and "The model has 3 x Block (" in message
     assert "has no forward" in message
-    for make in (by_class, lambda: by_class({Block}), lambda: by_size(0), lambda: transformer_blocks(2)):  # type: ignore[arg-type]
+    for make in (by_class, lambda: by_class({Block}), lambda: by_size(0)):  # type: ignore[arg-type]
         error_of(ArgumentError, make)
     assert "by_predicate(function)" in error_of(ArgumentError, lambda: plan(Stack, lambda module: True))  # type: ignore[arg-type]
     assert "cannot be the root" in error_of(
@@ -326,7 +304,7 @@ def test_weights_tied_over_units(rank: int, world_size: int) -> None:
     plain = TiedLm()
     model = copy.deepcopy(plain)
     report = auto_shard(model, by_class(nn.Embedding, Block, nn.Linear))
-    assert left(report)["head"] == "no parameters that no other unit holds"
+    assert report.refused["head"] == "no parameters that no other unit holds"
     assert report.units[0].fqn == "embed" and report.units[-1].numel == 0
     assert model.head.weight is model.embed.weight
     one_batch(model, 0, rank)
@@ -386,15 +364,13 @@ def test_sharded_modules_are_left_alone(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_own_options(rank: int, world_size: int) -> None:
-    """A policy's options go over those of the call, for its unit alone; a policy of one's own is a `Policy`."""
+    """A policy's options go over those of the call, for its unit alone."""
 
-    def rule_for(model: nn.Module) -> Callable[[Any], Verdict]:
-        last = list(model.children())[-1]
-        keep = {"reshard_after_forward": False}
-        return lambda place: Verdict(place.module is last or place.fqn == "0", "mine", keep if place.fqn == "0" else {})
+    def last_or_first(fqn: str, module: nn.Module) -> bool | dict[str, Any]:
+        return {"reshard_after_forward": False} if fqn == "0" else fqn == "2"
 
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    auto_shard(model, Policy("mine", rule_for), reshard_after_forward=True)
+    auto_shard(model, by_predicate(last_or_first), reshard_after_forward=True)
     model(batch(0, rank, 4))
     sharded = [type(layer.weight) is not nn.Parameter for layer in model]
     assert sharded == [False, True, True]

@@ -57,7 +57,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("parallel.*",),
     ("optim.*",),
     ("init.*",),
-    ("wrap.*",),
+    ("wrap",),
     ("extras.activations", "extras.full_params", "extras.joint_step"),
     ("api",),
     ("extras.tiles", "placing"),
