@@ -386,7 +386,7 @@ def test_only_what_is_needed_is_read(rank: int, world_size: int, tmp_path: Path)
     for folder, more in ((plain, 0), (tmp_path / "native", 2 * MIB)):
         with bytes_read() as counts:
             checkpoint.load(folder, model=net, sources=sources)
-        assert own <= sum(counts) <= own + more + 10_000
+        assert own <= sum(counts) <= own + more + 25_000  # with what the ranks compare before
     replicas = {"weight": torch.zeros(1000, 1 << 10)}
     with bytes_read() as counts:
         checkpoint.load_from_rank(plain, model=replicas, sources=sources)
