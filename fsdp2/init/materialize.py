@@ -6,7 +6,6 @@
     initialise      by a function of the user's, `init_weights`, or each module's `reset_parameters`
     check           tensors that got memory but no values are an error, so garbage never trains
     synchronise     replicas get the values of the first replica, buffers those of the first rank
-    compare         checksums verify that replicas are equal
 """
 
 import warnings
@@ -53,8 +52,8 @@ def materialize(
     state in its constructor, such as Adagrad).
 
     Values do not depend on the number of ranks (see `seeded`). With replicas, the first replica's values are broadcast
-    over the replicate axis, one broadcast per parameter, and then compared by checksum; buffers are broadcast to all
-    ranks. Tensors that are not on the meta device keep their values.
+    over the replicate axis, one broadcast per parameter; buffers are broadcast to all ranks. Tensors that are not on
+    the meta device keep their values.
 
     Args:
         model: the root module.
@@ -70,7 +69,6 @@ def materialize(
             buffers: give their module a method ``reset_buffers()``. Or a module is parametrised, or its reset fails on
             sharded parameters; the message says which, and why. Or, without `init`, the model's own methods wrote to a
             parameter that had values before, such as those of a checkpoint.
-        FSDPError: replicas differ after the broadcast.
 
     Example::
 
@@ -231,17 +229,12 @@ def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
 
 
 def _synchronise(model: nn.Module, units: list[Unit]) -> None:
-    """One broadcast per parameter over its replicate axis, then one comparison per unit."""
+    """One broadcast per parameter over its replicate axis, and per buffer."""
     for unit in units:
-        groups: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
         for param in unit.params:
             group = param.roles.replicate_group
             if group is not None and param.roles.replicate_size > 1 and param.geometry.outer is None:
-                groups.setdefault(group, []).append((param.fqn, local_tensor(param.sharded)))
-        for group, params in groups.items():
-            for _, local in params:
-                _broadcast(local, group, unit.device)
-            _compare(params, group, unit.device)
+                _broadcast(local_tensor(param.sharded), group, unit.device)
     roles = _roles(units)
     for group in _groups(roles):
         for _, buffer in model.named_buffers():
@@ -265,28 +258,3 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.dev
     dist.broadcast(dense, group=group, group_src=0)
     if dense is not tensor:
         tensor.copy_(dense)
-
-
-def _compare(params: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise on all ranks of a group unless they have the same values."""
-    own = torch.stack([_checksum(local) for _, local in params]).to(device)
-    all_of_them = own.new_empty(group.size(), len(params))
-    dist.all_gather(list(all_of_them.unbind()), own, group=group)
-    differing = (all_of_them != own).any(0).tolist()
-    if any(differing):
-        names = [name for (name, _), differs in zip(params, differing, strict=True) if differs]
-        raise FSDPError(f"materialize: replicas differ after they were synchronised: {', '.join(names)}")
-
-
-def _checksum(local: torch.Tensor) -> torch.Tensor:
-    """A sum of the bytes, each weighted by its position, modulo 2**64."""
-    data = local.contiguous().view(-1).view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for start in range(0, data.numel(), CHUNK):
-        part = data[start : start + CHUNK]
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=local.device)
-        total += (part * (places * 2 + 1)).sum()
-    return total
-
-
-CHUNK = 1 << 20

@@ -60,11 +60,8 @@ class Grid:
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
         """The position of a rank; None if it is not in the mesh."""
         index = self._indices.get(rank)
-        return None if index is None else self._coordinates_at(index)
-
-    def _coordinates_at(self, index: int) -> tuple[int, ...]:
-        if len(self.shape) == 1:
-            return (index,)
+        if index is None:
+            return None
         return tuple(index // step % size for step, size in zip(strides(self.shape), self.shape, strict=True))
 
 
@@ -121,11 +118,6 @@ class Tiling:
 
     @cached_property
     def _written(self) -> dict[int, Box | None]:
-        return {}
-
-    @cached_property
-    def spread(self) -> dict[int, "Tiling"]:
-        """Cached results of `spread_replicas`, by itemsize."""
         return {}
 
     def owners(self, wanted: Box) -> Sequence[tuple[int, Box]]:
@@ -299,15 +291,10 @@ def with_siblings(tiling: Tiling, root: Grid, ranks: frozenset[int]) -> Tiling:
     return Tiling(tiling.shape, grid, tuple((axis + 1, dim) for axis, dim in tiling.cuts))
 
 
+@lru_cache(maxsize=1024)
 def spread_replicas(tiling: Tiling, itemsize: int) -> Tiling:
     """Cut large shards along every axis of replicas too, so that each replica owns some of the rows. Every rank can
     compute this without communication."""
-    if itemsize not in tiling.spread:
-        tiling.spread[itemsize] = _spread(tiling, itemsize)
-    return tiling.spread[itemsize]
-
-
-def _spread(tiling: Tiling, itemsize: int) -> Tiling:
     free = [axis for axis in tiling.free_axes if tiling.grid.shape[axis] > 1]
     sizes = list(tiling.box_at((0,) * len(tiling.grid.shape)).shape)
     if not free or prod(sizes) * itemsize < SPREAD_BYTES:

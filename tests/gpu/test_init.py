@@ -67,7 +67,7 @@ def test_generators_are_left_alone() -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_materialize(offload: bool) -> None:
-    """On the meta device, then memory where the parameters belong; replicas are compared over the mesh's own device."""
+    """On the meta device, then memory where the parameters belong; replicas are sent over the mesh's own device."""
     with groups.simulated(RANKS):
         mesh = init_device_mesh(DEVICE.type, (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
         options = {"offload_policy": fsdp2.CPUOffloadPolicy()} if offload else {}
