@@ -1,6 +1,6 @@
 """Optimizers that step whole matrices, each on one rank that owns it. Layer: optim.
 
-Muon, Shampoo and their like compute with a matrix as a whole; on a shard they would compute something else. Here the
+Muon and its like compute with a matrix as a whole; on a shard they would compute something else. Here the
 update does not depend on how many ranks there are or how they are arranged::
 
     step    the closure, if there is one
@@ -30,7 +30,7 @@ from fsdp2.optim.exchange import Bucket, Local, Whole
 from fsdp2.optim.loading import load_with_dtypes
 from fsdp2.optim.local import ELEMENTWISE
 from fsdp2.optim.matrices import Share
-from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan, Probe
+from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan
 from fsdp2.optim.owned import OwnedTensor
 from fsdp2.optim.owners import BUCKET_BYTES
 from fsdp2.optim.run import identical, local_grad
@@ -64,7 +64,8 @@ def matrix_optimizer(kind: Kind, params: Params, **options: Any) -> "MatrixOptim
     Args:
         kind: any class of optimizers whose step of a parameter depends on nothing but that parameter, its gradient, its
             ``self.state[param]`` and the options of its group. It is created with parameters on the meta device, and
-            steps those in its ``param_groups``, in portions. It must make all of a parameter's state in its first step.
+            steps those in its ``param_groups``, in portions. A parameter's state consists of tensors by name (a count
+            of steps is a 0-dim one), all made in its first step.
         params: as for `kind`: parameters, pairs of names and parameters (names are used in messages), or param groups.
             Plain parameters are stepped on every rank.
         **options: for `kind`. Groups of another kind have their own, or its defaults.
@@ -151,8 +152,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             plan.states[share].take_in(self.state.get(plan.param_of(share)))
         self._locals = self._local_tensors()
         try:
-            self._step_all(plan, self._ready_buckets(plan))
+            fresh = self._step_all(plan, self._ready_buckets(plan))
             self._raise_errors()
+            plan.show_new(fresh, self.state)
         finally:
             self._locals, self._error = {}, None
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
@@ -226,7 +228,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     names_of(group, index),
                     self._steppers[index].split,
                     self._steppers[index].kind.__name__,
-                    self._probe_of(index),
                 )
                 for index, group in whole
             ]
@@ -248,12 +249,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._buckets is None or self._buckets[0] != trained:
             self._buckets = trained, plan.buckets(lambda share: self._locals[share.group, share.position], BUCKET_BYTES)
         return self._buckets[1]
-
-    def _probe_of(self, index: int) -> Probe:
-        """What the plan asks for the form of a state."""
-        return lambda shape, dtypes, device: self._steppers[index].probe(
-            options_of(self.param_groups[index]), shape, dtypes, device
-        )
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
@@ -285,11 +280,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 "Some parameters were stepped, others not: start again from a checkpoint."
             )
 
-    def _step_all(self, plan: Plan, buckets: Sequence[Bucket]) -> None:
-        changes = [
-            {} if stepper.steps_shards else stepper.changed_options(options_of(group))
-            for group, stepper in zip(self.param_groups, self._steppers, strict=True)
-        ]
+    def _step_all(self, plan: Plan, buckets: Sequence[Bucket]) -> list[Share]:
+        """Returns the matrices that were stepped for the first time."""
         for bucket in buckets[:1]:
             bucket.send_gradients()
         for group, stepper in zip(self.param_groups, self._steppers, strict=True):
@@ -307,10 +299,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 fresh += self._receive(plan, before)
         for bucket in buckets[-1:]:
             fresh += self._receive(plan, bucket)
-        for share in sorted(fresh, key=lambda share: (share.group, share.position, share.number)):
-            plan.states[share].show(self.state[plan.param_of(share)])
-        for group, changed in zip(self.param_groups, changes, strict=True):
-            group.update(changed)
+        return fresh
 
     def _step_plain(self, plan: Plan) -> list[Share]:
         """Step the matrices of plain parameters; those whose state is new."""
@@ -322,7 +311,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 whole.values, whole.grad = param.detach()[share.box.slices()], param.grad[share.box.slices()]
                 wholes.append(whole)
         self._step_wholes(plan, wholes)
-        return [whole.share for whole in wholes if self._lacks_state(plan, whole.share)]
+        return [whole.share for whole in wholes if plan.states[whole.share].is_new]
 
     def _step_wholes(self, plan: Plan, wholes: Sequence[Whole]) -> None:
         """Step matrices that are here, with the optimizer of their group."""
@@ -342,18 +331,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._steppers[index].step({**options_of(self.param_groups[index]), "params": params}, state)
                 for param, each in zip(params, members, strict=True):
                     each.stepped = True
-                    if state[param]:
-                        plan.states[each.share].put_out(self.state.get(plan.param_of(each.share)), state[param])
+                    plan.states[each.share].put_out(self.state.get(plan.param_of(each.share)), state[param])
 
     def _receive(self, plan: Plan, bucket: Bucket) -> list[Share]:
         """Take in the new values; the matrices that were stepped for the first time."""
         # Only its owner knows whether a matrix was stepped: some ranks may have had no gradient.
-        fresh = [share for share in bucket.shares if self._lacks_state(plan, share)]
+        fresh = [share for share in bucket.shares if plan.states[share].is_new]
         stepped = bucket.receive_values(read_flags=bool(fresh))
         return [share for share in fresh if stepped[share]]
-
-    def _lacks_state(self, plan: Plan, share: Share) -> bool:
-        return plan.states[share].lacks(self.state.get(plan.param_of(share)))
 
 
 def _as_list(split: Any) -> Any:

@@ -1,12 +1,12 @@
 """Who steps which matrix of an optimizer, agreed by all ranks. Layer: optim, below matrix.
 
 The plan is computed on each rank from shapes, meshes and placements, and then compared, once: if ranks were to differ,
-they would wait for each other forever, or step the wrong matrices. At the same time the owners tell the others what
-form the optimizer's state has, which they find out by a step on made-up values.
+they would wait for each other forever, or step the wrong matrices. After the first step of a matrix its owner tells the
+others what its state consists of.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2.comm.groups import group_of_all
-from fsdp2.errors import ArgumentError, MisuseError
+from fsdp2.errors import MisuseError
 from fsdp2.optim import owners as owning
 from fsdp2.optim.exchange import Bucket, Local
 from fsdp2.optim.matrices import Share, Split, boxes_of_matrices, cost_of
 from fsdp2.optim.owned import Crew
-from fsdp2.optim.shown import ShownState
+from fsdp2.optim.shown import Form, ShownState, form_of
 from fsdp2.placement.tiling import Tiling, replicated, tiling_of
 
-__all__ = ["MatrixGroup", "Owners", "Plan", "Probe"]
+__all__ = ["MatrixGroup", "Owners", "Plan"]
 
 # The owner of each matrix that has one: (group, position, number) -> global rank.
 Owners = dict[tuple[int, int, int], int]
-
-Probe = Callable[[tuple[int, ...], tuple[torch.dtype, torch.dtype], torch.device], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class MatrixGroup:
         index: among the param groups.
         names: of the parameters, for messages.
         kind: the name of the optimizer's class.
-        probe: see `Stepper.probe`: of a shape, dtypes and a device.
     """
 
     index: int
@@ -48,7 +45,6 @@ class MatrixGroup:
     names: Sequence[str]
     split: Split
     kind: str
-    probe: Probe
 
 
 class Plan:
@@ -63,14 +59,13 @@ class Plan:
         params: of all groups; if one is replaced, the plan is no longer valid.
         plain: the matrices of plain parameters, which every rank steps by itself.
         crews: for each set of ranks, the matrices that have owners among them.
-        states: what is kept for each matrix, from `agree` on.
+        states: what is kept for each matrix.
     """
 
     def __init__(self, groups: Sequence[MatrixGroup], owners: Owners):
         self.params = [param for group in groups for param in group.params]
         self.plain: list[Share] = []
         self.crews: list[tuple[Crew, list[Share]]] = []
-        self.states: dict[Share, ShownState] = {}
         self._groups = {group.index: group for group in groups}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         by_ranks: dict[Any, list[tuple[MatrixGroup, int, DTensor]]] = {}
@@ -95,40 +90,45 @@ class Plan:
             ]
             order = owning.most_expensive_first([cost_of(share.box) for share in shares])
             self.crews.append((crew, [shares[index] for index in order]))
+        self._crews = {share: crew for crew, share in self.all_shares()}
+        self.states = {
+            share: ShownState(share, crew, self._rank, self.home_of(share)) for share, crew in self._crews.items()
+        }
 
     def agree(self) -> None:
-        """Compare the plan with the other ranks', and learn the forms of the states. Collective over each crew.
+        """Compare the plan with the other ranks'. Collective over each crew.
 
         Raises:
             MisuseError: ranks have different parameters or param groups.
-            ArgumentError: the optimizer cannot step one matrix by itself.
         """
-        for share in self.plain:
-            self._add_state(share, None, self._probe(share))
         for crew, shares in self.crews:
-            # A form for each kind of matrix, from the owner of the first one.
-            first: dict[Any, Share] = {}
-            for share in shares:
-                first.setdefault(_kind(share), share)
-            forms: dict[int, Any] = {}
-            error = ""
-            try:
-                for index, share in enumerate(first.values()):
-                    if share.owner == self._rank:
-                        forms[index] = self._probe(share)
-            except Exception as problem:
-                error = str(problem)
-            said: list[Any] = [None] * len(crew.ranks)
-            dist.all_gather_object(said, (self._digest(shares), forms, error), group=crew.group)
-            if len({digest for digest, _, _ in said}) > 1:
-                self._raise_difference(crew, shares)
-            for _, _, said_error in said:
-                if said_error:
-                    raise ArgumentError(said_error)
-            found = {index: form for _, own, _ in said for index, form in own.items()}
-            known = {kind: found[index] for index, kind in enumerate(first)}
-            for share in shares:
-                self._add_state(share, crew, known[_kind(share)])
+            described = "\n".join(map(self._describe, shares))
+            if len(set(_said_by_all(crew, hashlib.sha256(described.encode()).hexdigest()))) > 1:
+                said = [each.split("\n") for each in _said_by_all(crew, described)]
+                for rank, theirs in zip(crew.ranks, said, strict=True):
+                    for one, other in zip([*said[0], "nothing more"], [*theirs, "nothing more"], strict=False):
+                        if one != other:
+                            raise MisuseError(
+                                f"the optimizers of ranks {crew.ranks[0]} and {rank} differ: rank {crew.ranks[0]} has "
+                                f"{one}; rank {rank} has {other}. Give all ranks the same parameters in the same "
+                                "groups and order."
+                            )
+
+    def show_new(self, fresh: Sequence[Share], state: Mapping[Any, Any]) -> None:
+        """Show the states of matrices that were stepped for the first time. Collective over each crew with some."""
+        for crew in [None, *(crew for crew, _ in self.crews)]:
+            new = sorted(
+                (share for share in fresh if self._crews[share] is crew),
+                key=lambda share: (share.group, share.position, share.number),
+            )
+            forms: dict[int, Form] = {}
+            for index, share in enumerate(new):
+                if (inside := self.states[share].inside) is not None:
+                    forms[index] = form_of(inside)
+            if crew is not None and new:
+                forms = {index: form for own in _said_by_all(crew, forms) for index, form in own.items()}
+            for index, share in enumerate(new):
+                self.states[share].show(state[self.param_of(share)], forms[index])
 
     def buckets(self, local_of: Callable[[Share], Local], limit_bytes: int) -> list[Bucket]:
         """The matrices of parameters that are trained, in buckets."""
@@ -157,12 +157,6 @@ class Plan:
             for share in shares:
                 yield crew, share
 
-    def _probe(self, share: Share) -> dict[str, Any]:
-        return self._groups[share.group].probe(share.shape, (share.dtype, share.grad_dtype), self.home_of(share))
-
-    def _add_state(self, share: Share, crew: Crew | None, form: dict[str, Any]) -> None:
-        self.states[share] = ShownState(share, form, crew, self._rank, self.home_of(share))
-
     def _describe(self, share: Share) -> str:
         """All that ranks must agree on."""
         tiling = share.tiling
@@ -172,25 +166,12 @@ class Plan:
             f"cut {tiling.cuts} over {tiling.grid.shape} {tiling.grid.ranks}, owned by rank {share.owner}"
         )
 
-    def _digest(self, shares: Sequence[Share]) -> str:
-        return hashlib.sha256("\n".join(map(self._describe, shares)).encode()).hexdigest()
 
-    def _raise_difference(self, crew: Crew, shares: Sequence[Share]) -> None:
-        said: list[Any] = [None] * len(crew.ranks)
-        dist.all_gather_object(said, [self._describe(share) for share in shares], group=crew.group)
-        for rank, theirs in zip(crew.ranks, said, strict=True):
-            pairs = zip([*said[0], "nothing more"], [*theirs, "nothing more"], strict=False)
-            for one, other in pairs:
-                if one != other:
-                    raise MisuseError(
-                        f"the optimizers of ranks {crew.ranks[0]} and {rank} differ: rank {crew.ranks[0]} has {one}; "
-                        f"rank {rank} has {other}. Give all ranks the same parameters in the same groups and order."
-                    )
-
-
-def _kind(share: Share) -> Any:
-    """Equal for matrices whose states have the same form."""
-    return share.group, share.shape, share.dtype, share.grad_dtype
+def _said_by_all(crew: Crew, what: Any) -> list[Any]:
+    """What each rank passes, in the order of the ranks. Collective."""
+    said: list[Any] = [None] * len(crew.ranks)
+    dist.all_gather_object(said, what, group=crew.group)
+    return said
 
 
 def _shares(group: MatrixGroup, position: int, tiling: Tiling, owners: Owners) -> list[Share]:

@@ -6,16 +6,13 @@ with stand-ins on the meta device, and sees plain tensors: some of the group's m
 
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp2.errors import ArgumentError
-from fsdp2.optim.forms import form_of, leaves_of
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
 from fsdp2.optim.matrices import Split, boxes_of_matrices, shape_of_matrix
 
@@ -25,8 +22,6 @@ Kind = type[torch.optim.Optimizer]
 
 # Keys of a param group that are not the optimizer's own options.
 NOT_OPTIONS = frozenset({"params", "param_names", "kind", "split"})
-# What a state may have beside tensors and numbers.
-CONSTANTS = (str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -85,86 +80,23 @@ class Stepper:
         return self.kind in ELEMENTWISE
 
     def step(self, group: dict[str, Any], state: Any) -> None:
-        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again."""
+        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again.
+
+        Raises:
+            UnsupportedError: it changes options of its param group.
+        """
+        before = dict(group)
         self.inner.param_groups, self.inner.state = [group], state
         try:
             without_hooks(self.inner.step)(self.inner)
         finally:
             self.inner.param_groups, self.inner.state = [], defaultdict(dict)
-
-    def changed_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What a step changes in its param group: many count steps there. A step of a group without parameters tells,
-        on every rank alike; the steps of the matrices, some here and some there, start from the same options."""
-        group: dict[str, Any] = {**options, "params": []}
-        try:
-            self.step(group, defaultdict(dict))
-        except Exception:  # an optimizer that cannot step nothing: `probe` finds out whether it changes options
-            return {}
-        return _changes(options, group)
-
-    def probe(
-        self,
-        options: dict[str, Any],
-        shape: Sequence[int],
-        dtypes: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-    ) -> dict[str, Any]:
-        """The form of the state that a step makes, from a step of a made-up matrix.
-
-        Args:
-            dtypes: of the parameter and its gradient.
-
-        Raises:
-            ArgumentError: the step changes options of the group that depend on the matrix, or keeps objects.
-        """
-        values, grad = (
-            torch.eye(*shape, dtype=each, device=device)
-            if len(shape) == 2
-            else torch.ones(tuple(shape), dtype=each, device=device)
-            for each in dtypes
-        )
-        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        param = as_param(values, grad)
-        group = {**options, "params": [param]}
-        with _same_random_numbers_afterwards(device):
-            self.step(group, state)
-        changes = _changes(options, group)
-        if not _equal(changes, self.changed_options(options)):
-            raise ArgumentError(
-                f"matrix_optimizer: a step of {self.kind.__name__} changes {sorted(changes)} in its param group, "
-                "depending on its parameters. It steps the matrices of a group in portions and on several ranks, so "
-                "what it keeps must be in self.state[param]."
+        changed = [key for key, value in group.items() if key not in before or before[key] is not value]
+        if changed and not self.steps_shards:
+            raise UnsupportedError(
+                f"matrix_optimizer: a step of {self.kind.__name__} changes {changed} in its param group. It steps the "
+                "matrices of a group in portions and on several ranks, so what it keeps must be in self.state[param]."
             )
-        form: dict[str, Any] = form_of(state[param])
-        for name, leaf in leaves_of(form):
-            if leaf.kind == "constant" and not isinstance(leaf.constant, CONSTANTS):
-                raise ArgumentError(
-                    f"matrix_optimizer: {self.kind.__name__} keeps a {type(leaf.constant).__name__} as state '{name}', "
-                    "which other ranks and checkpoints cannot have: expected tensors, numbers and texts, in lists and "
-                    "dicts"
-                )
-        return form
-
-
-def _changes(options: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in group.items()
-        if key != "params" and (key not in options or value is not options[key])
-    }
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if one.keys() != other.keys():
-        return False
-    pairs = [(one[key], other[key]) for key in one]
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-
-
-def _same_random_numbers_afterwards(device: torch.device) -> AbstractContextManager[None]:
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.clients.clients import TIMEOUT_S, close_servers
 
 MISSING = [
     name
-    for name in ("accelerate", "lightning", "peft", "pytorch_optimizer", "torchao", "torchtitan", "torchtune", "trl")
+    for name in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "torchtune", "trl")
     if find_spec(name) is None
 ]
 collect_ignore_glob = ["test_*.py"] if MISSING else []

@@ -55,6 +55,10 @@ class Weights(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(params)
 
+    def forward(self) -> nn.ParameterList:
+        """What a unit needs to have."""
+        return self.weights
+
 
 def made(kind: str, seed: int = 0, options: Any = None) -> tuple[nn.Module, MatrixOptimizer]:
     """On this number of ranks, with other values for another seed."""
@@ -63,11 +67,11 @@ def made(kind: str, seed: int = 0, options: Any = None) -> tuple[nn.Module, Matr
     model = Weights(sharded(values, hsdp if dist.get_world_size() == 4 else None))
     stack = nn.Parameter(value(9, (2, 4, 3), seed))
     bias = nn.Parameter(value(8, (5,), seed))
-    model.more = nn.ParameterList([stack, bias])
+    model.more = Weights([stack, bias])
     if options != "plain":
         fully_shard(model.more)
-    last: dict[str, Any] = {"params": [model.more[1]], "kind": torch.optim.AdamW, "lr": 0.1, "fused": True}
-    groups = [{"params": [*model.weights]}, {"params": [model.more[0]], "split": 2}, last]
+    last: dict[str, Any] = {"params": [model.more.weights[1]], "kind": torch.optim.AdamW, "lr": 0.1, "fused": True}
+    groups = [{"params": [*model.weights]}, {"params": [model.more.weights[0]], "split": 2}, last]
     return model, matrix_optimizer(KINDS[kind], groups, lr=0.1)
 
 
@@ -233,30 +237,6 @@ def test_loaded_states_keep_their_dtypes(rank: int, world_size: int, how: str) -
         train(each, range(2, 4))
     for one, other in zip(snapshot(first), snapshot(later), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
-
-
-class Slowing(Shampoo):
-    """With numbers in its state that are no counter."""
-
-    def _step(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super()._step(param, grad, state, {**group, "lr": group["lr"] * state.get("factor", 1.0)})
-        state["factor"] = 0.75 * state.get("factor", 1.0)
-        state["warm"] = state["step"] > 1
-
-
-@on_ranks(2)
-def test_numbers_of_a_loaded_state(rank: int, world_size: int) -> None:
-    """Of three types, which `step` computes with; what is shown of them are tensors."""
-    first, later = (matrix_optimizer(Slowing, sharded(values_of()), lr=0.1) for _ in range(2))
-    train(first, range(2))
-    later.load_state_dict(copy.deepcopy(first.state_dict()))
-    for ours, theirs in zip(params_in(first), params_in(later), strict=True):
-        local_tensor(theirs).copy_(local_tensor(ours).detach())
-    for each in (first, later):
-        train(each, range(2, 4))
-    numbers = [full(first.state[params_in(first)[0]][name]).item() for name in ("step", "factor", "warm")]
-    assert numbers == [4, 0.75**4, True]
-    assert together(snapshot(first), snapshot(later))
 
 
 @on_ranks(2)

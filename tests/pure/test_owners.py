@@ -7,7 +7,6 @@ import random
 import pytest
 
 from fsdp2.errors import ArgumentError
-from fsdp2.optim.forms import built, form_of, leaves_of, values_in
 from fsdp2.optim.matrices import boxes_of_matrices, cost_of, shape_of_matrix
 from fsdp2.optim.owners import buckets_of, choose_owners
 from fsdp2.placement.box import Box
@@ -81,12 +80,3 @@ def test_split_of_what_has_no_rows() -> None:
         ArgumentError, match=r"'bias': split=2 divides the rows of matrices, but it has the shape \(6,\)"
     ):
         boxes_of_matrices("bias", (6,), 2)
-
-
-def test_forms() -> None:
-    """A state by name, and back."""
-    state = {"step": 3, "grams": [1.5, {"left": True}], "rule": None}
-    form = form_of(state)
-    names = [name for name, _ in leaves_of(form, "[7]")]
-    assert names == ["step[7]", "grams[7][0]", "grams[7][1][left]", "rule[7]"]
-    assert built(form, values_in(state)) == state
