@@ -1,14 +1,15 @@
 """The two collectives of a bucket of matrices: gradients to the owners, new values back. Layer: optim.
 
-Each is one all-to-all of bytes. What one rank sends another is a `Segment`: its pieces of the other's matrices, one
-after the other, then one flag for each matrix::
+Each is one all-to-all. What one rank sends another are its pieces of the other's matrices, one after the other, then
+one flag for each matrix and one for an error::
 
     in    rank r -> owner    [gradient, parameter] of r's piece of each of the owner's matrices; flags: r has a gradient
     out   owner -> rank r    [parameter] of r's piece, after the step;                           flags: it was stepped
 
-Sizes depend on shapes alone, never on which gradients exist, and every rank takes part with a segment for every other,
-however little is in it. So empty shards and missing gradients cannot make ranks disagree. A rank without a gradient
-sends zeros; if no rank has one, the owner sends the parameter back as it was.
+Sizes depend on shapes alone, never on which gradients exist, and every rank takes part with something for every other,
+however little it is. So empty shards and missing gradients cannot make ranks disagree. A rank without a gradient sends
+zeros; if no rank has one, the owner sends the parameter back as it was. All travels in one dtype, which represents the
+values of parameters and gradients exactly.
 
 Parameters travel in, although the owner could keep a copy: whatever changes the shards (loading a checkpoint, averaged
 weights, the user) would have to reach the copy too, and a change that does not is a silent wrong result.
@@ -22,17 +23,16 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import foreach_copy
-from fsdp2.layout import pack
 from fsdp2.optim.matrices import Share
 from fsdp2.optim.owned import Crew
 from fsdp2.placement.box import Box
 
 __all__ = ["Bucket", "Local", "Whole"]
 
-ALIGN = 16  # bytes; more than any dtype needs
-
 # The local tensors of a parameter and of its gradient, if there is one.
 Local = tuple[torch.Tensor, torch.Tensor | None]
+
+Pieces = list[tuple[Share, Box | None]]  # of matrices; None: nothing of this one
 
 
 class Whole:
@@ -51,99 +51,72 @@ class Whole:
         self.stepped = False
 
 
-class Segment:
-    """What one rank sends another.
+class Transfer:
+    """One all-to-all.
 
     Args:
-        pieces: for each matrix that concerns both, the sender's or the receiver's piece.
-        with_grads: each piece stands for a gradient and a parameter.
-
-    Attributes:
-        num_bytes: the size of all.
+        sent, received: for each rank of the crew, the pieces that this rank sends it, and gets from it.
+        num_tensors: for each piece: a gradient and a parameter, or a parameter.
     """
 
-    def __init__(self, pieces: Sequence[tuple[Share, Box | None]], with_grads: bool):
-        self.pieces = pieces
-        sizes: list[int] = []
-        for share, piece in pieces:
-            numel = 0 if piece is None else piece.numel
-            sizes += [numel * share.grad_dtype.itemsize] * with_grads + [numel * share.dtype.itemsize]
-        self._with_grads = with_grads
-        self._offsets, self.num_bytes = pack([*sizes, len(pieces) + 1], ALIGN)
-
-    def flags(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The flags, one byte each, in a buffer that begins with this segment."""
-        return buffer.narrow(0, self._offsets[-1], len(self.pieces))
-
-    def error_flag(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The last flag, likewise."""
-        return buffer.narrow(0, self._offsets[-1] + len(self.pieces), 1)
-
-    def views(self, buffer: torch.Tensor) -> Iterator[tuple[Share, Box, list[torch.Tensor]]]:
-        """For each piece that is not empty its tensors, in its shape: the gradient if there is one, the parameter."""
-        step = 2 if self._with_grads else 1
-        for index, (share, piece) in enumerate(self.pieces):
-            if piece is not None:
-                dtypes = [share.grad_dtype, share.dtype][-step:]
-                offsets = self._offsets[index * step : (index + 1) * step]
-                yield (
-                    share,
-                    piece,
-                    [
-                        buffer.narrow(0, offset, piece.numel * dtype.itemsize).view(dtype).view(piece.shape)
-                        for offset, dtype in zip(offsets, dtypes, strict=True)
-                    ],
-                )
-
-
-class Transfer:
-    """One all-to-all: the segments that this rank sends and receives, one for each rank of the crew."""
-
-    def __init__(self, crew: Crew, sent: Sequence[Segment], received: Sequence[Segment]):
-        self._crew = crew
-        self.sent, self.received = sent, received
-        self._in = [segment.num_bytes for segment in sent]
-        self._out = [segment.num_bytes for segment in received]
+    def __init__(
+        self, crew: Crew, dtype: torch.dtype, sent: list[Pieces], received: list[Pieces], num_tensors: int
+    ) -> None:
+        self._crew, self._dtype, self._num_tensors = crew, dtype, num_tensors
+        self._sent, self._received = sent, received
+        self._in, self._out = ([sum(self._sizes(pieces)) for pieces in each] for each in (sent, received))
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._work: dist.Work | None = None
+
+    def _sizes(self, pieces: Pieces) -> list[int]:
+        """Elements of each tensor, and of the flags."""
+        numels = [0 if piece is None else piece.numel for _, piece in pieces for _ in range(self._num_tensors)]
+        return [*numels, len(pieces) + 1]
 
     @property
     def num_bytes_sent(self) -> int:
         """Bytes that leave this rank."""
-        own = self._crew.ranks.index(dist.get_rank())
-        return sum(self._in) - self._in[own]
+        return (sum(self._in) - self._in[self._crew.ranks.index(dist.get_rank())]) * self._dtype.itemsize
 
-    def allocate(self, device: torch.device) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """New memory for what is sent: each segment with its part of the buffer."""
-        buffer = torch.empty(sum(self._in), dtype=torch.uint8, device=device)
-        self._buffers = buffer, buffer
-        return zip(self.sent, buffer.split(self._in), strict=True)
-
-    def start(self) -> None:
+    def start(
+        self,
+        tensors_of: Callable[[Share, Box], Sequence[torch.Tensor]],
+        flag_of: Callable[[Share], bool],
+        has_error: bool,
+    ) -> None:
         """Send. Collective; the transfers of a crew start in the same order on every rank."""
-        assert self._buffers is not None
-        sent, _ = self._buffers
+        device = torch.device(self._crew.device_type)
+        said = [[flag_of(share) for share, _ in pieces] + [has_error] for pieces in self._sent]
+        flags = torch.tensor([flag for each in said for flag in each], dtype=self._dtype).to(device)
+        parts: list[torch.Tensor] = []
+        for pieces, own in zip(self._sent, flags.split([len(each) for each in said]), strict=True):
+            tensors = [each for share, piece in pieces if piece is not None for each in tensors_of(share, piece)]
+            parts += [*(each.to(device, self._dtype).reshape(-1) for each in tensors), own]
+        sent = received = torch.cat(parts)
         if len(self._crew.ranks) > 1:
             received = sent.new_empty(sum(self._out))
-            self._buffers = sent, received
             group = self._crew.group
             self._work = dist.all_to_all_single(received, sent, self._out, self._in, group, async_op=True)
+        self._buffers = sent, received
 
-    def wait(self) -> list[tuple[Segment, torch.Tensor]]:
-        """What was received: each segment with its part of the buffer, which lives as long as the caller holds it."""
+    def wait(self) -> Iterator[tuple[Pieces, list[list[torch.Tensor]], torch.Tensor]]:
+        """What each rank sent: for each piece its tensors, flat, and the flags."""
         assert self._buffers is not None
         if self._work is not None:
             self._work.wait()
         _, received = self._buffers
         self._buffers = self._work = None
-        return list(zip(self.received, received.split(self._out), strict=True))
+        for pieces, buffer in zip(self._received, received.split(self._out), strict=True):
+            *flat, flags = buffer.split(self._sizes(pieces))
+            step = self._num_tensors
+            yield pieces, [list(flat[step * index : step * (index + 1)]) for index in range(len(pieces))], flags
 
 
 class Bucket:
     """The matrices that travel together, on this rank.
 
     Args:
-        shares: in the same order on every rank of the crew.
+        shares: of one `wire_dtype`, in the same order on every rank of the crew.
         local_of: this rank's tensors of the parameter of a matrix.
         home_of: where the parameter lives: the device on which its owner steps it.
 
@@ -163,48 +136,35 @@ class Bucket:
         self.shares = shares
         self._rank = rank = dist.get_rank()
         self._local_of, self._home_of = local_of, home_of
-        self._device = torch.device(crew.device_type)
         self._ranks = crew.ranks
         self.error_flags: torch.Tensor | None = None
         self.owned = [share for share in shares if share.owner == rank]
-        by_owner: dict[int, list[Share]] = {each: [] for each in crew.ranks}
-        for share in shares:
-            by_owner[share.owner].append(share)
-        mine = {share: share.piece_of(rank) for share in shares}
-        sent = {each: [share for share in by_owner[each] if share.sends(rank)] for each in crew.ranks}
+        by_owner = [[share for share in shares if share.owner == each] for each in crew.ranks]
+        dtype = shares[0].wire_dtype
         self.inward = Transfer(
             crew,
-            [Segment([(share, mine[share]) for share in sent[each]], True) for each in crew.ranks],
-            [
-                Segment([(share, share.piece_of(each)) for share in self.owned if share.sends(each)], True)
-                for each in crew.ranks
-            ],
+            dtype,
+            [[(share, share.piece_of(rank)) for share in owned if share.sends(rank)] for owned in by_owner],
+            [[(share, share.piece_of(each)) for share in self.owned if share.sends(each)] for each in crew.ranks],
+            2,
         )
         self.outward = Transfer(
             crew,
-            [Segment([(share, share.piece_of(each)) for share in self.owned], False) for each in crew.ranks],
-            [Segment([(share, mine[share]) for share in by_owner[each]], False) for each in crew.ranks],
+            dtype,
+            [[(share, share.piece_of(each)) for share in self.owned] for each in crew.ranks],
+            [[(share, share.piece_of(rank)) for share in owned] for owned in by_owner],
+            1,
         )
 
     def send_gradients(self) -> None:
         """Start the first collective."""
-        to: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
-        for segment, buffer in self.inward.allocate(self._device):
-            for share, piece, (grad_view, view) in segment.views(buffer):
-                values, grad = self._local_of(share)
-                index = share.within_local(piece, self._rank)
-                to.append(view)
-                what.append(values[index])
-                if grad is None:
-                    grad_view.zero_()
-                else:
-                    to.append(grad_view)
-                    what.append(grad[index])
-            _set_flags(segment.flags(buffer), [self._local_of(share)[1] is not None for share, _ in segment.pieces])
-            segment.error_flag(buffer).zero_()
-        foreach_copy(to, what)
-        self.inward.start()
+
+        def tensors_of(share: Share, piece: Box) -> list[torch.Tensor]:
+            values, grad = self._local_of(share)
+            index = share.within_local(piece, self._rank)
+            return [torch.zeros_like(values[index]) if grad is None else grad[index], values[index]]
+
+        self.inward.start(tensors_of, lambda share: self._local_of(share)[1] is not None, False)
 
     def receive_gradients(self) -> list[Whole]:
         """Wait for it; the matrices that this rank owns."""
@@ -213,13 +173,14 @@ class Bucket:
         what: list[torch.Tensor] = []
         flags: list[torch.Tensor] = []
         shares: list[Share] = []
-        for segment, buffer in self.inward.wait():
-            for share, piece, (grad_view, view) in segment.views(buffer):
-                index = share.within_whole(piece)
-                to += [wholes[share].values[index], wholes[share].grad[index]]
-                what += [view, grad_view]
-            flags.append(segment.flags(buffer))
-            shares += [share for share, _ in segment.pieces]
+        for pieces, tensors, said in self.inward.wait():
+            for (share, piece), views in zip(pieces, tensors, strict=True):
+                if piece is not None:
+                    index = share.within_whole(piece)
+                    to += [wholes[share].grad[index], wholes[share].values[index]]
+                    what += [view.view(piece.shape) for view in views]
+            flags.append(said[:-1])
+            shares += [share for share, _ in pieces]
         foreach_copy(to, what)
         # The only values that the host reads: whether to step is decided here.
         for share, flag in zip(shares, torch.cat(flags).tolist() if self.owned else [], strict=True):
@@ -230,44 +191,31 @@ class Bucket:
         """Start the second collective, with what is in the matrices now. `has_error`: tell the others that a step on
         this rank has failed."""
         found = {whole.share: whole for whole in wholes}
-        to: list[torch.Tensor] = []
-        what: list[torch.Tensor] = []
-        for segment, buffer in self.outward.allocate(self._device):
-            for share, piece, (view,) in segment.views(buffer):
-                to.append(view)
-                what.append(found[share].values[share.within_whole(piece)])
-            _set_flags(segment.flags(buffer), [found[share].stepped for share, _ in segment.pieces])
-            segment.error_flag(buffer).fill_(has_error)
-        foreach_copy(to, what)
-        self.outward.start()
+        self.outward.start(
+            lambda share, piece: [found[share].values[share.within_whole(piece)]],
+            lambda share: found[share].stepped,
+            has_error,
+        )
 
     def receive_values(self, read_flags: bool) -> dict[Share, bool]:
         """Wait for it, and write this rank's pieces. Which matrices were stepped, if `read_flags`; else nothing."""
         to: list[torch.Tensor] = []
         what: list[torch.Tensor] = []
+        errors: list[torch.Tensor] = []
         stepped: dict[Share, bool] = {}
-        received = self.outward.wait()
-        self.error_flags = torch.cat([segment.error_flag(buffer) for segment, buffer in received])
-        for segment, buffer in received:
-            for share, piece, (view,) in segment.views(buffer):
-                values, _ = self._local_of(share)
-                to.append(values[share.within_local(piece, self._rank)])
-                what.append(view)
+        for pieces, tensors, said in self.outward.wait():
+            for (share, piece), (view,) in zip(pieces, tensors, strict=True):
+                if piece is not None:
+                    to.append(self._local_of(share)[0][share.within_local(piece, self._rank)])
+                    what.append(view.view(piece.shape))
+            errors.append(said[-1:])
             if read_flags:
-                flags = segment.flags(buffer).tolist()
-                stepped.update((share, bool(flag)) for (share, _), flag in zip(segment.pieces, flags, strict=True))
+                stepped.update((share, bool(flag)) for (share, _), flag in zip(pieces, said[:-1].tolist(), strict=True))
         foreach_copy(to, what)
+        self.error_flags = torch.cat(errors)
         return stepped
 
     def ranks_with_errors(self) -> list[int]:
         """The ranks that had an error in the step before they sent. Reads from the device."""
         flags = [] if self.error_flags is None else self.error_flags.tolist()
         return [rank for rank, flag in zip(self._ranks, flags, strict=bool(flags)) if flag]
-
-
-def _set_flags(view: torch.Tensor, flags: Sequence[bool]) -> None:
-    """Without a copy from the host where all are the same."""
-    if len(set(flags)) <= 1:
-        view.fill_(bool(flags and flags[0]))
-    else:
-        view.copy_(torch.tensor(flags, dtype=torch.uint8))

@@ -106,6 +106,11 @@ class Share:
         """Of the matrix, as the optimizer sees it."""
         return shape_of_matrix(self.box)
 
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """One that represents its values and its gradient exactly."""
+        return torch.promote_types(self.dtype, self.grad_dtype)
+
     def piece_of(self, rank: int) -> Box | None:
         """What `rank` has of the matrix, in coordinates of the parameter; None for nothing."""
         box = self.tiling.box_of(rank)

@@ -134,10 +134,14 @@ class Plan:
         """The matrices of parameters that are trained, in buckets."""
         result = []
         for crew, shares in self.crews:
-            trained = [share for share in shares if self.param_of(share).requires_grad]
-            sizes = [share.box.numel * share.dtype.itemsize for share in trained]
-            for part in owning.buckets_of(sizes, len(crew.ranks), limit_bytes):
-                result.append(Bucket(crew, [trained[index] for index in part], local_of, self.home_of))
+            by_dtype: dict[torch.dtype, list[Share]] = {}
+            for share in shares:
+                if self.param_of(share).requires_grad:
+                    by_dtype.setdefault(share.wire_dtype, []).append(share)
+            for trained in by_dtype.values():
+                sizes = [share.box.numel * share.dtype.itemsize for share in trained]
+                for part in owning.buckets_of(sizes, len(crew.ranks), limit_bytes):
+                    result.append(Bucket(crew, [trained[index] for index in part], local_of, self.home_of))
         return result
 
     def param_of(self, share: Share) -> torch.Tensor:

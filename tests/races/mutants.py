@@ -381,17 +381,10 @@ MUTANTS: tuple[Mutant, ...] = (
     # --- whole matrices ---
     Mutant("exchange: what travels is not waited for", "optim.exchange", "self._work.wait()", "pass", "matrices"),
     Mutant(
-        "exchange: it starts before all is in the buffer",
-        "optim.exchange",
-        "        foreach_copy(to, what)\n        self.inward.start()",
-        "        self.inward.start()\n        foreach_copy(to, what)",
-        "matrices",
-    ),
-    Mutant(
         "exchange: what is sent is not kept",
         "optim.exchange",
-        "            self._buffers = sent, received\n",
-        "            self._buffers = received, received\n",
+        "        self._buffers = sent, received\n",
+        "        self._buffers = received, received\n",
         "matrices",
         harmless=WORK_HOLDS,
     ),
