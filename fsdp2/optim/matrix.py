@@ -153,8 +153,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._locals = self._local_tensors()
         try:
             fresh = self._step_all(plan, self._ready_buckets(plan))
-            self._raise_errors()
             plan.show_new(fresh, self.state)
+            self._raise_errors()
         finally:
             self._locals, self._error = {}, None
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
@@ -215,26 +215,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _current_plan(self) -> Plan:
         """The plan for the parameters that the groups hold now. Makes process groups."""
         whole = [
-            (index, group)
+            MatrixGroup(index, list(group["params"]), names_of(group, index), stepper.split, stepper.kind.__name__)
             for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True))
             if not stepper.steps_shards
         ]
-        plan = self._plan
-        if plan is None or not identical((param for _, group in whole for param in group["params"]), plan.params):
-            groups = [
-                MatrixGroup(
-                    index,
-                    list(group["params"]),
-                    names_of(group, index),
-                    self._steppers[index].split,
-                    self._steppers[index].kind.__name__,
-                )
-                for index, group in whole
-            ]
-            plan = self._plan = Plan(groups, self._owners)
-            self._agreed = False
-            self._buckets = None
-        return plan
+        if self._plan is None or not identical((param for each in whole for param in each.params), self._plan.params):
+            self._plan, self._agreed, self._buckets = Plan(whole, self._owners), False, None
+        return self._plan
 
     def _ready_plan(self) -> Plan:
         plan = self._current_plan()
@@ -253,14 +240,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def _local_tensors(self) -> dict[tuple[int, int], Local]:
-        found: dict[tuple[int, int], Local] = {}
-        for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True)):
-            if not stepper.steps_shards:
-                for position, param in enumerate(group["params"]):
-                    if isinstance(param, DTensor):
-                        grad = None if param.grad is None else local_grad(param, param.grad)
-                        found[index, position] = local_tensor(param), grad
-        return found
+        return {
+            (index, position): (local_tensor(param), None if param.grad is None else local_grad(param, param.grad))
+            for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True))
+            for position, param in enumerate(() if stepper.steps_shards else group["params"])
+            if isinstance(param, DTensor)
+        }
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
@@ -315,10 +300,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _step_wholes(self, plan: Plan, wholes: Sequence[Whole]) -> None:
         """Step matrices that are here, with the optimizer of their group."""
-        by_group: dict[int, list[Whole]] = {}
-        for whole in wholes:
-            by_group.setdefault(whole.share.group, []).append(whole)
-        for index, members in by_group.items():
+        for index in dict.fromkeys(whole.share.group for whole in wholes):
+            members = [whole for whole in wholes if whole.share.group == index]
             params = [
                 as_param(each.values.view(each.share.shape), each.grad.view(each.share.shape)) for each in members
             ]

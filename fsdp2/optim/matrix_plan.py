@@ -21,7 +21,7 @@ from fsdp2.optim import owners as owning
 from fsdp2.optim.exchange import Bucket, Local
 from fsdp2.optim.matrices import Share, Split, boxes_of_matrices, cost_of
 from fsdp2.optim.owned import Crew
-from fsdp2.optim.shown import Form, ShownState, form_of
+from fsdp2.optim.shown import ShownState, form_of
 from fsdp2.placement.tiling import Tiling, replicated, tiling_of
 
 __all__ = ["MatrixGroup", "Owners", "Plan"]
@@ -121,14 +121,12 @@ class Plan:
                 (share for share in fresh if self._crews[share] is crew),
                 key=lambda share: (share.group, share.position, share.number),
             )
-            forms: dict[int, Form] = {}
-            for index, share in enumerate(new):
-                if (inside := self.states[share].inside) is not None:
-                    forms[index] = form_of(inside)
+            insides = {index: self.states[share].inside for index, share in enumerate(new)}
+            forms = {index: form_of(inside) for index, inside in insides.items() if inside is not None}
             if crew is not None and new:
                 forms = {index: form for own in _said_by_all(crew, forms) for index, form in own.items()}
-            for index, share in enumerate(new):
-                self.states[share].show(state[self.param_of(share)], forms[index])
+            for index, form in sorted(forms.items()):  # none of a matrix whose step has failed
+                self.states[new[index]].show(state[self.param_of(new[index])], form)
 
     def buckets(self, local_of: Callable[[Share], Local], limit_bytes: int) -> list[Bucket]:
         """The matrices of parameters that are trained, in buckets."""

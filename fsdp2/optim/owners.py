@@ -6,7 +6,6 @@ computes the same, from shapes alone.
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
 
 __all__ = ["BUCKET_BYTES", "buckets_of", "choose_owners", "most_expensive_first"]
 
@@ -32,13 +31,12 @@ def choose_owners(costs: Sequence[int], ranks: Sequence[int], loads: Sequence[in
     >>> choose_owners([1, 3, 2, 3], ranks=[0, 1])
     [1, 0, 0, 1]
     """
-    heap = [(loads[position] if loads else 0, position) for position in range(len(ranks))]
-    heapify(heap)
+    loads = [0] * len(ranks) if loads is None else list(loads)
     owners = [0] * len(costs)
     for index in most_expensive_first(costs):
-        load, position = heap[0]
+        position = min(range(len(ranks)), key=loads.__getitem__)
         owners[index] = ranks[position]
-        heapreplace(heap, (load + costs[index], position))
+        loads[position] += costs[index]
     return owners
 
 
