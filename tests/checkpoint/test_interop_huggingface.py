@@ -15,7 +15,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError
+from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
 from tests.helpers.ranks import on_ranks
 
 STATE = {"0.weight": torch.arange(35.0).view(7, 5), "0.bias": torch.ones(7), "1.weight": torch.full((3, 7), 2.0)}
@@ -82,6 +82,13 @@ def test_torch_files(tmp_path: Path) -> None:
         torch.save({name: STATE[name].t().contiguous().t() if STATE[name].ndim > 1 else STATE[name]}, tmp_path / file)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     check(tmp_path)
+
+
+def test_files_of_torch_before_1_6(tmp_path: Path) -> None:
+    """Their first bytes were taken for the length of a header, of 5,088,219,219,985,302,144 bytes."""
+    torch.save(STATE, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedError, match=r"written by torch before 1.6, .*torch\.load\(.*weights_only=True\)"):
+        check(tmp_path)
 
 
 def test_torch_file_with_attributes(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from fsdp2.checkpoint.formats.native import read_header, read_small
-from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
+from fsdp2.checkpoint.formats.torch_files import LEGACY, START, TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
 from fsdp2.checkpoint.io.catalog import PieceTable, StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.schema.header import parse_json
@@ -110,9 +110,9 @@ def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, l
     """All tensors of a file; instead of those that cannot be read, why."""
     reader = storage.open_file(file)
     try:
-        start = bytearray(min(4, reader.size))
+        start = bytearray(min(len(LEGACY), reader.size))
         reader.read_into(0, memoryview(start))
-        content = read_torch_file(reader, file) if start == b"PK\3\4" else None
+        content = read_torch_file(reader, file) if start.startswith((START, LEGACY)) else None
     finally:
         reader.close()
     result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}

@@ -30,12 +30,15 @@ from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["TensorInFile", "read_torch_file"]
+__all__ = ["LEGACY", "START", "TensorInFile", "read_torch_file"]
 
 EDGE = 4096  # bytes at either end of an archive, which hold nearly everything but the tensors
 MAX_READ = 1 << 28  # bytes of anything but tensors: the pickle, the directory of the archive
 MAX_DIRECTORY = 1 << 25  # bytes of the archive's directory: its entries take about ten times the memory
 MAX_PIECES = 1 << 18
+
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # how files of torch before 1.6 begin
+START = b"PK\3\4"
 
 _NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 # The classes that give the dtype of a tensor's memory; newer dtypes are stored next to `UntypedStorage`.
@@ -126,8 +129,16 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
 
     Raises:
         CorruptError: it is damaged.
+        UnsupportedError: it is older than torch 1.6.
     """
     length = reader.size - start if length is None else length
+    head = bytearray(min(len(LEGACY), max(reader.size - start, 0)))
+    reader.read_into(start, memoryview(head))
+    if head == LEGACY:
+        raise UnsupportedError(
+            f"{path}: was written by torch before 1.6, or with _use_new_zipfile_serialization=False. Load it with "
+            "torch.load(..., weights_only=True), and save that with torch.save or safetensors."
+        )
     if start < 0 or length < 22 or start + length > reader.size:
         raise CorruptError(
             f"{path}: bytes {start}..{start + length} should be a file of torch.save; it has {reader.size}"
