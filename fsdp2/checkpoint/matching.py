@@ -181,7 +181,7 @@ class Matching:
             absent = sorted(name for name in source.names() if name not in stored)
             if absent:
                 made_of = "" if absent == [name] else f" (made of {', '.join(map(repr, absent))})"
-                self.missing.append(f"{section} '{name}'{made_of}{self._why(section, absent)}")
+                self.missing.append(f"{section} '{name}'{made_of}{_why(self.catalog, section, absent)}")
                 filled -= {state.keys[each] for each in (name, *tied.get(name, []))}
                 continue
             found.update(*(each.names() for each in (source, *twins)))
@@ -227,11 +227,6 @@ class Matching:
         made = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
         return entry_of(entry.name, made, self.world, entry.tiling.grid.sorted_ranks)
 
-    def _why(self, section: str, names: Iterable[str]) -> str:
-        """Why names are not there, if the folder has them and they cannot be read."""
-        left = self.catalog.left_out.get(section, {})
-        return "".join(f" ({left[name]})" for name in names if name in left)
-
     def _given(self, section: str, name: str) -> Source | None:
         """The source that the user, or the model's library, gives for a name of the model."""
         if section != "model":
@@ -254,7 +249,7 @@ class Matching:
         stored = {name: value for table in self.catalog.values.get(section, []) for name, value in table.items()}
         held = target if isinstance(target, Mapping) else {}
         absent = [name for name in state.values if name not in stored]
-        self.missing += [f"{section} '{name}'{self._why(section, [name])}" for name in absent]
+        self.missing += [f"{section} '{name}'{_why(self.catalog, section, [name])}" for name in absent]
         known = self.catalog.tensors.get(section, {})
         self.missing += [f"{section} '{name}'" for name in (state.within if held else ()) if name not in known]
         self.unexpected += [f"{section} '{name}'" for name in stored if name not in state.values]
@@ -329,11 +324,14 @@ class Matching:
             problem = str(error)
         else:
             casts = "F4" not in (info.dtype, dtype)  # torch does not convert these
-            if info.shape == shape and (info.dtype == dtype or (self.cast and casts)):
+            expanded = _is_expanded(entry.local)
+            if info.shape == shape and (info.dtype == dtype or (self.cast and casts)) and not expanded:
                 return True
             problem = f"stored with shape {list(info.shape)}, here {list(shape)}"
             if info.shape == shape:
                 problem = f"stored as {info.dtype}, here {dtype}{' (cast=True converts)' if casts else ''}"
+            if expanded:
+                problem = "is expanded here, so its elements share memory and cannot be filled; make it contiguous"
         self.mismatches.append(f"{section} '{entry.name}': {problem}")
         return False
 
@@ -348,6 +346,18 @@ class Matching:
             more = f"\n  ... and {len(problems) - 50} more" if len(problems) > 50 else ""
             advice = "" if self.mismatches else "\nstrict=False loads what there is."
             raise MismatchError(f"{self.catalog.path} does not fit:\n  {shown}{more}{advice}")
+
+
+def _why(catalog: Catalog, section: str, names: Iterable[str]) -> str:
+    """Why names are not there, if the folder has them and they cannot be read."""
+    left = catalog.left_out.get(section, {})
+    return "".join(f" ({left[name]})" for name in names if name in left)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements lie at one place."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return not tensor.is_meta and any(not step and size > 1 for step, size in steps)
 
 
 def _move(optimizer: torch.optim.Optimizer, successors: Mapping[torch.Tensor, torch.Tensor]) -> None:

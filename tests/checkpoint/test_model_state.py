@@ -165,3 +165,15 @@ def test_a_nested_tensor_is_named(where: str, tmp_path: Path) -> None:
     state: dict[str, Any] = {where: {"lengths": nested}}
     with pytest.raises(ArgumentError, match=r"'lengths'.* a nested one"):
         checkpoint.save(tmp_path / "a", **state)
+
+
+def test_an_expanded_tensor(tmp_path: Path) -> None:
+    """It could be saved, and a load failed in the middle, without its name."""
+    checkpoint.save(tmp_path / "a", model={"a": torch.ones(2), "b": torch.full((1,), 3.0).expand(4)})
+    into = {"a": torch.zeros(2), "b": torch.zeros(1).expand(4)}
+    with pytest.raises(MismatchError, match=r"model 'b': is expanded here, .* make it contiguous"):
+        checkpoint.load(tmp_path / "a", model=into)
+    assert into["a"].tolist() == [0.0, 0.0]
+    into["b"] = into["b"].contiguous()
+    checkpoint.load(tmp_path / "a", model=into)
+    assert into["b"].tolist() == [3.0] * 4
