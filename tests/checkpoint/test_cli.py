@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,18 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert re.fullmatch(r"fsdp2 [\w.]+, torch [\w.+]+\n", capsys.readouterr().out)
+
+
+def test_the_version_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command ended in `PackageNotFoundError`, whatever it was asked."""
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("fsdp2.checkpoint.tools.cli.version", version)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("fsdp2 (not installed), torch ")
 
 
 def test_runs_of_other_libraries(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ def test_checkpoints_of_a_run(rank: int, world_size: int, tmp_path: Path) -> Non
     assert newest == str(root / "step-123456789012")
     loaded = fc.load(newest)
     assert (loaded.step, loaded.extra, loaded.folder) == (123_456_789_012, {"step": 123_456_789_012}, newest)
+
+
+def test_paths_of_other_kinds(tmp_path: Path) -> None:
+    """A path of bytes ended in a bare `TypeError`."""
+    path: Any = os.fsencode(tmp_path / "a")
+    fc.save(path, model={"w": torch.ones(2)})
+    assert fc.load(path, model={"w": torch.zeros(2)}).folder == str(tmp_path / "a")
+    path = 3
+    with pytest.raises(ArgumentError, match="expected the path or URL of a folder, got 3"):
+        fc.load(path)
 
 
 @on_ranks(2)

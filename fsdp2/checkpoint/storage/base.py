@@ -149,7 +149,10 @@ def storage_of(folder: Folder) -> tuple[Storage, str]:
             "there is no checkpoint: the folder is None, which `latest` returns for a run without one. On a first "
             "start skip the load: `if (folder := latest(run)) is not None: load(folder, ...)`"
         )
-    path = os.fspath(folder)
+    try:
+        path = os.fsdecode(folder)
+    except TypeError:
+        raise ArgumentError(f"expected the path or URL of a folder, got {folder!r}") from None
     for scheme in ("file://", "local://"):
         path = path.removeprefix(scheme)
     if "://" in path:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at, check, convert and thin out checkpoints. A FOLDER may be a URL (s3://...).",
         epilog="Exit codes: 0 all is well, 1 damaged, 2 wrong call or no checkpoint, 130 interrupted.",
     )
-    parser.add_argument("--version", action="version", version=f"fsdp2 {version('fsdp2')}, torch {torch.__version__}")
+    parser.add_argument("--version", action="version", version=f"fsdp2 {_version()}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     add = partial(_command, commands)
@@ -142,6 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
     one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     return parser
+
+
+def _version() -> str:
+    try:
+        return version("fsdp2")
+    except PackageNotFoundError:  # a source tree on the path
+        return "(not installed)"
 
 
 def _command(
