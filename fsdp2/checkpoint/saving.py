@@ -19,7 +19,7 @@ import operator
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.checkpoint.io.memory import blocks_of, uncollected, wait_for
+from fsdp2.checkpoint.io.memory import bytes_of, uncollected, wait_for
 from fsdp2.checkpoint.io.planned_files import (
     Homes,
     Piece,
@@ -52,6 +52,7 @@ from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.run.committing import commit, id_of, may_count
 from fsdp2.checkpoint.run.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.run.lease import Lease, take_lease
+from fsdp2.checkpoint.schema.checksum import crc32
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.state.model import State, model_state, unwrapped
@@ -60,6 +61,7 @@ from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.checks.left_out import warn_in_save
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.events import profiler_range
+from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.placement.tiling import Tiling, spread_replicas
 from fsdp2.runtime.root import units_below
 from fsdp2.watch.current import current
@@ -296,6 +298,7 @@ class _Job:
             }
         _wait_for({entry.local.device for own in entries.values() for entry in own.values()})
         copies = _digest_of_copies(entry for own in entries.values() for entry in own.values())
+        plain = _sums_of_plain(entries, world)
         self.agreement.meet()  # after the devices have reached this step, and before anything is copied
         nonce = self.agreement.nonce()
         shares = extra_shares(extra)
@@ -303,7 +306,9 @@ class _Job:
             with profiler_range("FSDP::checkpoint_stage"):
                 pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return nonce, lambda: self._run(nonce, {"table": table, "copies": copies}, pieces, shares, homes)
+        return nonce, lambda: self._run(
+            nonce, {"table": table, "copies": copies, "plain": plain}, pieces, shares, homes
+        )
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
@@ -401,16 +406,20 @@ class _Job:
     def _record(
         self, about_model: dict[str, Any], written: list[Written], shares: list[ExtraShare], homes: Homes
     ) -> str:
-        """What this rank reports. Ranks with equal tables put only one into the store."""
+        """What this rank reports. Ranks with equal tables, and equal plain tensors, put only one into the store."""
         text = json.dumps(about_model["table"], separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
         self.agreement.share(f"table/{digest}", text)
+        plain = _digest(about_model["plain"]) if about_model["plain"] else ""
+        if plain:
+            self.agreement.share(f"plain/{plain}", json.dumps(about_model["plain"]))
         options = asdict(replace(self.options, on_saved=None))
         record = {
             "options": {"step": self.step, "world": self.world.size, **options},
             "homes": _digest(homes),
             "table": digest,
             "copies": about_model["copies"],
+            "plain": plain,
             "content": _digest([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
             "extra": {share.key: share.digest for share in shares},
@@ -422,14 +431,33 @@ class _Job:
 def _digest_of_copies(entries: Iterable[Entry]) -> tuple[str, str]:
     """Two digests for tensors that are assumed to be copied on other meshes: one of their names and this rank's place
     in its mesh, one of some of their values. Ranks with equal first digests must have equal second digests."""
-    names, samples = [], []
-    for entry in entries:
-        if entry.copy is not None:
-            names.append((entry.name, entry.copy))
-            flat = entry.local.reshape(-1)
-            some = torch.cat([flat[:SAMPLE], flat[-SAMPLE:]]).cpu() if flat.numel() else flat
-            samples.append([bytes(block).hex() for block, _ in blocks_of(some, 0, some.nbytes, 1 << 20)])
-    return _digest(names), _digest(samples)
+    copies = [entry for entry in entries if entry.copy is not None]
+    return _digest([(entry.name, entry.copy) for entry in copies]), _digest(_sums([entry.local for entry in copies]))
+
+
+def _sums_of_plain(entries: Mapping[str, Mapping[str, Entry]], world: World) -> dict[str, int]:
+    """Checksums of some values of each plain tensor, of which one rank's is stored."""
+    plain = {
+        f"{section} '{name}'": entry.local
+        for section, own in entries.items()
+        for name, entry in own.items()
+        if world.size > 1 and not entry.tiling.cuts
+        if not isinstance(entry.outside, DTensor) and not isinstance(entry.local, DiskTensor)
+    }
+    return dict(zip(plain, _sums([*plain.values()]), strict=True))
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A checksum of the first and last values of each tensor; all of a device are copied at once."""
+    sums = [0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        chosen = [index for index, tensor in enumerate(tensors) if tensor.device == device and tensor.numel()]
+        flats = [tensors[index].reshape(-1).resolve_conj().resolve_neg() for index in chosen]
+        ends = [part.contiguous().view(torch.uint8) for flat in flats for part in (flat[:SAMPLE], flat[-SAMPLE:])]
+        parts = torch.cat(ends).cpu().split([end.numel() for end in ends]) if ends else []
+        for index, first, last in zip(chosen, parts[::2], parts[1::2], strict=True):
+            sums[index] = crc32(bytes_of(last), crc32(bytes_of(first)))
+    return sums
 
 
 def _digest(content: object) -> str:

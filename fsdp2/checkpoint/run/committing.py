@@ -1,6 +1,7 @@
 """The last rank's work: check that everything is there, write the manifest, rename the folder. Layer: checkpoint."""
 
 import json
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         stored = [{**json.loads(agreement.get(f"table/{digest}")), "ranks": ranks} for digest, ranks in tables.items()]
     _check_values(stored)
     _check_copies(records)
+    _warn_of_plain(records, agreement)
     _check_tables(stored, [record["content"] for record in records])
     body = {
         "format": FORMAT,
@@ -83,6 +85,7 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
+    agreement.forget(*{f"plain/{record['plain']}" for record in records if record["plain"]})
     delete(storage, gone)
 
 
@@ -238,6 +241,25 @@ def _check_copies(records: Sequence[Mapping[str, Any]]) -> None:
                 "values; as copies they would be stored once. Give each its own name, or make them DTensors on the "
                 "larger mesh."
             )
+
+
+def _warn_of_plain(records: Sequence[Mapping[str, Any]], agreement: Agreement) -> None:
+    """Warn of plain tensors that differ between ranks: one rank's is stored, and every rank will load that."""
+    ranks = {record["plain"]: rank for rank, record in reversed([*enumerate(records)]) if record["plain"]}
+    known: dict[str, tuple[int, int]] = {}
+    different: dict[str, str] = {}
+    for digest, rank in ranks.items():
+        for name, value in json.loads(agreement.get(f"plain/{digest}")).items():
+            first, other = known.setdefault(name, (value, rank))
+            if first != value:
+                different.setdefault(name, f"{name} (ranks {min(rank, other)} and {max(rank, other)})")
+    if different:
+        shown = ", ".join([*different.values()][:5]) + (f", ... ({len(different)})" if len(different) > 5 else "")
+        warnings.warn(
+            f"save: {shown}: plain tensors whose values differ between ranks. One rank's are stored, and every rank "
+            "will load these. Make them DTensors or equal, or save what each rank has in extra=.",
+            stacklevel=2,
+        )
 
 
 def _check_values(tables: Sequence[Mapping[str, Any]]) -> None:
