@@ -8,10 +8,10 @@ function names the private API and why no public one is enough.
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from sys import getrefcount
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -215,16 +215,19 @@ def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, 
 
 
 # For `map` over all parameters in each step, without a Python frame for each.
-# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks`, a dict or None; the result of `local_tensor`; `DTensor._spec`:
-# mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a view of, or None; `Tensor._version`:
-# how often autograd saw it change in place; `Module._parameters` and `._buffers`: where a module's tensors live
-# (`setattr` costs ten times as much).
+# `Tensor.grad`; `Tensor._post_accumulate_grad_hooks` and `._backward_hooks`, dicts or None; the result of
+# `local_tensor`; `DTensor._spec`: mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a
+# view of, or None; `Tensor._version`: how often autograd saw it change in place; `UntypedStorage._cdata`: which storage
+# it is; `Module._parameters` and `._buffers`: where a module's tensors live (`setattr` costs ten times as much).
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 local_of: Callable[[torch.Tensor | None], torch.Tensor] = attrgetter("_local_tensor")
 spec_of: Callable[[torch.Tensor | None], DTensorSpec] = attrgetter("_spec")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = methodcaller("untyped_storage")
+_storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 buffer_slots: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
 
@@ -361,6 +364,11 @@ def number_of_node(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def will_run_node(node: Any) -> bool:
+    """Whether the backward that runs now has `node` in its graph and runs it."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
@@ -409,6 +417,25 @@ def state_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     not call its constructor have none."""
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return [hook for kind in kinds for hook in getattr(optimizer, f"_optimizer_{kind}_hooks", {}).values()]
+
+
+def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Let the hooks of `old` be those of `new`, in the same dicts, so that handles of them still remove them."""
+    new._backward_hooks = old._backward_hooks
+    if hooks := hooks_of(old):
+        new._post_accumulate_grad_hooks = hooks
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The `register_hook` hooks of a leaf. Autograd runs them when it gives a gradient to the leaf, which never happens
+    to a sharded parameter."""
+    hooks = backward_hooks_of(tensor)
+    return list(hooks.values()) if hooks else []
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Which storages they have: others after ``tensor.data = ...``, which leaves a DTensor's local tensor as it was."""
+    return list(map(_storage_id, map(_storage_of, tensors)))
 
 
 def composable_apis(module: nn.Module) -> set[str]:

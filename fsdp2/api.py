@@ -307,7 +307,7 @@ def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> N
         owners = [unit for slot in slots if slot.module is not None for unit in owners_of(slot.module)]
         for unit in owners:
             for known in unit.params:
-                if known.sharded is param:
+                if known.is_among({id(param)}):
                     of = ", ".join(type(each).__name__ for each in unit.modules)
                     raise OrderError(
                         f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "

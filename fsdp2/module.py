@@ -24,6 +24,7 @@ from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.in_flight import InFlight, Ticket
+from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for
 from fsdp2.settings import Settings, boolean, unit_in
@@ -178,12 +179,15 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         return module  # type: ignore[no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The model's own `zero_grad`. It does not clear gradients that wait to be reduced, and warns about them. With
-        ``set_to_none=False`` it waits for steps that still read the gradients (`offload_optimizer`)."""
-        if not set_to_none:
-            for unit in units_below(self):
-                for group in unit.groups:
+        """The model's own `zero_grad`, and the same for the sharded parameters of units that are unsharded now. It does
+        not clear gradients that wait to be reduced, and warns about them. With ``set_to_none=False`` it waits for steps
+        that still read the gradients (`offload_optimizer`)."""
+        for unit in units_below(self):
+            for group in unit.groups:
+                if not set_to_none:
                     group.settle()
+                if group.phase is Phase.UNSHARDED:
+                    _clear_grads([param.sharded for param in group.params], set_to_none)
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
         check_reduced("zero_grad", self.parameters(), is_read=False)
 
@@ -259,6 +263,14 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
 
     def _get_fsdp_state(self) -> Any:
         return unit_for(self)
+
+
+def _clear_grads(params: Sequence[nn.Parameter], set_to_none: bool) -> None:
+    for param in params:
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.detach_().zero_()
 
 
 _given_names = frozenset(

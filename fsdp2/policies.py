@@ -402,8 +402,8 @@ class UnitSettings:
     """What the `set_*` methods of `FSDPModule` change; one per unit, replaced as a whole.
 
     Attributes:
-        reshard_after_forward: True, False, the size of the smaller group to reshard to, or None until the first
-            forward decides (False for the root, True for others).
+        reshard_after_forward: True, False, the size of the smaller group to reshard to, or None: the default, which
+            the first forward turns into True, except for the root. The root stays unsharded if a backward may follow.
         reshard_after_backward: free the unsharded parameters after backward.
         unshard_in_backward: all-gather before backward where needed (False for parameters that backward never reads).
         requires_gradient_sync: reduce gradients in backward.
@@ -439,6 +439,11 @@ class UnitSettings:
     zero: ZeroPolicy | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     optional: OptionalPolicy | None = None
+
+    @property
+    def reshards_before_backward(self) -> bool:
+        """Whether a forward that a backward may follow ends with resharding."""
+        return bool(self.reshard_after_forward)
 
     @property
     def ends_step(self) -> bool:

@@ -25,48 +25,82 @@ class Unreduced:
     Args:
         find: a method, held weakly, that returns the units that have unreduced gradients of parameters with these ids,
             and the call that left them.
+        lacks: a method, held weakly, that returns whether sharded parameters with these ids have no gradient at all.
 
     Attributes:
         has_reduced: whether a reduction of this root into sharded gradients has been issued.
+        expects: a forward ran with gradients, and none has come since.
     """
 
-    def __init__(self, find: Callable[[set[int]], list[tuple[str, str]]]) -> None:
+    def __init__(self, find: Callable[[set[int]], list[tuple[str, str]]], lacks: Callable[[set[int]], bool]) -> None:
         self.has_reduced = False
+        self.expects = False
         self._find = WeakMethod(find)
-        self._num_backwards = 0
-        self._used_after = 0  # the number of backwards when gradients were last used while some waited
+        self._lacks = WeakMethod(lacks)
+        self._some_wait = False
+        self._num_passes = 0
+        self._used_after = 0  # the number of passes when gradients were last used while some waited
         self._num_uses = 0
         self._has_warned = False
 
+    def after_forward(self) -> None:
+        """A forward ran, and a backward may follow."""
+        self.expects = True
+        self._num_passes += 1
+        _waiting.add(self)
+
     def after_backward(self, some_wait: bool) -> None:
         """A backward has ended, or was finalised. `some_wait`: it may have left gradients."""
-        self._num_backwards += 1
-        (_waiting.add if some_wait else _waiting.discard)(self)
+        self._num_passes += 1
+        self._some_wait = some_wait
+        (_waiting.add if some_wait or self.expects else _waiting.discard)(self)
+
+    def after_partial_backward(self, left_out: list[str]) -> None:
+        """Warn, once, if a backward for some inputs gave gradients to some units, and not to those of `left_out`."""
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            names = ", ".join(f"'{fqn}'" for fqn in left_out[:5])
+            warnings.warn(
+                f"backward(inputs=...) gave gradients to parameters that were unsharded, and none to those of {names}, "
+                "which were not. Call loss.backward(), without inputs.",
+                stacklevel=2,
+            )
 
     def check(self, call: str, params: set[int], is_read: bool) -> None:
         """`call` is made with parameters of these ids: warn, once, if some of their gradients are unreduced.
 
         Args:
-            is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
+            is_read: the call reads gradients, instead of only clearing them. Counts once per forward or
+                backward.
 
         Raises:
             OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
                 reduced.
         """
-        find = self._find()
-        found = [] if find is None else find(params)
-        if not found:
+        find, lacks = self._find(), self._lacks()
+        if find is None or lacks is None:
             return
-        if is_read and self._used_after != self._num_backwards:
-            self._used_after = self._num_backwards
+        if self._some_wait and (found := find(params)):
+            message = _message(call, found)
+        elif is_read and self.expects and lacks(params):
+            message = _NO_GRADIENTS.format(call=call)
+        else:
+            return
+        if is_read and self._used_after != self._num_passes:
+            self._used_after = self._num_passes
             self._num_uses += 1
             if self._num_uses > 1 and not self.has_reduced:
-                raise OrderError(
-                    f"{_message(call, found)} No gradient has reached a sharded parameter yet: nothing is trained."
-                )
+                raise OrderError(f"{message} No gradient has reached a sharded parameter yet: nothing is trained.")
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(_message(call, found), stacklevel=4)
+            warnings.warn(message, stacklevel=4)
+
+
+_NO_GRADIENTS = (
+    "{call}: a forward of a sharded model ran with gradients, and none of these parameters has one. Call "
+    "loss.backward(): backward(inputs=...) and torch.autograd.grad do not reach sharded parameters, since the graph "
+    "has the unsharded ones."
+)
 
 
 def _message(call: str, found: list[tuple[str, str]]) -> str:

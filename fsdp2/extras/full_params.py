@@ -51,8 +51,8 @@ def full_params(
 
     Collective: every rank of the mesh must enter it, for the same module, at the same point between two iterations. It
     needs memory for all these parameters at once. A forward in the body runs on the whole parameters in their original
-    dtype, without communication (not possible in a tensor-parallel model, whose layers expect DTensors). Gradients of a
-    backward in the body are local to this rank, and are dropped on exit.
+    dtype, without communication (not possible in a tensor-parallel model, whose layers expect DTensors). A backward to
+    them is an error: it would give each rank its own gradients.
 
     Args:
         module: the units at and below it are gathered; parameters of a unit above it stay sharded.
@@ -70,8 +70,9 @@ def full_params(
         ArgumentError: no unit is at or below `module`; `rank0_only` and `write_back` with `with_grads`, or with
             parameters on several meshes; on exit, a parameter that was replaced by something of another shape (nothing
             is written then).
-        OrderError: called in forward or backward, after one that raised, or within another `full_params` of the same
-            unit; or parameters are on the meta device. With `rank0_only` and `write_back`: another rank has raised.
+        OrderError: a backward reaches the whole parameters. Called in forward or backward, after one that raised, or
+            within another `full_params` of the same unit; or parameters are on the meta device. With `rank0_only` and
+            `write_back`: another rank has raised.
 
     Example::
 
@@ -219,11 +220,21 @@ def _gather(param: ManagedParameter, offload_to_cpu: bool, with_grads: bool) -> 
     whole = nn.Parameter(data, requires_grad=sharded.requires_grad)
     whole.__dict__.update(sharded.__dict__)  # attributes that the user set
     note_ignored([whole])  # plain and trainable, but only within the context
+    if whole.requires_grad:
+        whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
     if grad is not None:
         if grad.dtype != whole.dtype:
             whole.grad_dtype = grad.dtype
         whole.grad = grad
     return whole
+
+
+def _refuse_gradient(fqn: str, _whole: torch.Tensor) -> None:
+    raise OrderError(
+        f"full_params: a backward has given '{fqn}' a gradient of this rank alone, which no optimizer would see. For a "
+        "loss that reads a parameter outside of forward call unshard() on the module that holds it (docs/"
+        "troubleshooting.md); for gradients of this rank use torch.autograd.grad."
+    )
 
 
 @torch.no_grad()

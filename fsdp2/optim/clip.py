@@ -18,6 +18,7 @@ from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError
 from fsdp2.optim.in_backward import check_not_stepped_in_backward
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
+from fsdp2.runtime.parameter import managed_by
 
 __all__ = ["clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -39,7 +40,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: DTensors on any number of meshes, with any placements, and plain tensors, which must have the same
-            gradients on all ranks.
+            gradients on all ranks. Of units that are unsharded now, the sharded parameters are taken.
         max_norm: the largest norm to allow.
         norm_type: any number above 0, ``inf`` (the largest absolute value) or ``-inf`` (the smallest).
         error_if_nonfinite: raise, before anything is scaled, if the norm is infinite or NaN.
@@ -63,7 +64,7 @@ def clip_grad_norm_(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
-    parameters = _list(parameters)
+    parameters = _with_gradients(_list(parameters))
     check_not_stepped_in_backward("clip_grad_norm_", parameters)
     check_reduced("clip_grad_norm_", parameters)
     warn_in_clip(parameters)
@@ -122,10 +123,20 @@ def clip_grads_with_norm_(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html
     """
-    parameters = _list(parameters)
+    parameters = _with_gradients(_list(parameters))
     check_not_stepped_in_backward("clip_grads_with_norm_", parameters)
     check_reduced("clip_grads_with_norm_", parameters)
     _scale(_joined(param.grad for param in parameters), max_norm, total_norm, foreach)
+
+
+def _with_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sharded parameters in place of unsharded ones, whose gradients were reduced to those."""
+    return [_sharded_form(param) if param.requires_grad and param.grad is None else param for param in params]
+
+
+def _sharded_form(param: torch.Tensor) -> torch.Tensor:
+    managed = managed_by(param)
+    return param if managed is None or managed.unsharded is not param else managed.sharded
 
 
 def _joined(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ class Context(Generic[Unit]):
         self.memory = ReleasedMemory(self.streams)
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.step = Step()
-        self.unreduced = Unreduced(self._find_unreduced)
+        self.unreduced = Unreduced(self._find_unreduced, self._lacks_gradients)
         self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
         self.model: ref[nn.Module] | None = None
@@ -117,7 +117,7 @@ class Context(Generic[Unit]):
         """Reshard units that were prefetched by prediction but did not run."""
         unused = self.schedule.unused_predictions()
         for unit in self.units if unused else ():
-            if unit.fqn in unused and unit.settings.reshard_after_forward is not False:
+            if unit.fqn in unused and unit.settings.reshards_before_backward:
                 unit.reshard()
 
     def end_forward(self) -> None:
@@ -130,6 +130,7 @@ class Context(Generic[Unit]):
             self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
         else:  # an evaluation between a forward and its backward changes nothing
             self.step.awaits_backward = not backward_is_running()
+            self.unreduced.after_forward()
         self.memory.free_all()  # the next all-gather may be far away
 
     def _wait_for_host_memory(self) -> None:
@@ -164,6 +165,8 @@ class Context(Generic[Unit]):
         with profiler_range("FSDP::root_post_backward_callback"):
             self.recomputed.clear()
             root = self.units[0]
+            if self.step.is_partial and any(unit.has_arrived for unit in self.units):
+                self.unreduced.after_partial_backward([unit.fqn for unit in self.units if unit.is_unreached])
             self._finish_units()
             if self.is_last_backward:
                 compare_order()
@@ -193,6 +196,12 @@ class Context(Generic[Unit]):
         for fqn in self.in_flight.fqns_of(params):
             found.setdefault(fqn, late)
         return list(found.items())
+
+    def _lacks_gradients(self, ids: set[int]) -> bool:
+        """Whether there are trainable sharded parameters with these ids, and none has a gradient."""
+        params = [param.sharded for unit in self.units for param in unit.params if param.is_among(ids)]
+        trainable = [param for param in params if param.requires_grad]
+        return bool(trainable) and all(param.grad is None for param in trainable)
 
     def finish_reductions(self) -> None:
         """Complete all sharded gradients, and free released storage."""
@@ -236,7 +245,7 @@ class Context(Generic[Unit]):
         Raises:
             OrderError: that has happened since the last call.
         """
-        lost = [u.fqn for u in self.units if u.split_backward and u.settings.reshard_after_forward is not False]
+        lost = [u.fqn for u in self.units if u.split_backward and u.settings.reshards_before_backward]
         for unit in self.units:
             unit.split_backward = False
         if lost:

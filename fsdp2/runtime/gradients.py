@@ -38,21 +38,30 @@ class Gradients:
 
     Args:
         on_ready: called in backward when all trainable parameters have received a gradient since `expect_all`.
+        on_unannounced: called for each gradient that arrives without `begin_backward`.
 
     Attributes:
         were_taken: gradients of this backward were taken for a reduction.
+        unsharded: the unsharded parameters; none before the first unshard.
     """
 
-    def __init__(self, params: Sequence[ManagedParameter], channel: Channel, on_ready: Callable[[], None]):
+    def __init__(
+        self,
+        params: Sequence[ManagedParameter],
+        channel: Channel,
+        on_ready: Callable[[], None],
+        on_unannounced: Callable[[], None],
+    ):
         self._params = params
         self._channel = channel
         self._on_ready = on_ready
+        self._on_unannounced = on_unannounced
         self._trainable: list[bool] = []  # for both forms, once there are unsharded parameters
         self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
         self.were_taken = False
         self._missing: set[int] = set()
         self._backward: int | None = None
-        self._unsharded: list[torch.Tensor] = []
+        self.unsharded: list[torch.Tensor] = []
         self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
 
@@ -60,9 +69,9 @@ class Gradients:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
         wanted = [param.sharded.requires_grad for param in self._params]
         if wanted != self._trainable:
-            self._unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
+            self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
             self._untyped = [param for param in self._params if param.sharded.grad_dtype is None]
-            for unsharded, trainable in zip(self._unsharded, wanted, strict=True):
+            for unsharded, trainable in zip(self.unsharded, wanted, strict=True):
                 if unsharded.requires_grad != trainable:
                     unsharded.requires_grad = trainable  # `requires_grad_` refuses within transforms of torch.func
             self._note_trainable(wanted)
@@ -100,7 +109,7 @@ class Gradients:
             handle.remove()
         self._hooks.clear()
         self._trainable = []
-        self._unsharded = []
+        self.unsharded = []
         self.forget_plans()
         self.expect_all()
 
@@ -112,6 +121,11 @@ class Gradients:
     def none_arrived(self) -> bool:
         """Whether there are trainable parameters, none of which has received a gradient since `expect_all`."""
         return bool(self._missing) and len(self._missing) == sum(self._trainable)
+
+    @property
+    def some_arrived(self) -> bool:
+        """Whether some parameter has received a gradient in this backward."""
+        return self.were_taken or len(self._missing) < sum(self._trainable)
 
     def expect_all(self) -> None:
         """Start counting again: no gradient has arrived yet."""
@@ -136,6 +150,8 @@ class Gradients:
 
         def hook(_param: torch.Tensor) -> None:
             gradients = weak_self()
+            if gradients is not None and gradients._backward is None:
+                gradients._on_unannounced()
             if gradients is not None and gradients._backward in (None, running_backward()):
                 gradients._missing.discard(index)
                 # Our hook is not the last only if the model added one since backward began. Then the gradients are
@@ -143,15 +159,15 @@ class Gradients:
                 if not gradients._missing and gradients._is_last_hook(index, hook):
                     gradients._on_ready()
 
-        self._hooks[index] = self._unsharded[index].register_post_accumulate_grad_hook(hook)
+        self._hooks[index] = self.unsharded[index].register_post_accumulate_grad_hook(hook)
 
     def _is_last_hook(self, index: int, hook: Callable[[torch.Tensor], None]) -> bool:
-        return post_accumulate_grad_hooks(self._unsharded[index])[-1] is hook
+        return post_accumulate_grad_hooks(self.unsharded[index])[-1] is hook
 
     def keep_hooks_last(self) -> None:
         """Move our hooks behind hooks that the model has added to unsharded parameters since forward. The order of
         reductions stays the same even if only some ranks have added hooks."""
-        if sum(map(len, filter(None, map(hooks_of, self._unsharded)))) != len(self._hooks):
+        if sum(map(len, filter(None, map(hooks_of, self.unsharded)))) != len(self._hooks):
             for index, handle in self._hooks.items():
                 handle.remove()
                 self._hook(index)
@@ -190,7 +206,7 @@ class Gradients:
         """
         fill = at_end and (settings.reduce_unused or bool(wanted))
         may_have_partials = at_end and self._channel.roles.replicate_group is not None
-        if not (fill or may_have_partials or any(map(_is_there, map(grad_of, self._unsharded)))):
+        if not (fill or may_have_partials or any(map(_is_there, map(grad_of, self.unsharded)))):
             return []
         self.expect_all()
         takes_partials = settings.requires_all_reduce

@@ -21,19 +21,34 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from fsdp2._torch import base_of, number_of_node, tensors_have_levels
+from fsdp2._torch import base_of, number_of_node, tensors_have_levels, will_run_node
 from fsdp2.events import profiler_range
 from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
 
 Callback = Callable[[], None]
 
 
+# A leaf below the end of every unit's backward, which never gets a gradient: a backward that would not run its node was
+# given `inputs`, or is `torch.autograd.grad`.
+_leaf = torch.zeros(0, requires_grad=True)
+_leaf_node = get_gradient_edge(_leaf).node
+
+
+def backward_is_whole() -> bool:
+    """Whether the backward that runs now computes all gradients, not those of some inputs only. Within a backward that
+    passes through the end of some unit's."""
+    return will_run_node(_leaf_node)
+
+
 class _BackwardEnd(torch.autograd.Function):
     """Identity whose backward calls `end`; a backward through that backward first calls `begin`."""
 
     @staticmethod
-    def forward(ctx: Any, end: Callback, begin: Callback, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, end: Callback, begin: Callback, _leaf: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.end, ctx.begin = end, begin
         return tensors
 
@@ -42,10 +57,10 @@ class _BackwardEnd(torch.autograd.Function):
         ctx.end()
         if torch.is_grad_enabled():
             grads = on_backward_begin(ctx.begin, grads)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, _end: None, _begin: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def jvp(ctx: Any, _end: None, _begin: None, _leaf: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Autograd runs last what was recorded first, so the backward of everything that the unit computes from the
         # tangents runs before this one. Autograd requires that the result is not the same object as the argument.
         views = tuple(tangent.view_as(tangent) for tangent in tangents)
@@ -58,7 +73,9 @@ class _BackwardEndOfLevels(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(end: Callback, begin: Callback, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        end: Callback, begin: Callback, _leaf: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return tensors
 
     @staticmethod
@@ -104,7 +121,7 @@ def on_backward_end(
     if not tensors:
         return args, kwargs
     function: Any = _BackwardEndOfLevels if levels else _BackwardEnd
-    wrapped = iter(function.apply(end, begin, *tensors))
+    wrapped = iter(function.apply(end, begin, _leaf, *tensors))
     if not kwargs and len(args) == 1 and args[0] is tensors[0]:
         return (next(wrapped),), kwargs
     return map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs))  # type: ignore[no-any-return]

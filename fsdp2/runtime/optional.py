@@ -29,6 +29,7 @@ from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import OptionalPolicy, UnitSettings
 from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.watch.exchange import Exchange, at_once
 
 
@@ -41,6 +42,12 @@ class Member(Protocol):
     left_by: str
     split_backward: bool
 
+    @property
+    def is_unreached(self) -> bool: ...
+    @property
+    def has_arrived(self) -> bool: ...
+    @property
+    def params(self) -> list[ManagedParameter]: ...
     def in_backward(self) -> UnitSettings: ...
     def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None: ...
     def complete_forward(self) -> None: ...

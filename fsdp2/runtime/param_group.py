@@ -21,12 +21,13 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running, local_of, version
+from fsdp2._torch import backward_is_running, local_of, storages_of, version
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import ZeroPolicy
+from fsdp2.runtime.changes import Changes, Comparison
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.host_copy import HostCopy
@@ -81,6 +82,7 @@ class ParamGroup:
     Args:
         params: at least one.
         on_ready: called in backward when the last trainable parameter's gradient has been accumulated.
+        on_unannounced: called for each gradient of a backward that reached the unit by none of its outputs.
 
     Attributes:
         smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
@@ -93,11 +95,14 @@ class ParamGroup:
         whole: for a group of parts: the group of their wholes.
     """
 
-    def __init__(self, params: Sequence[ManagedParameter], on_ready: Callable[[], None]):
+    def __init__(
+        self, params: Sequence[ManagedParameter], on_ready: Callable[[], None], on_unannounced: Callable[[], None]
+    ):
         self.channel = Channel(params[0].roles)
         self.params = in_memory_order(params, self.channel)
         lay_together(self.params)
-        self.gradients = Gradients(self.params, self.channel, on_ready)
+        self.gradients = Gradients(self.params, self.channel, on_ready, on_unannounced)
+        self.changes = Changes(self.params, self.gradients)
         self.smaller: MeshRoles | None = None
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
@@ -113,12 +118,14 @@ class ParamGroup:
         # parameters whose unsharded form shares memory.
         self._gathered_at: list[int] = []
         self._kept_at: list[int] | None = None
+        self._comparison = Comparison()
         self._used_at: list[int] | None = None
         self._host: HostCopy | None = None
         self._shards: list[torch.Tensor] = []
-        # The sharded parameters and their local tensors at the last `refresh`.
-        self._sharded: list[nn.Parameter] = []
-        self._locals: list[torch.Tensor] = []
+        # The sharded parameters, their local tensors, and their own storages, at the last `refresh`.
+        self._sharded = [param.sharded for param in self.params]
+        self._locals = list(map(local_of, self._sharded))
+        self._storages = storages_of(self._sharded)
         self.flat_shards: list[FlatShard] = []
         self._resting: RestingShards | None = None
         self._under_way: Callable[[], None] | None = None
@@ -141,24 +148,25 @@ class ParamGroup:
         `reshard(to=Phase.SMALLER)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
         if self.parts or self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
-        emit("unshard", self.fqn)
+        emit("unshard", self.channel.fqn)
         is_new = self._follow_conversion(memory)
-        if self._is_complete():
+        was_kept = self._kept_at is not None
+        if was_kept and self._kept_is_current():
             self._under_way = lambda: None
         else:
-            self._issue(memory, prefetching, is_new)
+            self._issue(memory, prefetching, is_new or was_kept)
         self._move(Phase.GATHERING)
 
     @profiled("FSDP::all_gather")
-    def _issue(self, memory: ReleasedMemory, prefetching: bool, is_new: bool) -> None:
+    def _issue(self, memory: ReleasedMemory, prefetching: bool, is_used: bool) -> None:
         if not self._fits:
             self._unsharded, self._fits, self._used_at = None, True, None
             self.conversions += 1
             self._refuse_gradients()
         streams = memory.streams
-        # Compute may still read or write the copies on the smaller mesh, memory that was not freed, and shards that
-        # were just converted.
-        in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE or is_new
+        # Compute may still read or write the copies on the smaller mesh, memory that was not freed, and (`is_used`)
+        # shards that were just converted, and values that were kept.
+        in_use = self.phase is not Phase.SHARDED or self.keep is Keep.STORAGE or is_used
         resharded = streams.record() if in_use else None
         with without_grad(), streams.gathering():
             # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
@@ -185,7 +193,7 @@ class ParamGroup:
             assert self.smaller is not None
             return unsharded.start_smaller(self.smaller.shard), _nothing
         stays = self.keep is Keep.HOST and not any(param.sharded.requires_grad for param in self.params)
-        versions = self._versions() if stays or self.roles.sharded_replicas else []
+        versions = self._versions() if stays or self.channel.roles.sharded_replicas else []
         if self._host is not None and stays and self._host.versions == versions:
             return unsharded.start_from(self._host), _nothing
         self._host = None
@@ -229,7 +237,7 @@ class ParamGroup:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         try:
-            with profiler_range("FSDP::all_gather_copy_out", self.fqn), without_grad():
+            with profiler_range("FSDP::all_gather_copy_out", self.channel.fqn), without_grad():
                 under_way()
             self._check_slots()
         except BaseException:
@@ -240,6 +248,7 @@ class ParamGroup:
         self._move(Phase.UNSHARDED)
         self._follow_resharded()
         self.gradients.sync_trainable()
+        self.changes.forget()
         self._put([param.unsharded for param in self.params])
         self._drop_resharded()
 
@@ -248,22 +257,27 @@ class ParamGroup:
         with suppress(CollectiveError):
             self._finish_gathering()
 
-    def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED) -> None:
+    def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
         """Free the unsharded parameters. `to` is `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with
-        sharded replicas."""
+        sharded replicas. `keep_values`: keep their memory, for an unshard before the shards change.
+
+        Raises:
+            OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
+        """
         self._finish_gathering()  # prefetched but not used
         if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
-        emit("reshard", self.fqn)
+        emit("reshard", self.channel.fqn)
         unsharded = self._unsharded
         assert unsharded is not None
         if self.phase is Phase.UNSHARDED:
+            self.changes.check_none()
             self.gradients.follow_unsharded()
             if to is Phase.SMALLER:
                 assert self.smaller is not None
                 with torch.no_grad():
                     unsharded.copies = [param.make_resharded(self.smaller) for param in self.params]
-            if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
+            if (self.keep is Keep.FROZEN and not self.gradients.has_trainable) or (keep_values and self._can_compare):
                 self._kept_at = self._gathered_at
             elif self.keep is not Keep.STORAGE:
                 memory.release(unsharded.storage)
@@ -323,10 +337,22 @@ class ParamGroup:
             return False
         return not all(param.aliases for param in self.params)
 
-    def _is_complete(self) -> bool:
-        """Whether the unsharded parameters were kept and equal what a gather would produce."""
+    def _kept_is_current(self) -> bool:
+        """Whether the unsharded parameters that were kept equal what a gather would produce."""
         kept, self._kept_at = self._kept_at, None
-        return kept is not None and self.keep is Keep.FROZEN and kept == self._versions()
+        if kept != self._versions():
+            return False
+        is_frozen = self.keep is Keep.FROZEN and not self.gradients.has_trainable
+        if is_frozen or torch.is_grad_enabled():
+            return is_frozen
+        self.settle()
+        return self._comparison.agrees(self.params, self.channel)
+
+    @property
+    def _can_compare(self) -> bool:
+        """Whether kept values may be compared with the shards, and a gather communicates at all."""
+        roles, is_plain = self.roles, not any(param.is_extended for param in self.params)
+        return roles.shard_group is not None and not roles.sharded_replicas and is_plain and self.keep is not Keep.HOST
 
     def _versions(self) -> list[int]:
         """How often torch saw each sharded parameter change. Reads the DTensors' versions: all ranks run the same
@@ -337,10 +363,28 @@ class ParamGroup:
         except RuntimeError:  # made in inference mode: such tensors count no changes
             return []
 
+    def adopt_changes(self) -> None:
+        """Outside of forward and backward: copy changes of unsharded parameters into the shards, each rank its rows.
+
+        Raises:
+            OrderError: the shards were changed too.
+        """
+        if self.phase is not Phase.UNSHARDED or not (changed := self.changes.found()):
+            return
+        if self.is_stale:
+            raise OrderError(
+                f"'{changed[0].fqn}' was changed in place while it was unsharded, and its shards were changed too. "
+                "Call reshard() on the module that holds it between the two. After this error call "
+                "model.reset_iter_state(), which drops the change of the unsharded parameter."
+            )
+        self.settle()
+        self.changes.adopt(changed)
+        self._gathered_at = self._versions()
+
     def _check_aliases(self) -> None:
         """Unsharded parameters may share the memory of sharded ones. Then changing these between forward and backward
         makes gradients wrong, and autograd, which raises for a plain model, does not see it: raise in its place."""
-        if self.roles.shard_axis is not None:
+        if self.channel.roles.shard_axis is not None:
             return
         versions = [version(param.sharded) for param in self.params if param.aliases]
         if not backward_is_running():
@@ -366,11 +410,27 @@ class ParamGroup:
         local tensors now, and nobody has told the unit. Returns whether that was so."""
         whole = self.whole()
         changing = self.changing or (whole is not None and whole.changing)  # these tensors are others meanwhile
-        if self.phase is not Phase.SHARDED or changing or all(map(is_, map(local_of, self._sharded), self._locals)):
+        if self.phase is not Phase.SHARDED or changing or self._has_known_locals():
             return False
         with torch.inference_mode(False), torch.no_grad():
             self.forget_kept(memory)
             return self.refresh()
+
+    def _has_known_locals(self) -> bool:
+        return all(map(is_, map(local_of, self._sharded), self._locals))
+
+    def check_not_assigned(self) -> None:
+        """Raise after ``param.data = ...`` of a sharded parameter, which changes nothing that a gather reads."""
+        if self.changing or storages_of(self._sharded) == self._storages:
+            return
+        if self._has_known_locals():  # otherwise a module was converted
+            pairs = zip(self.params, storages_of(self._sharded), self._storages, strict=True)
+            fqn = next(param.fqn for param, now, before in pairs if now != before)
+            raise OrderError(
+                f"'{fqn}': its .data was assigned, which does not change the values of a DTensor. Copy instead: "
+                "param.data.copy_(value), with a DTensor of the same placements; or change whole tensors within "
+                "fsdp2.full_params(model)."
+            )
 
     def take_back(self) -> str | None:
         """The same while unsharded: see `UnshardedStorage.take_back`."""
@@ -382,6 +442,7 @@ class ParamGroup:
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         self.settle()
+        self.check_not_assigned()
         before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
@@ -410,6 +471,7 @@ class ParamGroup:
                 part.refresh()
         self._sharded = [param.sharded for param in self.params]
         self._locals = list(map(local_of, self._sharded))
+        self._storages = storages_of(self._sharded)
         return any(changed)
 
     def take_parts(self, groups: Sequence["ParamGroup"]) -> None:

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp2._torch import (
     local_tensor,
     make_parameter,
+    move_hooks,
     set_local_tensor,
     subclassed_parameter,
     version,
@@ -57,8 +58,7 @@ def managed_by(tensor: torch.Tensor) -> "ManagedParameter | None":
 
 
 def num_replaced() -> int:
-    """How often a sharded parameter was replaced in this process. If the number has changed, other holders of
-    parameters may hold stale ones."""
+    """How often a sharded parameter was replaced in this process. After a change other holders may hold stale ones."""
     return _num_replaced
 
 
@@ -200,6 +200,7 @@ class ManagedParameter:
         self.extension: Extension | None = extension_of(fqn, local)
         self.sharded = make_parameter(local, plan.specs.sharded(local.dtype), original.requires_grad)
         self.sharded.__dict__.update(self._kind.tags)
+        move_hooks(original, self.sharded)
         if original.grad_dtype != original.dtype:
             self.sharded.grad_dtype = original.grad_dtype
         self.unsharded: nn.Parameter | None = None
@@ -387,7 +388,7 @@ class ManagedParameter:
 
     def is_among(self, ids: set[int]) -> bool:
         """Whether one of its forms is one of the objects with these ids."""
-        return id(self.sharded) in ids or id(self.unsharded) in ids
+        return id(self.sharded) in ids or id(self.unsharded) in ids or id(self.resharded) in ids
 
     # --- following the module ----------------------------------------------------------------------------------------
 

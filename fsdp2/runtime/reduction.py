@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import (
     DTensorSpec,
+    backward_hooks_of,
     foreach_add,
     foreach_copy,
     foreach_divided,
@@ -32,11 +34,12 @@ from fsdp2._torch import (
     make_dtensor,
     post_accumulate_grad_hooks,
     set_local_tensor,
+    tensor_hooks,
 )
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
-from fsdp2.errors import CollectiveError, UnsupportedError
+from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.mesh import MeshRoles
@@ -187,8 +190,8 @@ class Reduction:
         return self.roles.replicate_group is not None and not self._settings.requires_all_reduce
 
     def _steps(self) -> Iterator[None]:
-        settings, streams, roles = self._settings, self._streams, self.roles
-        dtype = self._plan.dtype
+        settings, streams, channel = self._settings, self._streams, self._plan.channel
+        roles, dtype = channel.roles, self._plan.dtype
         factor, force = settings.gradient_divide_factor, settings.force_sum
         scaling = scaling_for(dtype, roles.shard_size, roles.replicate_size, factor, force)
         born = streams.record()
@@ -207,7 +210,7 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                wait_for(pending, "reduce_scatter", self.fqn)
+                wait_for(pending, "reduce_scatter", channel.fqn)
             done = streams.record()
         if self._is_abandoned:
             return  # other replicas may have failed before they came to this one
@@ -224,7 +227,7 @@ class Reduction:
                 if streams.lazy:
                     yield
                 kind = "reduce_scatter" if roles.sharded_replicas else "all_reduce"
-                wait_for(pending, kind, self.fqn)
+                wait_for(pending, kind, channel.fqn)
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
         else:
@@ -255,7 +258,7 @@ class Reduction:
     @profiled("FSDP::reduce_scatter")
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Create the flat output and issue the reduce-scatter of `grads` into it."""
-        roles, plan = self.roles, self._plan
+        plan, roles = self._plan, self._plan.channel.roles
         flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
         self._flat = flat
         numel, wire = plan.scattered_numel, plan.wire_dtype
@@ -269,7 +272,7 @@ class Reduction:
         if wire != plan.dtype:
             grads = [grad.to(wire) for grad in grads]
             self._keep(grads)
-        emit("reduce_scatter", self.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
+        emit("reduce_scatter", plan.channel.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
         group = plan.channel.scatter_group
         assert group is not None
         exchange = plan.exchange("reduce-scatter", group, numel, wire)
@@ -405,6 +408,8 @@ class Reduction:
         for param, output, offset, spec in zip(self._plan.params, *self._reduced(), self._plan.grad_specs, strict=True):
             sharded = param.sharded
             local = param.geometry.local_view(output, offset)
+            if backward_hooks_of(sharded):
+                local = _hooked(param, local, spec)
             if param.part is not None:
                 old.append(_rows_of_whole(param.part, local))
                 new.append(local)
@@ -432,6 +437,25 @@ def _rows_of_whole(part: Part, local: torch.Tensor) -> torch.Tensor:
         zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
         grad = whole.sharded.grad = _distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
     return local_tensor(grad).narrow(0, part.start, local.shape[0]) if local.numel() else local
+
+
+def _hooked(param: ManagedParameter, local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
+    if param.part is not None:
+        raise UnsupportedError(
+            f"'{param.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient to "
+            "show. Use register_post_accumulate_grad_hook."
+        )
+    grad = _distributed(local, spec, param.sharded.device)
+    for hook in tensor_hooks(param.sharded):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:
+        raise ArgumentError(
+            f"a hook of '{param.fqn}' returned a {type(grad).__name__} of shape {tuple(grad.shape)}; expected None or "
+            "a DTensor of the shape and placements of the gradient that it was given"
+        )
+    return local_tensor(grad).to(local.dtype)
 
 
 def _reduce_scatter(

@@ -84,8 +84,8 @@ def become_root(root: Unit) -> None:
         if unit.context is not None:
             unit.context.memory.free_all()
         unit.context = context
-        if unit.settings.reshard_after_forward is None:
-            unit.settings = replace(unit.settings, reshard_after_forward=unit is not root)
+        if unit.settings.reshard_after_forward is None and unit is not root:
+            unit.settings = replace(unit.settings, reshard_after_forward=True)
 
 
 def _described(root: Unit | None) -> str:

@@ -25,6 +25,7 @@ class Step:
         is_manual: backward leaves gradients unreduced; fixed from the first backward until they are finalised.
         is_due: a manual backward ran and has not been finalised.
         is_finalizing: the gradients of manual backwards are being reduced now.
+        is_partial: the running backward computes the gradients of some inputs only.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class Step:
         self.is_manual = False
         self.is_due = False
         self.is_finalizing = False
+        self.is_partial = False
         # The callback for the end of the running backward; None if no backward runs. Only autograd's engine holds a
         # strong reference, so the weak one is dead if backward raised.
         self._end: ref[Callable[[], None]] | None = None
@@ -47,6 +49,7 @@ class Step:
     def begin_backward(self, end: Callable[[], None], manual: bool) -> None:
         """A backward reached units of the root. `end` runs at its end; `manual`: the user has asked for that mode."""
         self._end = ref(end)
+        self.is_partial = False
         if not self.is_due:
             self.is_manual = manual
         self.is_due = self.is_due or self.is_manual

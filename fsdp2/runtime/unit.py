@@ -28,7 +28,7 @@ from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.hooks import cast_floating, on_backward_begin, on_backward_end
+from fsdp2.runtime.hooks import backward_is_whole, cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
@@ -126,6 +126,10 @@ class Unit:
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
+        self._was_whole = False  # unsharded before the forward that runs
+        self._num_uses = 0  # forwards with gradients whose backward has not ended
+        self._ran_for_backward = False  # since the last backward
+        self._sees_end = False  # the last forward had inputs that need gradients
         self._first_node = 0  # `next_node_number()` at the beginning of the last forward
         _units.add(self)
         self.adopt(modules, param_lists)
@@ -135,7 +139,8 @@ class Unit:
         self._modules = [ref(module) for module in modules]
         self.groups = []
         for params in param_lists:
-            self.groups.append(ParamGroup(params, partial(_gradients_ready, ref(self), len(self.groups))))
+            ready = partial(_gradients_ready, ref(self), len(self.groups))
+            self.groups.append(ParamGroup(params, ready, partial(_backward_reached, ref(self))))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -169,9 +174,19 @@ class Unit:
         return context.schedule.in_root_forward or backward_is_running()
 
     def _reshard_after_forward(self) -> None:
-        how = self.settings.reshard_after_forward
-        if how is not False:
-            self.reshard(to_smaller=how is not True, within_step=torch.is_grad_enabled())
+        how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
+        if how:
+            self.reshard(to_smaller=how is not True, within_step=for_backward)
+        elif how is None and not for_backward and not self._was_whole:
+            self.reshard(keep_values=True)
+        else:
+            for group in self.groups:
+                group.changes.check_none()
+
+    def _adopt_changes(self) -> None:
+        """Take over what was changed in place, while it was unsharded, outside of forward and backward."""
+        for group in (*self.groups, *self.borrowed):
+            group.adopt_changes()
 
     def _move(self, stage: Stage) -> None:
         assert stage in _MOVES[self.stage], f"{self.fqn}: {self.stage} -> {stage}"
@@ -249,9 +264,10 @@ class Unit:
         for group in self.groups:
             group.forget_use()
 
-    def reshard(self, to_smaller: bool = False, within_step: bool = False) -> None:
+    def reshard(self, to_smaller: bool = False, within_step: bool = False, keep_values: bool = False) -> None:
         """Free unsharded parameters that no other unit computes with. `to_smaller`: keep copies on the smaller mesh,
-        where there is one. `within_step`: the parameters will not change before the next unshard."""
+        where there is one. `within_step`: the parameters will not change before the next unshard. `keep_values`: keep
+        their memory in case they do not."""
         if self.context is None:
             return
         guests: Sequence[ParamGroup] = () if self.role is None else self.role.guest_groups()
@@ -263,7 +279,7 @@ class Unit:
                 if not group.users:
                     to = Phase.INNER if within_step and group.roles.sharded_replicas else Phase.SHARDED
                     to = Phase.SMALLER if to_smaller and group.smaller is not None else to
-                    group.reshard(self.context.memory, to)
+                    group.reshard(self.context.memory, to, keep_values)
 
     def reshard_all(self, to_change: bool = True) -> None:
         """Free all unsharded parameters, used or kept: the sharded ones will be changed. If they will only be read,
@@ -274,15 +290,22 @@ class Unit:
                 group.users.clear()
                 group.settle()
                 group.take_back()
+                group.adopt_changes()
                 group.reshard(self.context.memory)
                 if to_change:
                     group.forget_kept(self.context.memory)
 
     def drop_stale(self) -> None:
-        """Reshard what was gathered before an optimizer stepped it: by a forward without a backward, or kept."""
-        self.check_unconverted()
-        if any(group.is_stale for group in self.groups):
-            self.reshard_all()
+        """Before a forward of the root: reshard what was gathered before an optimizer stepped it, by a forward without
+        a backward, or kept."""
+        for group in self.groups:
+            if group.phase is Phase.SHARDED:
+                group.check_not_assigned()
+            else:
+                self.check_unconverted()
+                self._adopt_changes()
+                if group.is_stale:
+                    self.reshard_all()
 
     def check_unconverted(self) -> None:
         """Raise if a part of the module was converted while it was unsharded."""
@@ -322,6 +345,9 @@ class Unit:
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
             self._to_run = {id(m) for m in self.modules}
+            self._was_whole = any(group.phase in (Phase.GATHERING, Phase.UNSHARDED) for group in self.groups)
+            if self._was_whole:
+                self._adopt_changes()
         if self._is_optional and not backward_is_running():
             assert self.role is not None
             self.role.begin_forward(self.fqn, context.schedule.in_root_forward)
@@ -334,7 +360,11 @@ class Unit:
         if is_first:
             self._first_node = next_node_number()
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
+            self._num_uses += 1
+            self._ran_for_backward = True
+            given = args, kwargs
             args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
+            self._sees_end = given[0] is not args or given[1] is not kwargs
         return args, kwargs
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
@@ -430,9 +460,12 @@ class Unit:
                 self.unshard()  # a second forward in this backward may need other guests than the first
             return
         self._check_not_stepped()
+        if self._sees_end and not backward_is_whole():
+            self.context.step.is_partial = True
         emit("pre_backward", self.fqn)
         self._move(Stage.BACKWARD)
         for group in self.groups:
+            group.adopt_changes()
             group.gradients.begin_backward()
         if self.settings.unshard_in_backward:
             self.unshard()
@@ -462,6 +495,11 @@ class Unit:
         """A backward through this unit's own backward reaches the unit again."""
         self.pre_backward(None, -1, self._conversions())
 
+    def backward_reached(self) -> None:
+        """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of
+        the forward that reads a parameter. The end of backward reduces it."""
+        self.ready_context().expect_end_of_backward()
+
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
         ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that
@@ -484,19 +522,24 @@ class Unit:
             settings, wanted = self.role.reduction_of(group, settings)
         with outside_transforms():
             reductions = group.gradients.take(settings, at_end, self.context.streams, wanted)
-            if reductions and not reductions[0].leaves_partials:
-                self.context.unreduced.has_reduced = True
+            if reductions:
+                self.context.unreduced.expects = False
+                self.context.unreduced.has_reduced |= not reductions[0].leaves_partials
             self.context.in_flight.start(reductions)
 
     def post_backward(self) -> None:
         """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
         self._move(Stage.DONE)
+        self._num_uses -= 1
         settings = self.in_backward()
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", self.fqn):
                 self.reshard(within_step=not settings.ends_step)
-        if settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
+        # A unit that ran several times gets a parameter's gradient as a whole in the backward of the first use, or at
+        # the end. What is there before that is of earlier microbatches, or of some parameters only.
+        is_last_use = self._num_uses <= 0
+        if is_last_use and settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
             for group in reversed(self.groups):
                 self._reduce(group, settings)
 
@@ -508,12 +551,17 @@ class Unit:
             return  # a backward within its forward, the rest of which needs its parameters
         if self.stage is Stage.BACKWARD:
             self.post_backward()
+        elif self.stage is Stage.IDLE:
+            self._adopt_changes()  # unsharded by hand, for a loss outside of the forward
+        self._num_uses, self._ran_for_backward = 0, False
         settings = self.in_backward()
         if settings.reshard_after_backward and self.context.is_last_backward:
             self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
+        elif not all(group.gradients.none_arrived for group in self.groups):
+            self.context.unreduced.expects = False
         # Pipelines turn both off. A user who does not may ask for the gradients of inputs alone.
         is_microbatch = not (settings.requires_gradient_sync or settings.reshard_after_backward)
         if self.stage is Stage.DONE and self.groups and is_microbatch:
@@ -531,6 +579,20 @@ class Unit:
             return "set_requires_gradient_sync(False)"
         return "set_is_last_backward(False)" if self.settings.requires_all_reduce else "set_requires_all_reduce(False)"
 
+    @property
+    def is_unreached(self) -> bool:
+        """Whether a forward with gradients ran, and the running backward has given none of the parameters one."""
+        return (
+            self._ran_for_backward
+            and not self.has_arrived
+            and any(group.gradients.has_trainable for group in self.groups)
+        )
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the running backward has given some parameter a gradient."""
+        return any(group.gradients.some_arrived for group in self.groups)
+
     def has_unreduced(self, params: set[int]) -> bool:
         """Whether gradients of parameters with these ids wait to be reduced."""
         return any(group.gradients.wait_for_reduction(params) for group in self.groups)
@@ -539,8 +601,10 @@ class Unit:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self._move(Stage.IDLE)
         self.left_by = ""
+        self._num_uses = 0
         for group in (*self.groups, *self.borrowed):
             group.abandon_gather()
+            group.changes.forget()
         self.reshard_all()
         for group in self.groups:
             group.gradients.drop()
@@ -568,6 +632,12 @@ def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
     unit = weak_unit()
     if unit is not None:
         unit.gradients_ready(index)
+
+
+def _backward_reached(weak_unit: "ref[Unit]") -> None:
+    unit = weak_unit()
+    if unit is not None:
+        unit.backward_reached()
 
 
 def _prefetched(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:

@@ -250,8 +250,7 @@ def test_a_part_is_converted_while_unsharded(rank: int, world_size: int, then: s
     """The conversion reaches what the next gather replaces, and the gathers after it filled memory that nobody read: an
     error; who goes on trains."""
     plain, model = two_layers(), fully_shard(two_layers())
-    with torch.no_grad():
-        model(X)
+    model.unshard()
     model[0].double().float()
     if then != "reshard":
         with pytest.raises(OrderError, match=r"'0\.weight' was moved or converted while it was unsharded"):

@@ -73,6 +73,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.context", "runtime.hooks", "checks.replicas"),
     ("runtime.optional",),
     ("runtime.in_flight", "runtime.param_group"),
+    ("runtime.changes",),
     (
         "runtime.gradients",
         "checks.left_out",
@@ -166,6 +167,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "runtime.param_group:ParamGroup",
     ): "the forms of its parameters, and who uses, keeps and changes them: one truth",
     ("class lines", "runtime.param_group:ParamGroup"): "the same",
+    ("file lines", "runtime.param_group"): "the same",
     ("parameters", "api:fully_shard"): "the eight of torch's FSDP2, whose calls must keep working, and two of ours",
     (
         "class lines",
