@@ -287,8 +287,8 @@ def test_a_frozen_part_that_converts_itself(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("held", ["sharded", "module's"])
-@pytest.mark.parametrize("stays", ["root", "smaller mesh"])
+@pytest.mark.parametrize("held", ["module's", "sharded"])
+@pytest.mark.parametrize("stays", ["smaller mesh", "root"])
 def test_frozen_after_an_evaluation(rank: int, world_size: int, stays: str, held: str) -> None:
     """Behaviour 24: through the parameter that an optimizer holds, or the one in the module. The first was seen at the
     next gather only, the second was forgotten with the copy on the smaller mesh."""

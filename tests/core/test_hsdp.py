@@ -232,6 +232,7 @@ def test_divide_factor_with_partials(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("factors", "force", "expected"),
     [
+        ([8, 16, 4], [False, False, False], 6 * 4 / 8 + 2 * 4 / 16 + 3 * 4 / 4),
         ([8, 16], [False, False], 6 * 4 / 8 + 2 * 4 / 16),
         ([16, 8], [True, False], 6 * 4 / 16 + 2 * 4 / 8),
         ([None, 16], [False, True], 6 * 4 / 4 + 2 * 4 / 16),
@@ -247,11 +248,11 @@ def test_divide_factor_of_each_microbatch(
     reduce-scattered counts for it. (torch's FSDP2 multiplies before it sums, which gloo cannot; so it is not compared.)
     """
     model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
-    for value, factor, sums, is_last in zip((6, 2), factors, force, (False, True), strict=True):
+    for index, (value, factor, sums) in enumerate(zip((6, 2, 3), factors, force, strict=False)):
         if factor is not None:
             model.set_gradient_divide_factor(factor)
         model.set_force_sum_reduction_for_comms(sums)
-        model.set_requires_all_reduce(is_last)
+        model.set_requires_all_reduce(index == len(factors) - 1)
         model(value).backward()
     assert grads(model) == [expected]
 

@@ -16,7 +16,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, ZeroPolicy, fully_shar
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.runtime.reduction import Reduction
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_layers import backward_of, sharded_layers
+from tests.helpers.two_layers import X, backward_of, sharded_layers
 from tests.races.detector import detecting
 from tests.races.models import make_model, train
 
@@ -122,6 +122,19 @@ def test_gather_overlaps_the_compute_before_it(rank: int, world_size: int) -> No
         with torch.no_grad():
             model(torch.randn(2, 64))
     assert seen == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+@on_ranks(2)
+def test_an_inner_module_alone_waits_for_the_optimizer(rank: int, world_size: int) -> None:
+    """Called between steps, without its root: its gather reads what the step before has written."""
+    with detecting():
+        model = sharded_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            backward_of(model)
+            optimizer.step()
+            with torch.no_grad():
+                model[0](X)
 
 
 @on_ranks(4)

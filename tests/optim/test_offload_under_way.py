@@ -138,6 +138,35 @@ def test_an_error_of_the_first_of_two_dtypes(rank: int, world_size: int) -> None
         model(batch(1, rank))
 
 
+class FailsAtFirst(torch.optim.SGD):
+    has_failed = False
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if not self.has_failed:
+            self.has_failed = True
+            raise ZeroDivisionError("on purpose")
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_gradients_of_a_step_that_failed(rank: int, world_size: int) -> None:
+    """The next step takes its own gradients only: a weight without one stays where it is."""
+    model = stack(Offload())
+    optimizer = offload_optimizer(FailsAtFirst, model[0].parameters(), lr=0.1, elementwise=True)
+    before = model[0].weight.full_tensor(), model[0].bias.full_tensor()
+    for has_weight in (True, False):
+        model(batch(0, rank)).square().mean().backward()
+        if not has_weight:
+            model[0].weight.grad = None
+        optimizer.step()
+        if has_weight:
+            with pytest.raises(ZeroDivisionError, match="on purpose"):
+                model[0].weight.norm()
+        optimizer.zero_grad()
+    after = model[0].weight.full_tensor(), model[0].bias.full_tensor()
+    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+
+
 @on_ranks(2)
 def test_a_plain_dict_is_saved_after_a_step(rank: int, world_size: int, tmp_path: Path) -> None:
     """It has no hooks that wait for the step."""

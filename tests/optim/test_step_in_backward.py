@@ -376,6 +376,25 @@ def test_lifetime(rank: int, world_size: int) -> None:
         gc.enable()
 
 
+@on_ranks(2)
+def test_parameters_that_come_after_the_first_step(rank: int, world_size: int) -> None:
+    """Added to the optimizer between steps, or put in the place of others (a load that assigns): they are stepped."""
+    model = fsdp2.fully_shard(nn.Linear(4, 4))
+    held: list[Any] = [model.weight]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    step_in_backward(optimizer)
+    held = optimizer.param_groups[0]["params"]
+    for change in ("nothing", "add", "replace"):
+        if change == "add":
+            held.append(model.bias)
+        elif change == "replace":
+            model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+            held[:] = model.parameters()
+        before = [param.full_tensor() for param in held]
+        model(batch(0, rank, 4)).square().sum().backward()
+        assert not any(torch.equal(old, param.full_tensor()) for old, param in zip(before, held, strict=True)), change
+
+
 class UsedOnceMore(nn.Module):
     """The gradient of `weight` is complete before the backward that reads its values for the last time."""
 
