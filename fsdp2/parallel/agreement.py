@@ -1,11 +1,9 @@
 """Check that the ranks of a group are about to do the same, once for each new combination. Layer: parallel.
 
 A ring of messages does not notice that one rank has other shapes: it hangs, or delivers garbage. So the first time a
-rank does something, it publishes in the store what it is about to do and reads what the others published. Repetitions
-only cost a look-up. The store is host memory: no collective runs, and no device is waited for.
-
-A rank that changes alone, later on, waits for the others' next answer and gives up after `TIMEOUT`, with an error that
-names the missing ranks. (The others are then in a ring without it; they fail when its process ends.)
+rank does something, it says in the store what that is and reads what the others said: no collective, no device.
+Repetitions only cost a look-up. A rank that changes alone, later on, gives up after `TIMEOUT`, with an error that names
+the ranks that said nothing.
 """
 
 from collections.abc import Mapping

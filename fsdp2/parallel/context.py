@@ -1,13 +1,12 @@
 """Context parallelism for any model that calls `F.scaled_dot_product_attention`, by replacing it with ring attention.
 Layer: parallel.
 
-The first use replaces ``torch.nn.functional.scaled_dot_product_attention``, and the names under which loaded modules
-have imported it, for the life of the process. The new function only passes calls on unless a context group is active.
-(A `TorchFunctionMode` would catch every name, but is disabled in functions that it intercepts, such as
-`Tensor.backward`, where checkpoints recompute attention, and it adds microseconds to each operator call.)
+The first use replaces the function, and the names under which loaded modules have imported it, for the life of the
+process. The new one only passes calls on unless a context group is active. (A `TorchFunctionMode` is disabled in
+functions that it intercepts, such as `Tensor.backward`, where checkpoints recompute attention.)
 
-The active group is a property of the process, not of a thread, because on CUDA another thread recomputes checkpoints.
-So only one thread at a time may run models with context parallelism.
+The active group is a property of the process, because on CUDA another thread recomputes checkpoints. So only one thread
+at a time may run models with context parallelism.
 """
 
 import sys
@@ -27,7 +26,7 @@ __all__ = ["apply_context_parallel", "replace_attention"]
 
 
 class _Active:
-    """The group over which attention currently runs ("" for none), and the module whose forward activated it."""
+    """The group over which attention runs now ("" for none), and the module whose forward activated it."""
 
     group_name = ""
     owner: nn.Module | None = None

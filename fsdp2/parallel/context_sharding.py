@@ -4,13 +4,10 @@ Sequences are cut as in `context_layout`, each rank getting one chunk from the h
 rows are not contiguous: whatever depends on positions (rotary embeddings) or on the next token (labels) is computed for
 the whole sequence and cut like the tokens.
 
-Gradients: a rank's backward computes the gradients of its own tokens' losses; ring attention sends the gradients of
-other ranks' keys and values to their owners. So the *sum* of the parameter gradients over the context ranks is the
-gradient of the sum of their losses, as with data-parallel ranks. `fully_shard` over shard x context divides it by the
-number N of all data ranks (replicate x shard x context), and this division stays as it is. So the mean over all tokens,
-(sum of losses) / (number of tokens), results from local losses ``N * (sum of local losses) / (number of tokens of all
-ranks)``: that is `token_mean`. If every rank counts equally many tokens, it is the plain mean of a rank's own losses;
-but an ignored label, such as that of the last token, makes the counts differ.
+The *sum* of the parameter gradients over the context ranks is that of the sum of their losses, as with data-parallel
+ranks: ring attention sends the gradients of other ranks' keys and values to their owners. `fully_shard` divides it by
+the number N of all data ranks (replicate x shard x context). So the mean over all tokens results from local losses
+``N * (sum of local losses) / (number of tokens of all ranks)``, which is `token_mean`.
 """
 
 from collections.abc import Mapping
@@ -111,8 +108,7 @@ def next_token_labels(labels: torch.Tensor, ignore_index: int = -100) -> torch.T
 
 
 def token_mean(loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks (see the module
-    docstring).
+    """The loss to call `backward` on, for gradients of the mean over all tokens of all ranks.
 
     Collective: every rank of `mesh` must call it. One all-reduce of a number per axis.
 

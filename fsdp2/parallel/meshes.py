@@ -90,16 +90,14 @@ class Meshes:
         """
         ranks = self.config.pipeline
         num_stages = ranks if num_stages is None else num_stages
-        if num_stages < 1 or num_stages % ranks:
-            raise ArgumentError(f"num_stages: expected a multiple of the {ranks} pipeline ranks, got {num_stages}")
-        if style == "loop":
-            return tuple(range(self.stage, num_stages, ranks))
-        if style != "v" or num_stages != 2 * ranks:
+        if style == "v" and num_stages == 2 * ranks:
+            return (self.stage, num_stages - 1 - self.stage)
+        if style != "loop" or num_stages < 1 or num_stages % ranks:
             raise ArgumentError(
-                f'stage_indices: expected style "loop", or "v" with two stages a rank; got {style!r} with {num_stages} '
-                f"stages on {ranks} pipeline rank(s)"
+                f'stage_indices: expected a multiple of the {ranks} pipeline ranks in style "loop", or two stages on '
+                f'each in style "v"; got {num_stages} stages, {style!r}'
             )
-        return (self.stage, num_stages - 1 - self.stage)
+        return tuple(range(self.stage, num_stages, ranks))
 
 
 def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Meshes:

@@ -9,13 +9,11 @@ being sent::
     rank 2     q2 x K_2       q2 x K_1       q2 x K_0
 
 The backward goes round once more. The gradients of a block's keys and values travel one step behind it, and each rank
-adds its part. After n messages they are back at the owner. While they travel they are float32 (float64 for float64), as
-are all sums over blocks. A rank holds its own keys and values, the current block and the one that is arriving; backward
-needs as much again for gradients.
+adds its part; after n messages they are back at the owner. They and all sums over blocks are float32 (float64 for
+float64). A rank holds its own keys and values, the current block and the one that is arriving.
 
-Messages are `batch_isend_irecv` on the group of the context axis, in the same order on every rank. On NCCL the kernels
-of a step are launched after the messages of the step and run concurrently. A received buffer is used after `wait`, and
-a sent one is kept until the message has completed. On gloo `wait` blocks.
+Messages are `batch_isend_irecv`, in the same order on every rank. On NCCL the kernels of a step are launched after its
+messages and run concurrently. A received buffer is used after `wait`, and a sent one is kept until then.
 
 Two torch operators (``fsdp2::ring_attention`` and its backward) let `torch.compile` and policies of selective
 checkpointing see one node each. Source: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889.
@@ -37,7 +35,7 @@ from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.agreement import agree
 from fsdp2.parallel.context_layout import rank_blocks
-from fsdp2.parallel.ring_attention_blocks import Merged, accumulation_dtype, block_forward, block_gradients
+from fsdp2.parallel.ring_attention_blocks import accumulation_dtype, block_forward, block_gradients, merge
 
 __all__ = ["context_group", "num_ring_attentions", "ring_attention", "ring_attention_over"]
 
@@ -180,15 +178,16 @@ def ring_forward(
     """Output, and log-sum-exp ``[batch, heads, rows, 1]``, of this rank's rows over all ranks' keys. Collective."""
     blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
     both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # travel as one message
-    merged = Merged(query, value.shape[-1])
+    total = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=accumulation_dtype(query.dtype))
+    lse = total.new_full((*query.shape[:-1], 1), float("-inf"))
     for block in blocks:
         message = _Message(both, group, _KEYS_TAG) if block is not blocks[-1] else None
         inputs = query[:, :, block.queries], *both[:, :, block.keys].split(sizes, -1)
-        merged.add(block.queries, *block_forward(inputs, block.is_causal, scale))
+        merge(total[:, :, block.queries], lse[:, :, block.queries], *block_forward(inputs, block.is_causal, scale))
         del inputs  # so that only two blocks are alive, not three
         if message is not None:
             both, message = message.wait(), None
-    return merged.output.to(query.dtype), merged.lse
+    return total.to(query.dtype), lse
 
 
 def ring_backward(

@@ -4,9 +4,9 @@ Layer: parallel.
 All tensors are ``[batch, heads, rows, head dim]``; a log-sum-exp is ``[batch, heads, query rows, 1]``, in float32, or
 float64 for float64. Outputs have the queries' dtype.
 
-The forward returns a block's own output and log-sum-exp, which `Merged` adds to those of all blocks so far. The
-backward gets the *whole* row's output and log-sum-exp: a key's share of a row is ``exp(score - lse)``, whatever its
-block. So the gradients of each block are terms of sums, and no block needs what another one computed.
+The forward returns a block's own output and log-sum-exp, which `merge` adds to those of all blocks so far. The backward
+gets the *whole* row's: a key's share of a row is ``exp(score - lse)``, whatever its block. So the gradients of each
+block are terms of sums, and no block needs what another one computed.
 
 The kernel depends on device, dtype and head dims: ``flash_cpu`` on CPUs; ``flash`` on CUDA from Ampere on, for float16
 and bfloat16 and head dims up to 256; else ``math``, the scores of some query rows at a time, in float32 or float64.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fsdp2._torch import attention_op
 
-__all__ = ["Merged", "accumulation_dtype", "block_forward", "block_gradients"]
+__all__ = ["accumulation_dtype", "block_forward", "block_gradients", "merge"]
 
 _MATH_SCORES = 1 << 24  # scores of one piece of the math kernel: 64 MiB in float32
 
@@ -35,25 +35,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class Merged:
-    """Output and log-sum-exp over the blocks so far: the *online softmax*. Before the first one, 0 and log(0).
-
-    Attributes:
-        output: ``[batch, heads, rows, head dim]`` in the accumulation dtype.
-        lse: ``[batch, heads, rows, 1]``.
-    """
-
-    def __init__(self, query: Tensor, head_dim: int):
-        dtype = accumulation_dtype(query.dtype)
-        self.output = query.new_zeros((*query.shape[:-1], head_dim), dtype=dtype)
-        self.lse = query.new_full((*query.shape[:-1], 1), float("-inf"), dtype=dtype)
-
-    def add(self, rows: slice, output: Tensor, lse: Tensor) -> None:
-        """Add the result of one more block for these rows, weighted by its share of all scores so far. The result of
-        the first block stays bitwise unchanged."""
-        before, so_far = self.lse[:, :, rows], self.output[:, :, rows]
-        so_far.lerp_(output.to(so_far.dtype), torch.sigmoid(lse - before))
-        before.copy_(torch.logaddexp(before, lse))
+def merge(so_far: Tensor, lse_so_far: Tensor, output: Tensor, lse: Tensor) -> None:
+    """Add the result of one more block to that of the blocks so far, weighted by its share of all scores: the *online
+    softmax*. Before the first one they are 0 and log(0), and its result stays bitwise unchanged."""
+    so_far.lerp_(output.to(so_far.dtype), torch.sigmoid(lse - lse_so_far))
+    lse_so_far.copy_(torch.logaddexp(lse_so_far, lse))
 
 
 def block_forward(inputs: Tensors, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

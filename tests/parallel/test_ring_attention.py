@@ -23,7 +23,7 @@ from fsdp2.parallel import agreement, ring_attention_blocks
 from fsdp2.parallel.context_layout import check_length, rank_blocks, rank_slices
 from fsdp2.parallel.context_sharding import shard_sequence, unshard_sequence
 from fsdp2.parallel.ring_attention import ring_attention, ring_backward, ring_forward
-from fsdp2.parallel.ring_attention_blocks import Merged, block_forward, block_gradients
+from fsdp2.parallel.ring_attention_blocks import block_forward, block_gradients, merge
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.models import error_of, wrapped
 from tests.helpers.ranks import on_ranks
@@ -118,10 +118,10 @@ def test_blocks_merge_to_the_whole(kind: str, is_causal: bool, key_heads: int, m
     blocks = [(first, first, is_causal), (second, first, False), (second, second, is_causal)]
     if not is_causal:
         blocks.append((first, second, False))
-    merged = Merged(query, value.shape[-1])
+    output, lse = torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -torch.inf)
     for rows, keys, causal in blocks:
-        merged.add(rows, *block_forward((query[:, :, rows], key[:, :, keys], value[:, :, keys]), causal, 0.3))
-    output, lse = merged.output, merged.lse
+        block = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        merge(output[:, :, rows], lse[:, :, rows], *block_forward(block, causal, 0.3))
     grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for rows, keys, causal in blocks:
         block = query[:, :, rows], key[:, :, keys], value[:, :, keys]
