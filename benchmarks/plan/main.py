@@ -40,12 +40,12 @@ def compare_counts(names: list[str]) -> dict[str, dict[str, Any]]:
         chosen = [name for name in names if CASES[name].ranks == ranks]
         for name, true in zip(chosen, on_ranks(ranks, counted, chosen)[0], strict=True):
             plan = plan_of(CASES[name], CPU)
-            issued = [event for event in plan.rehearsal.events if event.group_size]
+            issued = [event for event in plan.events if event.group_size]
             sent = sum(nbytes for kind, nbytes in plan.sent.items() if kind != "tensor parallel")
             found[name] = {
                 "ranks": ranks,
                 "config": plan.name,
-                "parameters": plan.rehearsal.num_params,
+                "parameters": plan.num_params,
                 "collectives": {"planned": len(issued), "counted": len(true.events), "same": issued == true.events},
                 "sent": {"planned": sent, "counted": true.sent},
                 "peak": {"planned": plan.peak.total, "counted": true.peak},

@@ -5,19 +5,8 @@
 
 from fsdp2.plan.alternatives import Comparison, compare
 from fsdp2.plan.machine import MACHINES, Machine
-from fsdp2.plan.prediction import Plan, predict
-from fsdp2.plan.rehearsal import Message, Rehearsal
+from fsdp2.plan.prediction import Plan
+from fsdp2.plan.rehearsal import predict
 from fsdp2.plan.workload import Workload, default_loss
 
-__all__ = [
-    "MACHINES",
-    "Comparison",
-    "Machine",
-    "Message",
-    "Plan",
-    "Rehearsal",
-    "Workload",
-    "compare",
-    "default_loss",
-    "predict",
-]
+__all__ = ["MACHINES", "Comparison", "Machine", "Plan", "Workload", "compare", "default_loss", "predict"]

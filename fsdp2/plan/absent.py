@@ -7,7 +7,7 @@ plan is about ranks that do the same.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,9 @@ __all__ = ["Wire", "absent_ranks"]
 BACKEND = "fsdp2_absent"
 
 
-class Wire(Protocol):
-    """Where messages go."""
-
-    def send(
-        self, kind: str, tensors: Sequence[torch.Tensor], nbytes: int, group: dist.ProcessGroup, both: bool = True
-    ) -> Callable[[], None]:
-        """This rank sends `nbytes` in `group`, from or into these tensors. Returns a function that waits for the end.
-        With `both` False only one direction is used (a message that is received, not sent)."""
+# Where messages go: this rank sends so many bytes, of a kind, from or into these tensors, in a group. (The flag: both
+# directions are used; not so if a message is received.) Returns a function that waits for the end.
+Wire = Callable[[str, Sequence[torch.Tensor], int, dist.ProcessGroup, bool], Callable[[], None]]
 
 
 class Arriving(dist.Work):
@@ -39,13 +34,13 @@ class Arriving(dist.Work):
         self._wait = wait
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for it."""
         self._wait()
         return True
 
 
 class AbsentGroup(dist.ProcessGroup):
-    """The collectives that sharding needs, and those with which DTensor and clipping set out; others fail."""
+    """The collectives that sharding needs, and those with which DTensor and clipping set out; others fail. In a ring a
+    rank sends all of a result but its own part."""
 
     def __init__(self, rank: int, size: int, wire: Wire) -> None:
         init: Any = super().__init__  # before 2.15 torch's stubs know only the other constructor
@@ -61,51 +56,33 @@ class AbsentGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._own_name = name
 
-    def _send(self, kind: str, tensors: Sequence[torch.Tensor], nbytes: float, both: bool = True) -> Arriving:
-        return Arriving(self._wire.send(kind, tensors, int(nbytes), self, both))
+    def _send(self, kind: str, tensors: Sequence[torch.Tensor], nbytes: int, both: bool = True) -> Arriving:
+        return Arriving(self._wire(kind, tensors, nbytes, self, both))
 
-    def _share(self) -> float:
-        """What of the whole result a rank sends in a ring."""
-        return (self.size() - 1) / self.size()
-
-    # --- messages (gloo) ----------------------------------------------------------------------------------------------
+    def _in_ring(self, kind: str, result: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> Arriving:
+        nbytes = sum(tensor.nbytes for tensor in result) * (2 if kind == "all_reduce" else 1)
+        return self._send(kind, [*result, *others], int(nbytes * ((self.size() - 1) / self.size())))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Arriving:
-        """One rank's rows to another."""
         return self._send("send", tensors, tensors[0].nbytes)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Arriving:
-        """What another rank sends."""
         return self._send("recv", tensors, tensors[0].nbytes, both=False)
 
-    # --- collectives --------------------------------------------------------------------------------------------------
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Arriving:
+        return self._in_ring("all_gather", outputs, inputs)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
-    ) -> Arriving:
-        """Several flat all-gathers."""
-        nbytes = sum(output.nbytes for output in outputs)
-        return self._send("all_gather", [*outputs, *inputs], nbytes * self._share())
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
-    ) -> Arriving:
-        """Several flat reduce-scatters."""
-        nbytes = sum(source.nbytes for source in inputs)
-        return self._send("reduce_scatter", [*outputs, *inputs], nbytes * self._share())
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> Arriving:
+        return self._in_ring("reduce_scatter", inputs, outputs)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Arriving:
-        """A flat all-gather."""
-        return self.all_gather_single_coalesced([output], [source])
+        return self._in_ring("all_gather", [output], [source])
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> Arriving:
-        """A flat reduce-scatter."""
-        return self.reduce_scatter_single_coalesced([output], [source])
+        return self._in_ring("reduce_scatter", [source], [output])
 
     def allreduce(self, tensors: Any, options: Any = None, timeout: Any = None) -> Arriving:
-        """An all-reduce."""
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        return self._send("all_reduce", tensors, 2 * nbytes * self._share())
+        return self._in_ring("all_reduce", tensors)
 
     def _once(self, *args: Any, **kwargs: Any) -> Arriving:
         """What happens before training only."""
@@ -122,22 +99,18 @@ class Echo(dist.Store):  # type: ignore[name-defined, misc]  # torch's stubs lea
         self._last = b""
 
     def set(self, key: str, value: Any) -> None:
-        """Write."""
         self._last = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Read."""
         return self._last
 
     def wait(self, *args: Any) -> None:
         """Everything is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether it is there."""
         return True
 
     def add(self, key: str, number: int) -> int:
-        """Count."""
         return number
 
 

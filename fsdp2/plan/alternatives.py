@@ -6,7 +6,8 @@ from typing import Any
 
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.prediction import Plan, amount, duration, predict
+from fsdp2.plan.prediction import Plan, amount, duration, name_of
+from fsdp2.plan.rehearsal import predict
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import ZeroPolicy
 
@@ -34,50 +35,30 @@ class Comparison:
 
     @property
     def advice(self) -> str:
-        """What to do, in one sentence."""
+        """What to do, in a sentence or two."""
         if self.best is self.asked:
             return "Of these, what you asked for is the fastest that fits."
         if self.best is not None:
-            gain = _rate(self.best) / _rate(self.asked) - 1
-            peak = f"peak {amount(self.best.device_bytes)}"
-            if self.asked.fits:
-                return f"Choose '{self.best.name}': {gain:+.0%} tokens/s, {peak}."
-            return f"What you asked for does not fit. Choose '{self.best.name}': {peak}."
+            gain = f"{_rate(self.best) / _rate(self.asked) - 1:+.0%} tokens/s, " if self.asked.fits else ""
+            does_not = "" if self.asked.fits else "What you asked for does not fit. "
+            return f"{does_not}Choose '{self.best.name}': {gain}peak {amount(self.best.device_bytes)}."
         least = min(self.plans, key=lambda plan: plan.device_bytes)
         saved = self.asked.device_bytes - least.device_bytes
-        missing = least.device_bytes - least.machine.memory
-        if least is self.asked or missing <= 0:
-            return "Nothing here fits; each change of one setting takes more memory. Use more ranks."
-        return (
-            f"Nothing here fits. What buys most is '{least.name}': {amount(saved)} less, and still {amount(missing)} "
-            "too much. Change more than one setting, or use more ranks."
-        )
+        return f"Nothing here fits. '{least.name}' saves most: {amount(saved)}. Change more, or use more ranks."
 
     @property
     def line(self) -> str:
-        """For the start of a run: ``402 M parameters in 26 units over 8 ranks; peak 11.2 GiB of 79.1 GiB predicted;
-        next lever: 'shard 8, bf16, 1 x 2', +31% tokens/s``."""
+        """For the start of a run: ``402 M parameters in 26 units over 8 ranks; peak 11.2 GiB of 79.1 GiB predicted.
+        Choose 'shard 8, bf16, 1 x 2': +31% tokens/s, peak 9.4 GiB.``"""
         peak = f"peak {amount(self.asked.device_bytes)} of {amount(self.asked.machine.memory)} predicted"
-        peak += "" if self.asked.fits else ", WHICH DOES NOT FIT"
-        return f"{self.asked.size}; {peak}; {self._lever}"
-
-    @property
-    def _lever(self) -> str:
-        least = min(self.plans, key=lambda plan: plan.device_bytes)
-        if self.best is not None and self.best is not self.asked and self.asked.fits:
-            gain = _rate(self.best) / _rate(self.asked) - 1
-            return f"next lever: '{self.best.name}', {gain:+.0%} tokens/s"
-        if self.best is not None and self.best is not self.asked:
-            return f"next lever: '{self.best.name}', which fits"
-        if least is self.asked:
-            return "no change of one setting is faster or smaller"
-        saved = self.asked.device_bytes - least.device_bytes
-        return f"next lever: '{least.name}', {amount(saved)} less"
+        return f"{self.asked.size}; {peak}. {self.advice}"
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("settings", "tokens/s", "step", "exposed", "peak", "host", "")]
         for plan in self.plans:
-            rows.append(row_of(plan))
+            host = amount(plan.host_bytes) if plan.host_bytes else ""
+            times = f"{_rate(plan):,.0f}", duration(plan.seconds), duration(plan.exposed)
+            rows.append((plan.name, *times, amount(plan.device_bytes), host, "" if plan.fits else "does not fit"))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"{name}: cannot be planned: {why}" for name, why in self.failed]
@@ -87,19 +68,6 @@ class Comparison:
 def _rate(plan: Plan) -> float:
     """Tokens per second of a rank. Those of a tensor-parallel group go through the same ones, and share them here."""
     return plan.tokens_per_second / plan.config.tensor
-
-
-def row_of(plan: Plan) -> tuple[str, ...]:
-    """Cells of a table."""
-    return (
-        plan.name,
-        f"{_rate(plan):,.0f}",
-        duration(plan.seconds),
-        duration(plan.rehearsal.exposed),
-        amount(plan.device_bytes),
-        amount(plan.host_bytes) if plan.host_bytes else "",
-        "" if plan.fits else "does not fit",
-    )
 
 
 def changes(
@@ -157,8 +125,7 @@ def compare(
     if machine.is_accelerator and "activation_budget" not in options:
         others.append((workload, asked.config, {**options, "activation_budget": 0}))
     for other_workload, other, chosen in others:
-        sizes = other_workload.batch_size, other_workload.microbatches
-        name = Plan(other.resolve(world_size), machine, *sizes, asked.rehearsal, chosen).name
+        name = name_of(other_workload, other.resolve(world_size), chosen)
         if name in seen:
             continue
         seen.add(name)

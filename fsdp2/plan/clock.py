@@ -1,17 +1,18 @@
 """`Clock`: simulated time. What a step takes, if operators and messages take what they are said to take. Layer: plan.
 
 It is a `Streams`, so the runtime itself decides what waits for what. Work is given to the stream that is current, and
-begins when the stream is free, and not before the host has issued it. An event is the time at which its stream will
-have finished; to wait for it moves a stream to that time. Messages have a queue for each process group.
-
-An accelerator's host runs ahead. On the CPU the host is what computes: it has one stream, and waits for messages.
-Optimizers that step in the background have a thread, whose time is its own.
+begins when the stream is free. An event is the time at which its stream will have finished; to wait for it moves a
+stream to that time. Messages have a queue for each process group, and optimizers that step in the background a stream.
+The CPU has one stream for everything but messages.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from fsdp2.runtime.streams import Streams
 from fsdp2.trace.timeline import Span
@@ -21,52 +22,41 @@ __all__ = ["Clock"]
 COMPUTE = "compute"
 
 
-class Moment:
-    """A recorded event: when its stream will have done all that it was given before."""
-
-    def __init__(self, clock: "Clock", seconds: float):
-        self.clock = clock
-        self.seconds = seconds
-
-    def synchronize(self) -> None:
-        """Let the host wait."""
-        self.clock.host = max(self.clock.host, self.seconds)
-
-
-class Issued(Future[None]):
-    """A task of the background: its thread has issued everything at some time, until which `result` waits."""
+class Moment(Future[None]):
+    """An event, or a task of the background: when its stream will have done all that it was given before."""
 
     def __init__(self, clock: "Clock", seconds: float):
         super().__init__()
         self.set_result(None)
-        self._moment = Moment(clock, seconds)
+        self.seconds = seconds
+        self._clock = clock
 
     def result(self, timeout: float | None = None) -> None:
-        """Let the host wait."""
-        self._moment.synchronize()
+        """Wait for it."""
+        self._clock.arrive(self.seconds)
+
+    synchronize = result
 
 
 class Clock(Streams):
-    """The time of each stream, of the host and of each process group's messages; in seconds since the start.
+    """The time of each stream and of each process group's messages; in seconds since the start.
 
     Args:
         lazy: as on the CPU (see `Streams`).
 
     Attributes:
-        host: how far the host is.
+        origin: the time from which the next three count.
         spans: what ran when.
-        exposed: seconds for which compute waited for messages although the host had more for it to do.
+        exposed: seconds for which compute waited for messages, copies, or steps on the host.
     """
 
     def __init__(self, lazy: bool):
         self.lazy = lazy
-        self.host = 0.0
+        self.origin = 0.0
         self.spans: list[Span] = []
         self.exposed = 0.0
         self._current = COMPUTE
-        self._thread = 0.0
-        self._free_at: dict[str, float] = {}
-        self._wires: dict[int, float] = {}
+        self._free_at: dict[str | dist.ProcessGroup, float] = defaultdict(float)
 
     @property
     def is_stepping(self) -> bool:
@@ -76,54 +66,50 @@ class Clock(Streams):
     @property
     def now(self) -> float:
         """When compute will have done what it was given so far."""
-        return self._free_at.get(COMPUTE, 0.0)
+        return self._free_at[COMPUTE]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds up to then."""
+        return self.now - self.origin
 
     @property
     def end(self) -> float:
         """When everything will be done."""
-        return max([self.host, *self._free_at.values(), *self._wires.values()])
+        return max(self.now, *self._free_at.values())
 
-    def work(self, lane: str, name: str, seconds: float, host_seconds: float = 0.0) -> None:
-        """Give the current stream work of `seconds`, which the host takes `host_seconds` to issue."""
-        self.host += host_seconds
-        if host_seconds and not self.lazy:
-            self._note("host", name, self.host - host_seconds, self.host)
-        free = self._free_at.get(self._current, 0.0)
-        begin = max(free, self.host)
+    def restart(self) -> None:
+        """Count from now on."""
+        self.origin, self.spans, self.exposed = self.now, [], 0.0
+
+    def work(self, lane: str, name: str, seconds: float) -> None:
+        """Give the current stream work of `seconds`."""
+        begin = self._free_at[self._current]
         end = self._free_at[self._current] = begin + seconds
-        if self.lazy:
-            self.host = end
-            begin = free  # what the host does in between is the same work
         if seconds:
             self._note(lane if self._current == COMPUTE else self._current, name, begin, end)
 
-    def think(self, lane: str, name: str, seconds: float) -> None:
-        """The host itself computes."""
-        begin, self.host = self.host, self.host + seconds
-        self._note(lane, name, begin, self.host)
-
-    def message(self, wire: int, lane: str, name: str, seconds: float, follows: bool = True) -> float:
+    def message(self, wire: dist.ProcessGroup, lane: str, name: str, seconds: float, follows: bool = True) -> float:
         """Send a message behind those of the same `wire`, once the current stream has come so far. Returns when it will
         have arrived. With `follows` False it does not keep later ones waiting (it goes the other way)."""
-        begin = max(self._free_at.get(self._current, 0.0), self.host, self._wires.get(wire, 0.0))
+        begin = max(self._free_at[self._current], self._free_at[wire])
         end = begin + seconds
         if follows:
-            self._wires[wire] = end
+            self._free_at[wire] = end
             self._note(lane, name, begin, end)
         return end
 
     def arrive(self, seconds: float) -> None:
         """The current stream needs what arrives at that time."""
-        begin = max(self._free_at.get(self._current, 0.0), self.host)
+        begin = self._free_at[self._current]
         if seconds > begin and self._current == COMPUTE:
             self.exposed += seconds - begin
             self._note("waiting", "", begin, seconds)
-        self._free_at[self._current] = max(self._free_at.get(self._current, 0.0), seconds)
-        if self.lazy:
-            self.host = max(self.host, seconds)
+        self._free_at[self._current] = max(begin, seconds)
 
     def _note(self, lane: str, name: str, begin: float, end: float) -> None:
         """Remember a span, joined with the one before it in its lane where they are one."""
+        begin, end = max(begin - self.origin, 0.0), end - self.origin
         for last in reversed(self.spans[-4:]):
             if (last.lane, last.name) == (lane, name) and begin - last.end_s < 1e-5:
                 last.end_s = end
@@ -144,23 +130,8 @@ class Clock(Streams):
     def copying(self) -> AbstractContextManager[object]:
         return self._on("copies")
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The block is one of the thread in the background, on the stream that it has."""
-        if self.lazy:
-            yield
-            return
-        caller, self.host = self.host, max(self.host, self._thread)
-        try:
-            with self._on("optimizer"):
-                yield
-        finally:
-            self._thread, self.host = self.host, caller
-
-    def behind(self, task: Callable[[], None]) -> Future[None]:
-        """See `Streams`."""
-        task()
-        return Issued(self, self._thread)
+    def stepping(self) -> AbstractContextManager[object]:
+        return self._on("optimizer")
 
     @contextmanager
     def _on(self, stream: str) -> Iterator[None]:
@@ -171,11 +142,13 @@ class Clock(Streams):
         finally:
             self._current = before
 
+    def behind(self, task: Callable[[], None]) -> Future[None]:
+        task()
+        return Moment(self, self._free_at["optimizer"])
+
     def record(self) -> Any:
-        """See `Streams`."""
-        return None if self.lazy else Moment(self, max(self._free_at.get(self._current, 0.0), self.host))
+        return None if self.lazy else Moment(self, self._free_at[self._current])
 
     def wait(self, event: Any) -> None:
-        """See `Streams`."""
         if event is not None:
             self.arrive(event.seconds)

@@ -1,4 +1,4 @@
-"""What one operator takes: its floating-point operations or its bytes, whichever is slower. Layer: plan.
+"""What one operator takes: a roofline of its floating-point operations and its bytes. Layer: plan.
 
 FLOPs come from torch's registry of formulas (`torch.utils.flop_counter`), which covers matrix products, convolutions
 and fused attention. Any other operator is as fast as memory.

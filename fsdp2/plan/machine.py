@@ -3,7 +3,7 @@
 Rates are those that programs reach, not those of data sheets: `MACHINES` multiplies data sheets by the shares below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ class Machine:
             is a share of what eight ranks get of sixteen channels of DDR5-4800.
         ranks_per_node: ranks that share a node.
         link_latency, network_latency: seconds for each hop of a ring.
-        op_seconds: what the host takes to issue an operator.
+        op_seconds: the least that an operator takes, since the host has to issue it.
         context: bytes that the runtime of the device takes for itself.
         communicator: bytes of each process group's communicator.
         host_memory: bytes of a node's host memory.
@@ -65,10 +65,12 @@ class Machine:
         """Floating-point operations a second in this dtype."""
         return self.flops.get(str(dtype).removeprefix("torch."), self.flops["float32"])
 
-    def message_seconds(self, nbytes: int, size: int, ranks_in_node: int) -> float:
-        """How long a ring of `size` ranks, of which `ranks_in_node` share a node, takes if each sends `nbytes`."""
+    def message_seconds(self, nbytes: int, ranks: Sequence[int], own: int) -> float:
+        """How long a ring of `ranks` takes if each sends `nbytes`, as the rank `own` sees it."""
+        size = len(ranks)
         if size == 1:
             return 0.0
+        ranks_in_node = sum(rank // self.ranks_per_node == own // self.ranks_per_node for rank in ranks)
         nodes = -(-size // ranks_in_node)
         seconds = nbytes / self.link if ranks_in_node > 1 else 0.0
         seconds += self.link_latency * (min(size, ranks_in_node) - 1)
@@ -79,15 +81,18 @@ class Machine:
 
 
 def _gpu(
-    name: str, gib: float, flops: Mapping[str, float], memory: float, link: float, host_link: float, source: str
+    name: str, gib: float, bf16: float, tf32: float, memory: float, link: float, host_link: float, source: str
 ) -> Machine:
+    """From a data sheet: dense rates (some give twice as much, with sparsity), float32 as TF32, links in one direction.
+    `gib` is what the driver reports; the network has 400 Gb/s for each GPU."""
+    flops = {"bfloat16": bf16, "float16": bf16, "float32": tf32}
     return Machine(
         name,
         int(gib * GIB),
         {dtype: SHARE_OF_FLOPS * rate for dtype, rate in flops.items()},
         SHARE_OF_MEMORY * memory,
         SHARE_OF_LINKS * link,
-        SHARE_OF_LINKS * 50 * GB,  # 400 Gb/s a GPU
+        SHARE_OF_LINKS * 50 * GB,
         SHARE_OF_LINKS * host_link,
         context=GIB // 2,
         communicator=GIB // 4,
@@ -95,32 +100,15 @@ def _gpu(
     )
 
 
-def _rates(bf16: float, tf32: float) -> dict[str, float]:
-    return {"bfloat16": bf16, "float16": bf16, "float32": tf32}
-
-
-# Dense rates (data sheets give twice as much, with sparsity), float32 as TF32, links in one direction. `gib` is what
-# the driver reports.
-_HOPPER = _rates(989e12, 494e12)
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _gpu(
-            *("h100", 79.1, _HOPPER, 3.35e12, 450 * GB, 64 * GB),
-            "H100 SXM: https://www.nvidia.com/en-us/data-center/h100/",
-        ),
-        _gpu(
-            *("h200", 139.8, _HOPPER, 4.8e12, 450 * GB, 64 * GB),
-            "H200 SXM: https://www.nvidia.com/en-us/data-center/h200/",
-        ),
-        _gpu(
-            *("a100", 79.1, _rates(312e12, 156e12), 2.039e12, 300 * GB, 32 * GB),
-            "A100 80GB SXM: https://www.nvidia.com/en-us/data-center/a100/",
-        ),
-        _gpu(
-            *("rtx4090", 23.6, _rates(165e12, 82.6e12), 1.008e12, 32 * GB, 32 * GB),
-            "NVIDIA Ada GPU architecture, appendix A (dense, FP32 accumulation; peers over PCIe 4.0 x16): "
-            "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf",
-        ),
+        _gpu("h100", 79.1, 989e12, 494e12, 3.35e12, 450 * GB, 64 * GB, f"H100 SXM: {_NVIDIA}h100/"),
+        _gpu("h200", 139.8, 989e12, 494e12, 4.8e12, 450 * GB, 64 * GB, f"H200 SXM: {_NVIDIA}h200/"),
+        _gpu("a100", 79.1, 312e12, 156e12, 2.039e12, 300 * GB, 32 * GB, f"A100 80GB SXM: {_NVIDIA}a100/"),
+        # Appendix A: dense, FP32 accumulation; peers over PCIe 4.0 x16.
+        _gpu("rtx4090", 23.6, 165e12, 82.6e12, 1.008e12, 32 * GB, 32 * GB, f"Ada GPU architecture: {_ADA}"),
     )
 }

@@ -7,34 +7,31 @@ counts: a gradient that is sent from where it lies is a gradient.
 
 import weakref
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
+from enum import StrEnum
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.runtime.root import units_below
+from fsdp2.runtime.tree import tensors_in
 from fsdp2.trace.timeline import Sample
 
-__all__ = ["Kind", "Memory", "tensors_in"]
+__all__ = ["Kind", "Memory"]
 
 
-class Kind(IntEnum):
+class Kind(StrEnum):
     """What a storage holds."""
 
-    PARAMETERS = 0
-    STATES = 1
-    UNSHARDED = 2
-    GRADIENTS = 3
-    COMMUNICATION = 4
-    ACTIVATIONS = 5
+    PARAMETERS = "parameters and buffers"
+    STATES = "optimizer states"
+    UNSHARDED = "unsharded units"
+    GRADIENTS = "gradients"
+    COMMUNICATION = "communication buffers"
+    ACTIVATIONS = "activations and the rest"
 
 
-_TEXTS = (
-    *("parameters and buffers", "optimizer states", "unsharded units", "gradients", "communication buffers"),
-    "activations and the rest",
-)
+_ORDER = list(Kind)
 
 
 @dataclass(eq=False)
@@ -80,7 +77,7 @@ class Memory:
             known.changes.append((self.tick, self.seconds, storage.nbytes()))
             self._holdings.append(known)
             self._alive[key] = known
-        known.kind = min(known.kind, kind)
+        known.kind = min(known.kind, kind, key=_ORDER.index)
 
     def mark_elastic(self, tensor: torch.Tensor) -> None:
         """`tensor`'s storage may be resized: look at its size at every operator."""
@@ -136,16 +133,5 @@ class Memory:
         for tick in sorted(changes):
             for kind, difference in changes[tick]:
                 total[kind] += difference
-            samples.append(Sample(times[tick], dict(zip(_TEXTS, total.values(), strict=True))))
+            samples.append(Sample(times[tick], {str(kind): nbytes for kind, nbytes in total.items()}))
         return samples
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for each in tree for tensor in tensors_in(each)]
-    if isinstance(tree, dict):
-        return [tensor for each in tree.values() for tensor in tensors_in(each)]
-    return []

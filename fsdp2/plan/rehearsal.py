@@ -1,4 +1,4 @@
-"""`rehearse`: run a step of the real library where nothing is real: fake tensors, absent ranks, simulated time.
+"""`predict`: run a step of the real library where nothing is real: fake tensors, absent ranks, simulated time.
 
 So a plan cannot drift from the runtime: units, schedule, layouts, lanes and reductions are the runtime's own. Three
 things are stood in for: the ranks (`absent`), the time (`clock`), and the memory of an accelerator, for which the CPU's
@@ -8,9 +8,9 @@ Layer: plan.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,14 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import events
-from fsdp2._torch import (
-    FAKE_ERRORS,
-    FakeTensorMode,
-    MemoryMode,
-    buffer_slots,
-    group_named,
-    parameter_slots,
-)
+from fsdp2._torch import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_slots, group_named, parameter_slots
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
@@ -40,61 +33,76 @@ from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
 from fsdp2.plan.cost import nbytes_of, seconds_of
 from fsdp2.plan.machine import Machine
-from fsdp2.plan.memory import Kind, Memory, tensors_in
+from fsdp2.plan.memory import Kind, Memory
+from fsdp2.plan.prediction import Plan, name_of
 from fsdp2.plan.workload import Workload
 from fsdp2.policies import standing_for_host
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.streams import simulated
-from fsdp2.trace.timeline import Sample, Span
+from fsdp2.runtime.tree import tensors_in
+from fsdp2.trace.timeline import Timeline
 
-__all__ = ["Message", "Rehearsal", "rehearse"]
+__all__ = ["predict"]
 
 HOST = torch.device("cpu", 1)
 
 
-@dataclass(frozen=True)
-class Message:
-    """A collective, or a message of one.
+def predict(
+    workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, rank: int = 0, **options: Any
+) -> Plan:
+    """What the second step of `rank` takes (the first one makes states and buffers).
 
-    Attributes:
-        kind: of the event that issued it; ``tensor parallel`` for those of DTensor.
-        unit: FQN of the unit.
-        sent: bytes that this rank sends.
+    The library itself runs, on fake tensors and with ranks that do not exist: it needs no device, no process group and
+    no memory for the model. It must be called before `init_process_group`, or in a process of its own.
+
+    Args:
+        workload: model, batch, loss and optimizer.
+        config: the degrees and what is applied; ``shard="auto"`` is resolved against `world_size`.
+        machine: one of `MACHINES`, or your own.
+        options: of `parallelize`, such as `tp_plan`, `blocks` and `zero`; and `activation_budget`, the bytes of saved
+            activations that `fsdp2.offload_activations` leaves on the device.
+
+    With the config's `offload` the optimizer is that of `fsdp2.offload_optimizer`, of the workload's kind. Its step
+    goes on beside the next forward, so the time is that from one step to the next.
+
+    Raises:
+        ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
+        UnsupportedError: the model needs values (the message names the operator); or there are pipeline stages, context
+            parallelism, or state in files.
+        OrderError: this process has a process group.
+
+    Example::
+
+        plan = predict(workload, ParallelConfig(mixed_precision="bf16"), MACHINES["h100"], world_size=512)
+        print(plan)
+        assert plan.fits
     """
-
-    kind: str
-    unit: str
-    sent: int
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What one rank did in a step.
-
-    Attributes:
-        events: what the runtime reported, in order.
-        messages: what was sent.
-        samples, host_samples: bytes by kind in device and in host memory.
-        spans: what ran when.
-        seconds: of the step.
-        exposed: of these, for which compute waited for communication.
-        num_params: elements of all parameters of the whole model.
-        num_units: units with parameters.
-        num_groups: process groups that were communicated in.
-        tokens: of all microbatches of this rank.
-    """
-
-    events: Sequence[events.Event]
-    messages: Sequence[Message]
-    samples: Sequence[Sample]
-    host_samples: Sequence[Sample]
-    spans: Sequence[Span]
-    seconds: float
-    exposed: float
-    num_params: int
-    num_units: int
-    num_groups: int
-    tokens: int
+    config = config.resolve(world_size)
+    if config.pipeline > 1:
+        raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
+    if config.context > 1:  # its attention is one operator, which has no inside under fake tensors
+        raise UnsupportedError("plan: plans no context parallelism yet; plan with context = 1 and shorter sequences")
+    if getattr(options.get("offload_policy"), "folders", ()):
+        raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
+    comm = NcclComm() if machine.is_accelerator else GlooComm()
+    model = _build(workload)
+    with events.record() as log, warnings.catch_warnings():
+        # Neighbours are looked for by their addresses; those of fake tensors are 0, so there are none.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        observer = Observer(machine, log)
+        with (
+            absent_ranks(world_size, rank, comm, observer.send),
+            simulated(observer.clock),
+            standing_for_host(HOST) if machine.is_accelerator else nullcontext(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            observer,
+        ):
+            try:
+                return _rehearse(model, workload, config, observer, options)
+            except FAKE_ERRORS as error:
+                raise UnsupportedError(
+                    f"plan: '{getattr(error, 'func', None) or error}' cannot run without the values of its inputs"
+                ) from error
 
 
 class Observer(MemoryMode):
@@ -105,13 +113,12 @@ class Observer(MemoryMode):
         self.machine = machine
         self.clock = Clock(lazy=not machine.is_accelerator)
         self.memory = Memory(HOST)
-        self.messages: list[Message] = []
-        self.groups: set[int] = set()
+        self.sent: Counter[str] = Counter()
+        self.groups: set[dist.ProcessGroup] = set()
         self.phase = ""
-        self._log = log
+        self.log = log
         self._num_seen = 0
         self._running: list[str] = []
-        self._in_node: dict[int, int] = {}
 
     # --- operators ----------------------------------------------------------------------------------------------------
 
@@ -122,7 +129,7 @@ class Observer(MemoryMode):
         if function.namespace == "prim" or getattr(function, "is_view", False):  # half of all: neither memory nor time
             return function(*args, **kwargs)
         function = self.as_without(function, args)
-        self._tick()
+        self.tick()
         result = function(*args, **kwargs)
         name = function.__name__
         for leaf in tensors_in((args, kwargs, result)):
@@ -138,10 +145,18 @@ class Observer(MemoryMode):
             self._compute(function, args, kwargs, result)
         return result
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """The next operator begins."""
         self.memory.tick += 1
-        self.memory.seconds = self.clock.now
+        self.memory.seconds = self.clock.elapsed
         self.memory.look()
+
+    def restart(self) -> int:
+        """What counts begins. Returns the number of the operator."""
+        self.clock.restart()
+        self.sent.clear()
+        self.tick()
+        return self.memory.tick
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = tensors_in((args, kwargs, result))
@@ -149,37 +164,34 @@ class Observer(MemoryMode):
         on_host = [tensor.device == HOST for tensor in tensors]
         if tensors and all(on_host):
             seconds = nbytes_of(tensors) / self.machine.host_memory_bandwidth
-            self.clock.think(lane, self._label(), self.machine.op_seconds + seconds)
-            return
-        if any(on_host):
-            nbytes = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-            seconds = nbytes / self.machine.host_link
+        elif any(on_host):
+            seconds = max(tensor.numel() * tensor.element_size() for tensor in tensors) / self.machine.host_link
         else:
             seconds = seconds_of(self.machine, function, args, kwargs, result, tensors)
-        self.clock.work(lane, self._label(), seconds, self.machine.op_seconds)
+        self.clock.work(lane, self._label(), max(seconds, self.machine.op_seconds) if seconds else 0.0)
 
     def _label(self) -> str:
         """The unit whose forward or backward runs, by the events so far."""
-        for event in self._log[self._num_seen :]:
+        for event in self.log[self._num_seen :]:
             kind, _, what = event.kind.partition("_")
             label = f"{what} {event.unit or '(root)'}"
             if kind == "pre" and what in ("forward", "backward"):
                 self._running.append(label)
             elif kind == "post" and label in self._running:
                 self._running.remove(label)
-        self._num_seen = len(self._log)
+        self._num_seen = len(self.log)
         return self._running[-1] if self._running else self.phase
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def send(
-        self, kind: str, tensors: Sequence[torch.Tensor], nbytes: int, group: dist.ProcessGroup, both: bool = True
+        self, kind: str, tensors: Sequence[torch.Tensor], nbytes: int, group: dist.ProcessGroup, both: bool
     ) -> Callable[[], None]:
         """See `Wire`."""
         for tensor in tensors:
             self.memory.mark(tensor, Kind.COMMUNICATION)
         # An all-reduce in messages sends its second half while it is waited for.
-        issued = next((e for e in reversed(self._log) if e.group_size or e.kind.endswith("_wait")), None)
+        issued = next((e for e in reversed(self.log) if e.group_size or e.kind.endswith("_wait")), None)
         unit = issued.unit if issued is not None and kind != "all_reduce" else ""
         if kind in ("send", "recv"):
             kind = issued.kind.removesuffix("_wait") if issued is not None else kind
@@ -198,153 +210,86 @@ class Observer(MemoryMode):
         self._send("tensor parallel", "", int(nbytes * factor * share), group, True)()
 
     def _send(self, kind: str, unit: str, nbytes: int, group: dist.ProcessGroup, both: bool) -> Callable[[], None]:
-        wire = id(group)
-        self.groups.add(wire)
-        if wire not in self._in_node:
-            ranks = dist.get_process_group_ranks(group)
-            node = dist.get_rank() // self.machine.ranks_per_node
-            self._in_node[wire] = sum(rank // self.machine.ranks_per_node == node for rank in ranks)
+        self.groups.add(group)
         if both:
-            self.messages.append(Message(kind, unit, nbytes))
-        seconds = self.machine.message_seconds(nbytes, group.size(), self._in_node[wire])
-        end = self.clock.message(wire, kind.replace("_", "-"), unit, seconds, both)
+            self.sent[kind] += nbytes
+        seconds = self.machine.message_seconds(nbytes, dist.get_process_group_ranks(group), dist.get_rank())
+        end = self.clock.message(group, kind.replace("_", "-"), unit, seconds, both)
         return lambda: self.clock.arrive(end)
 
 
-def rehearse(
-    workload: Workload, config: ParallelConfig, machine: Machine, world_size: int, rank: int = 0, **options: Any
-) -> Rehearsal:
-    """The second step of `rank` (the first one makes states and buffers).
-
-    Raises:
-        ArgumentError: the degrees do not fit, or nothing can be a unit (see `ParallelConfig`, `parallelize`).
-        UnsupportedError: an operator cannot run on fake tensors; or there are pipeline stages, context parallelism, or
-            state in files.
-        OrderError: this process has a process group.
-    """
-    config = config.resolve(world_size)
-    if config.pipeline > 1:
-        raise UnsupportedError("plan: plans no pipelines yet; plan one stage as a model of its own, with pipeline = 1")
-    if config.context > 1:  # its attention is one operator, which has no inside under fake tensors
-        raise UnsupportedError("plan: plans no context parallelism yet; plan with context = 1 and shorter sequences")
-    if getattr(options.get("offload_policy"), "folders", ()):
-        raise UnsupportedError("plan: plans no files; plan with tier='cpu', and take the state off host memory")
-    comm = NcclComm() if machine.is_accelerator else GlooComm()
-    model = _build(workload)
-    with events.record() as log, warnings.catch_warnings():
-        # Neighbours are looked for by their addresses; those of fake tensors are 0, so there are none.
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        observer = Observer(machine, log)
-        with (
-            absent_ranks(world_size, rank, comm, observer),
-            simulated(observer.clock),
-            standing_for_host(HOST) if machine.is_accelerator else nullcontext(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            _named_operators(),
-            observer,
-        ):
-            return _rehearse(model, workload, config, observer, log, options)
-
-
 def _rehearse(
-    model: nn.Module,
-    workload: Workload,
-    config: ParallelConfig,
-    observer: Observer,
-    log: list[events.Event],
-    options: dict[str, Any],
-) -> Rehearsal:
+    model: nn.Module, workload: Workload, config: ParallelConfig, observer: Observer, options: dict[str, Any]
+) -> Plan:
+    """Two steps, of which the second counts; see `predict`."""
     _make_fake(model)
     num_params = sum(param.numel() for param in model.parameters())
-
-    meshes = build_meshes(config, "cpu")
-    budget = options.pop("activation_budget", None)
-    chosen = units_of(model, options.get("blocks") or config.blocks or None) if budget is not None else ()
-    parallelize(model, config, meshes=meshes, **options)
-    if budget is not None:
-        blocks = [model.get_submodule(unit.fqn) for unit in chosen[:-1]]
-        inside = {module for block in blocks for module in block.modules() if module is not block}
-        offload_activations([block for block in blocks if block not in inside], budget=budget)
+    _apply(model, config, **options)
     for tensor in (*model.parameters(), *model.buffers()):
         observer.memory.mark(tensor, Kind.PARAMETERS)
-    optimizer = _optimizer(model, workload, config)
+    optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
+    if config.offload != "none" and not isinstance(optimizer, OffloadedOptimizer):
+        optimizer = offload_optimizer(type(optimizer), [{**group} for group in optimizer.param_groups])
+    in_background = isinstance(optimizer, OffloadedOptimizer)
     batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
-    tokens = sum(tensors[0].numel() for batch in batches if (tensors := tensors_in(batch)))
-    in_stages = options.get("zero") is not None
-    _step(model, optimizer, batches, workload, observer, in_stages)
+
+    def step() -> None:
+        for index, batch in enumerate(batches):
+            _set_last(model, index == len(batches) - 1, options.get("zero") is not None)
+            observer.phase = "loss"
+            workload.loss(model, batch).backward()
+        for param in model.parameters():
+            observer.memory.mark(param.grad, Kind.GRADIENTS)
+        observer.phase = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad()
+        observer.phase = ""
+
+    step()
     if isinstance(optimizer, OffloadedOptimizer):
         optimizer.wait()  # so that parameters can be looked at
     observer.memory.mark_what_stays(model, optimizer)
-
     clock = observer.clock
-    clock.host = clock.end
     clock.arrive(clock.end)
-    if isinstance(optimizer, OffloadedOptimizer):  # what is measured begins while the last step is under way
-        _step(model, optimizer, batches, workload, observer, in_stages)
-    start = max(clock.host, clock.now)
-    clock.exposed, observer.messages, first_event = 0.0, [], len(log)
-    observer._tick()
-    since = observer.memory.tick
-    _step(model, optimizer, batches, workload, observer, in_stages)
-    end = max(clock.host, clock.now) if isinstance(optimizer, OffloadedOptimizer) else clock.end
-    units = [unit for unit in units_below(model) if unit.groups]
-    return Rehearsal(
-        log[first_event:],
-        observer.messages,
-        [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since)],
-        [Sample(max(each.at_s - start, 0.0), each.nbytes) for each in observer.memory.samples(since, is_host=True)],
-        _between(start, end, clock.spans),
-        end - start,
+    if in_background:  # what is measured begins while the last step is under way
+        step()
+    since, first_event = observer.restart(), len(observer.log)
+    step()
+    samples, host_samples = (observer.memory.samples(since, is_host) for is_host in (False, True))
+    return Plan(
+        workload,
+        config,
+        observer.machine,
+        options,
+        observer.log[first_event:],
+        observer.sent,
+        Timeline(f"predicted: {name_of(workload, config, options)}", clock.spans, samples),
+        host_samples,
+        clock.elapsed if in_background else clock.end - clock.origin,
         clock.exposed,
         num_params,
-        len(units),
+        sum(bool(unit.groups) for unit in units_below(model)),
         len(observer.groups),
-        tokens,
+        sum(tensors[0].numel() for batch in batches if (tensors := tensors_in(batch))),
     )
 
 
-def _optimizer(model: nn.Module, workload: Workload, config: ParallelConfig) -> torch.optim.Optimizer:
-    """The workload's; with the config's offload, one of the same kind that steps in the background."""
-    optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
-    if config.offload == "none" or isinstance(optimizer, OffloadedOptimizer):
-        return optimizer
-    return offload_optimizer(type(optimizer), [{**group} for group in optimizer.param_groups])
+def _apply(model: nn.Module, config: ParallelConfig, activation_budget: int | None = None, **options: Any) -> None:
+    chosen = () if activation_budget is None else units_of(model, options.get("blocks") or config.blocks or None)
+    parallelize(model, config, meshes=build_meshes(config, "cpu"), **options)
+    if activation_budget is not None:
+        blocks = [model.get_submodule(unit.fqn) for unit in chosen[:-1]]
+        inside = {module for block in blocks for module in block.modules() if module is not block}
+        offload_activations([block for block in blocks if block not in inside], budget=activation_budget)
 
 
-def _between(start: float, end: float, spans: Sequence[Span]) -> list[Span]:
-    """What of these is there, in seconds since `start`."""
-    return [
-        Span(each.lane, each.name, max(each.begin_s, start) - start, min(each.end_s, end) - start)
-        for each in spans
-        if each.end_s > start and each.begin_s < end
-    ]
-
-
-def _step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Any],
-    workload: Workload,
-    observer: Observer,
-    in_stages: bool,
-) -> None:
-    """Forwards, backwards, the optimizer, and gradients dropped. With a stage of ZeRO that decides what waits for the
-    last backward; otherwise all reductions do."""
+def _set_last(model: nn.Module, is_last: bool, in_stages: bool) -> None:
+    """A stage of ZeRO decides what waits for the last backward; without one all reductions do."""
     assert isinstance(model, FSDPModule)
-    for index, batch in enumerate(batches):
-        is_last = index == len(batches) - 1
-        if in_stages:
-            model.set_is_last_backward(is_last)
-        elif len(batches) > 1:
-            model.set_requires_gradient_sync(is_last)
-        observer.phase = "loss"
-        workload.loss(model, batch).backward()
-    for param in model.parameters():
-        observer.memory.mark(param.grad, Kind.GRADIENTS)
-    observer.phase = "optimizer"
-    optimizer.step()
-    optimizer.zero_grad()
-    observer.phase = ""
+    if in_stages:
+        model.set_is_last_backward(is_last)
+    else:
+        model.set_requires_gradient_sync(is_last)
 
 
 def _build(workload: Workload) -> nn.Module:
@@ -383,18 +328,3 @@ def _make_fake(model: nn.Module) -> None:
             for name, value in each.items():
                 if isinstance(value, torch.Tensor):
                     each[name] = fake(value)
-
-
-@contextmanager
-def _named_operators() -> Iterator[None]:
-    """Say which operator cannot run without values.
-
-    Raises:
-        UnsupportedError: instead of torch's own errors.
-    """
-    try:
-        yield
-    except FAKE_ERRORS as error:
-        raise UnsupportedError(
-            f"plan: '{getattr(error, 'func', None) or error}' cannot run without the values of its inputs"
-        ) from error

@@ -13,25 +13,16 @@ __all__ = ["Workload", "default_loss"]
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call `model` with the batch (a dict: its keywords; a tuple: its arguments). The loss is ``.loss`` or ``["loss"]``
-    of what it returns, or the mean of its first tensor."""
-    if isinstance(batch, dict):
-        output = model(**batch)
-    elif isinstance(batch, tuple):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return loss
-    if isinstance(output, dict):
-        output = tuple(output.values())
-    first = output[0] if isinstance(output, (tuple, list)) else output
-    if not isinstance(first, torch.Tensor):
+    """Call `model` with the batch (a dict: its keywords; a tuple: its arguments). The loss is ``.loss`` of what it
+    returns, or the mean of a tensor."""
+    positional, keywords = ((), batch) if isinstance(batch, dict) else (batch, {})
+    output = model(*(positional if isinstance(positional, tuple) else (positional,)), **keywords)
+    loss = getattr(output, "loss", output)
+    if not isinstance(loss, torch.Tensor):
         raise ArgumentError(
-            f"plan: the model returned a {type(first).__name__}; pass loss=, a function of model and batch"
+            f"plan: the model returned a {type(output).__name__}; pass loss=, a function of model and batch"
         )
-    return first.float().mean()
+    return loss if not loss.dim() else loss.float().mean()
 
 
 @dataclass(frozen=True)

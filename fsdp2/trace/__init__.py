@@ -4,7 +4,6 @@
 """
 
 from fsdp2.trace.recording import record
-from fsdp2.trace.saving import chrome_trace, save
-from fsdp2.trace.timeline import Sample, Span, Timeline
+from fsdp2.trace.timeline import Sample, Span, Timeline, chrome_trace, save
 
 __all__ = ["Sample", "Span", "Timeline", "chrome_trace", "record", "save"]

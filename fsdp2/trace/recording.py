@@ -20,6 +20,7 @@ from fsdp2.trace.timeline import Span, Timeline
 __all__ = ["record"]
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+_STEP = "step"
 
 
 @contextmanager
@@ -39,62 +40,44 @@ def record(title: str = "measured") -> Iterator[Timeline]:
         trace.save("step.json", timeline)
     """
     timeline = Timeline(title)
-    steps: list[float] = []
-    hooks = [
-        register_optimizer_step_pre_hook(lambda *_: steps.append(perf_counter())),
-        register_optimizer_step_post_hook(lambda *_: steps.append(perf_counter())),
-    ]
-    start = perf_counter()
-    try:
-        with events.record() as log:
+    with events.record() as log:
+
+        def note(kind: str) -> None:
+            log.append(events.Event(f"{kind}_{_STEP}", "", at=perf_counter()))
+
+        begins = register_optimizer_step_pre_hook(lambda *_: note("pre"))
+        ends = register_optimizer_step_post_hook(lambda *_: note("post"))
+        start = perf_counter()
+        try:
             yield timeline
-    finally:
-        end = perf_counter()
-        for hook in hooks:
-            hook.remove()
-    timeline.spans = spans_of(log, steps, start, end)
+        finally:
+            begins.remove()
+            ends.remove()
+            timeline.spans = spans_of(log, start, perf_counter())
 
 
-def spans_of(log: Sequence[events.Event], steps: Sequence[float], start: float, end: float) -> list[Span]:
-    """The spans of events between two times.
-
-    Args:
-        steps: when each optimizer step began and ended, in turn.
-    """
+def spans_of(log: Sequence[events.Event], start: float, end: float) -> list[Span]:
+    """The spans of events between two times."""
     spans: list[Span] = []
     running: list[str] = []
     in_flight: dict[tuple[str, str], deque[float]] = defaultdict(deque)
-    pauses = deque(zip(steps[::2], steps[1::2], strict=False))
     last = start
-
-    def passed(until: float, lane: str) -> None:
-        """Up to `until`, what is running ran; without what the optimizer did in between."""
-        nonlocal last
-        while pauses and pauses[0][0] < until:
-            begin, finish = pauses.popleft()
-            add(lane, last, begin)
-            spans.append(Span("optimizer", "step", begin - start, finish - start))
-            last = finish
-        add(lane, last, until)
-        last = max(last, until)
-
-    def add(lane: str, begin: float, until: float) -> None:
-        name = running[-1] if running else ""
-        if until > begin and (running or lane == "waiting"):
-            spans.append(Span(lane, name, begin - start, until - start))
-
-    for event in log:
+    for event in (*log, events.Event("end", "", at=end)):
         kind, _, what = event.kind.rpartition("_")
-        passed(event.at, "waiting" if what == "done" else "compute")
-        label = f"{what} {event.unit or '(root)'}"
+        name = running[-1] if running else ""
+        lane = "waiting" if what == "done" else "optimizer" if name == _STEP else "compute"
+        if event.at > last and (running or lane == "waiting"):
+            spans.append(Span(lane, name, last - start, event.at - start))
+        last = max(last, event.at)
+        unit = event.unit or "(root)"
+        label = _STEP if what == _STEP else f"{what} {unit}"
         if event.kind in _COLLECTIVES:
-            in_flight[event.kind, event.unit].append(event.at)
-        elif what == "done" and in_flight[kind, event.unit]:
-            begin = in_flight[kind, event.unit].popleft()
-            spans.append(Span(kind.replace("_", "-"), event.unit or "(root)", begin - start, event.at - start))
-        elif kind == "pre" and what in ("forward", "backward"):
+            in_flight[event.kind, unit].append(event.at)
+        elif what == "done" and in_flight[kind, unit]:
+            begin = in_flight[kind, unit].popleft()
+            spans.append(Span(kind.replace("_", "-"), unit, begin - start, event.at - start))
+        elif kind == "pre" and what in ("forward", "backward", _STEP):
             running.append(label)
         elif kind == "post" and label in running:
             running.remove(label)
-    passed(end, "compute")
     return spans

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +19,13 @@ from benchmarks.plan.truth import Truth, measure
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
-from fsdp2.plan.cli import main
+from fsdp2.plan.__main__ import main
 from fsdp2.plan.cost import seconds_of
 from fsdp2.policies import Offload, ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
 from tests.helpers.ranks import on_ranks, run_on_ranks
-from tests.helpers.source_tree import ROOT
 
 # transformers makes a mask where it sees fake tensors, and no mask for real ones.
 TOLERANCE = {"llama": 0.02, "qwen2, bf16, checkpointed": 0.02, "mixtral": 0.002}
@@ -53,7 +48,7 @@ def test_a_plan_is_what_happens(name: str) -> None:
     case = CASES[name]
     true = run_on_ranks(measured, case.ranks, name=name)[0]
     plan = predict(case.workload, case.config, CPU, case.ranks, **case.options)
-    assert [event for event in plan.rehearsal.events if event.group_size] == true.events
+    assert [event for event in plan.events if event.group_size] == true.events
     assert sum(nbytes for kind, nbytes in plan.sent.items() if kind != "tensor parallel") == true.sent
     assert plan.peak.total == pytest.approx(true.peak, rel=TOLERANCE.get(name, 1e-4))
     assert plan.fits
@@ -106,7 +101,7 @@ def test_a_change_of_the_runtime_changes_the_plan(monkeypatch: pytest.MonkeyPatc
     workload, config = of_mlps(), ParallelConfig()
 
     def unsharded() -> int:
-        samples = predict(workload, config, MACHINES["h100"], 2).rehearsal.samples
+        samples = predict(workload, config, MACHINES["h100"], 2).timeline.samples
         return max(sample.nbytes["unsharded units"] for sample in samples)
 
     before = unsharded()
@@ -137,7 +132,7 @@ def test_time_of_products() -> None:
     """Forward, gradients of weights, and of inputs but the first's: at the rate of the machine."""
     plan = predict(LINEARS, BLOCKS, replace(IDLE, flops={"float32": 1e9}), 8)
     assert plan.seconds == pytest.approx(2 * ROWS * DIM * DIM * (3 * DEPTH - 1) / 1e9)
-    assert plan.rehearsal.exposed == pytest.approx(0, abs=1e-12)
+    assert plan.exposed == pytest.approx(0, abs=1e-12)
 
 
 def test_time_of_messages() -> None:
@@ -147,7 +142,7 @@ def test_time_of_messages() -> None:
     assert plan.collectives == {"all_gather": 2 * DEPTH, "reduce_scatter": DEPTH}
     assert sum(plan.sent.values()) == 3 * weights * 7 // 8
     assert plan.seconds == pytest.approx(sum(plan.sent.values()) / 1e9)
-    assert plan.rehearsal.exposed == pytest.approx(plan.seconds)
+    assert plan.exposed == pytest.approx(plan.seconds)
 
 
 def test_time_overlaps() -> None:
@@ -157,7 +152,7 @@ def test_time_overlaps() -> None:
     messages = predict(LINEARS, BLOCKS, replace(machine, flops={"float32": 1e30}), 8).seconds
     both = predict(LINEARS, BLOCKS, machine, 8)
     assert max(compute, messages) < both.seconds < 0.9 * (compute + messages)
-    assert both.seconds == pytest.approx(compute + both.rehearsal.exposed, rel=0.05)
+    assert both.seconds == pytest.approx(compute + both.exposed, rel=0.05)
 
 
 @pytest.mark.parametrize("config", [BLOCKS, replace(BLOCKS, replicate=512)], ids=["fsdp", "hsdp"])
@@ -166,44 +161,7 @@ def test_thousands_of_ranks(config: ParallelConfig) -> None:
     rows = -(-DIM // plan.config.degrees["shard"])
     assert plan.peak.nbytes["parameters and buffers"] == DEPTH * rows * DIM * 4
     assert plan.peak.nbytes["optimizer states"] == 2 * DEPTH * rows * DIM * 4 + DEPTH * 4
-    slow, fast = plan, predict(LINEARS, config, MACHINES["h100"], 8 if config is BLOCKS else 4096)
-    assert slow.seconds >= fast.seconds
-
-
-LARGE = """
-import json, resource, time, torch
-import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
-from fsdp2.parallel import ParallelConfig
-from fsdp2.plan import MACHINES, Workload, predict
-
-def batch(size):
-    ids = torch.zeros(size, 4096, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-begin = time.process_time()
-workload = Workload(lambda: LlamaForCausalLM(LlamaConfig(use_cache=False)), batch)
-config = ParallelConfig(mixed_precision="bf16", activation_checkpointing="full")
-plan = predict(workload, config, MACHINES["h100"], 4096)
-print(json.dumps({
-    "parameters": plan.rehearsal.num_params, "seconds": time.process_time() - begin, "group": dist.is_initialized(),
-    "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "collectives": dict(plan.collectives),
-}))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)  # processor time is what counts; others may use the machine
-def test_a_model_of_others_on_4096_ranks() -> None:
-    """A Llama of 7 B of transformers: in 4 GiB, and in a minute of a core that does nothing else (more if it does)."""
-    pytest.importorskip("transformers")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    told = [sys.executable, "-W", "ignore", "-c", LARGE]
-    done = subprocess.run(told, env=environment, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["parameters"] == 6_738_415_616 and found["collectives"]["reduce_scatter"] == 33
-    assert found["seconds"] < 180 and found["gib"] < 4 and not found["group"]
+    assert plan.seconds > predict(LINEARS, BLOCKS, MACHINES["h100"], 8).seconds
 
 
 def test_stages_of_zero() -> None:
@@ -213,16 +171,8 @@ def test_stages_of_zero() -> None:
     counts = {stage: plan.collectives for stage, plan in stages.items()}
     assert counts[1] == {"all_gather": DEPTH, "reduce_scatter": DEPTH}
     assert counts[2] == {"all_gather": DEPTH, "reduce_scatter": 3 * DEPTH}
-    held = {stage: max(each.nbytes["gradients"] for each in plan.rehearsal.samples) for stage, plan in stages.items()}
+    held = {stage: max(each.nbytes["gradients"] for each in plan.timeline.samples) for stage, plan in stages.items()}
     assert held[1] > held[2] and "ZeRO 1" in stages[1].name
-
-
-def test_the_host_has_a_lane() -> None:
-    """It issues operators one after the other, ahead of the device."""
-    plan = predict(LINEARS, BLOCKS, replace(IDLE, op_seconds=1e-5, flops={"float32": 1e9}), 8)
-    issuing = [span for span in plan.timeline.spans if span.lane == "host"]
-    computing = [span for span in plan.timeline.spans if span.lane == "compute"]
-    assert issuing and max(span.end_s for span in issuing) < max(span.end_s for span in computing)
 
 
 def test_on_the_cpu_the_host_computes() -> None:
@@ -252,10 +202,10 @@ def test_offload_by_kind(offload: str, on_host: int) -> None:
     """The state of AdamW rests on the host; or the gradients too, and with them a copy of the parameters; or these
     themselves. Gradients are there until their unit is stepped, states are on the device a unit at a time."""
     plan = predict(LINEARS, replace(BLOCKS, offload=offload), MACHINES["h100"], 8)
-    assert min(each.total for each in plan.rehearsal.host_samples) == pytest.approx(on_host * SHARDS, rel=0.01)
+    assert min(each.total for each in plan.host_samples) == pytest.approx(on_host * SHARDS, rel=0.01)
     grads = SHARDS if offload != "states" else 0
     assert grads <= plan.host_bytes - on_host * SHARDS <= grads + 2 * UNIT  # and what a step needs for its arithmetic
-    most = {kind: max(each.nbytes[kind] for each in plan.rehearsal.samples) for kind in plan.peak.nbytes}
+    most = {kind: max(each.nbytes[kind] for each in plan.timeline.samples) for kind in plan.peak.nbytes}
     assert most["parameters and buffers"] == (0 if offload == "all" else SHARDS)
     assert most["gradients"] >= SHARDS if offload == "states" else most["gradients"] < 2 * DIM * DIM * 4 + SHARDS
     assert most["optimizer states"] <= 2 * UNIT + 1024
@@ -308,7 +258,7 @@ def test_activations_on_the_host() -> None:
     moves = predict(workload, BLOCKS, MACHINES["h100"], 8, activation_budget=0)
     assert stays.host_bytes == 0 and moves.host_bytes >= (DEPTH - 1) * 1024 * DIM * 4
     held = "activations and the rest"
-    assert max(each.nbytes[held] for each in moves.rehearsal.samples) < stays.peak.nbytes[held]
+    assert max(each.nbytes[held] for each in moves.timeline.samples) < stays.peak.nbytes[held]
     assert "copies" in {span.lane for span in moves.timeline.spans} and "activations offloaded" in moves.name
     assert predict(workload, BLOCKS, MACHINES["h100"], 8, activation_budget=2**30).host_bytes == 0
 
@@ -347,7 +297,7 @@ def test_the_gain_over_tensor_parallelism() -> None:
     one, two = (
         predict(workload, ParallelConfig(tensor=tensor), MACHINES["h100"], 2, tp_plan=TENSOR_PLAN) for tensor in (1, 2)
     )
-    faster = replace(one, rehearsal=replace(two.rehearsal, tokens=0.7 * two.rehearsal.tokens))
+    faster = replace(one, seconds=two.seconds, tokens=0.7 * two.tokens)
     comparison = Comparison(two, [faster, two], [])
     assert "+40%" in comparison.advice and "+40%" in comparison.line
 
@@ -429,13 +379,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text(SCRIPT)
     config.write_text('[parallel]\nreplicate = 2\nblocks = ["blocks.*"]\n')
     told = [f"{script}:build", "--world", "16", "--gpu", "a100", "--config", str(config)]
-    figures = tmp_path / "plan.json"
-    assert main([*told, "--only", "--json", str(figures)]) == 0
+    assert main([*told, "--only"]) == 0
     shown = capsys.readouterr().out
-    assert "2 units over 16 ranks of a100: replicate 2, shard 8" in shown and "fits" in shown
-    found = json.loads(figures.read_text())
-    assert found["degrees"]["replicate"] == 2 and found["collectives"]["all_reduce"] == 2
-    assert found["device_bytes"] == sum(found["peak"].values())
+    assert "2 units over 16 ranks of a100: replicate 2, shard 8" in shown and ", fits" in shown and "in 2" in shown
     assert main([*told, "--only", "--memory-gib", "0.1"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert main([f"{script}:nothing", "--world", "2"]) == 2
