@@ -1,7 +1,6 @@
 """`Collector`: gathers what all ranks answer to a question, and makes the verdict. Layer: watch.
 
-For ranks that do not answer it asks /proc. Those of other machines it names in ``silent/7``, and the watchdogs there
-say in ``seen/7/RANK`` what their /proc says.
+For ranks of its machine that do not answer it asks /proc; others are given `answer_within_s`.
 """
 
 import json
@@ -52,16 +51,9 @@ class Collector:
         return verdict
 
     def await_verdict(self, number: int, collector: int) -> Finding | None:
-        """What rank `collector` finds, or None if it has ended; until then, say what is known of silent processes of
-        this machine."""
-        board, has_testified = self._board, False
+        """What rank `collector` finds, or None if it has ended."""
         deadline = time.monotonic() + 2 * settings().answer_within_s + 1
-        while (text := board.get(f"verdict/{number}")) is None:
-            if not has_testified and (silent := board.get(f"silent/{number}")) is not None:
-                has_testified = True
-                for rank in json.loads(silent):
-                    if (fate := self._fate(rank)) is not Fate.UNKNOWN:
-                        board.put(f"seen/{number}/{rank}", fate.name)
+        while (text := self._board.get(f"verdict/{number}")) is None:
             if time.monotonic() > deadline or self._fate(collector) in (Fate.GONE, Fate.STOPPED):
                 return None
             self._pause()
@@ -74,10 +66,10 @@ class Collector:
         answers: dict[int, Answer] = {}
         gone: dict[int, str] = {}
         fates: dict[int, Fate] = {}
-        missing, start, has_asked = set(range(board.size)), time.monotonic(), False
+        missing, start = set(range(board.size)), time.monotonic()
         while missing:
             for rank in sorted(missing):
-                fates[rank] = self._fate(rank, number)  # before its last words are looked for
+                fates[rank] = self._fate(rank)  # before its last words are looked for
                 if (text := board.get(f"answer/{number}/{rank}")) is not None:
                     answers[rank] = Answer.from_json(json.loads(text))
                 elif (text := board.get(f"ended/{rank}")) is not None:
@@ -87,12 +79,9 @@ class Collector:
                     gone[rank] = "was killed"
             missing -= answers.keys() | gone.keys()
             seconds = time.monotonic() - start
-            unknown = [rank for rank in missing if fates[rank] is Fate.UNKNOWN]
-            if seconds > (limit_s if unknown else min(_PATIENCE_S, limit_s)):
+            is_unknown = any(fates[rank] is Fate.UNKNOWN for rank in missing)
+            if seconds > (limit_s if is_unknown else min(_PATIENCE_S, limit_s)):
                 break
-            if unknown and not has_asked and seconds > min(1.0, limit_s / 2):
-                has_asked = True
-                board.put(f"silent/{number}", json.dumps(unknown))
             self._pause()
         for rank in missing:
             if fates[rank] is Fate.STOPPED:
@@ -106,14 +95,11 @@ class Collector:
             raise RuntimeError("the process ends")
         time.sleep(_PAUSE_S)
 
-    def _fate(self, rank: int, number: int = 0) -> Fate:
-        """What has become of a rank, also as its neighbours have seen it after question `number`."""
+    def _fate(self, rank: int) -> Fate:
+        """What has become of a rank."""
         if rank not in self._identities and (text := self._board.identity_of(rank)) is not None:
             self._identities[rank] = text
-        fate = fate_of(self._identities.get(rank, ""))
-        if fate is Fate.UNKNOWN and number and (seen := self._board.get(f"seen/{number}/{rank}")) is not None:
-            return Fate[seen]
-        return fate
+        return fate_of(self._identities.get(rank, ""))
 
 
 def _write(

@@ -141,7 +141,8 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
     moved = repr((sorted((rank, str(wait)) for rank, wait in waiting.items()), _places(groups)))
     culprits = {rank: gone[rank] for rank in missing if rank in gone}
     if culprits:
-        return Finding("gone", _of_gone(culprits, groups, answers, waiting), agreed, moved, tuple(culprits))
+        lines = [f"{_rank(rank)} {why}" for rank, why in culprits.items()]
+        return Finding("gone", "\n".join(lines + _of_waiting(waiting)), agreed, moved, tuple(culprits))
     idle = [rank for rank in missing if rank not in waiting]
     if idle:
         return Finding("late", _of_late(idle, groups, answers, waiting), agreed, moved)
@@ -214,16 +215,6 @@ def _stuck(blockers: Mapping[int, set[int]]) -> set[int]:
 
 def _places(groups: Mapping[str, Mapping[int, Past]]) -> list[tuple[str, int, int]]:
     return sorted((name, rank, past.end) for name, pasts in groups.items() for rank, past in pasts.items())
-
-
-def _of_gone(
-    culprits: Mapping[int, str],
-    groups: Mapping[str, Mapping[int, Past]],
-    answers: Mapping[int, Answer],
-    waiting: Mapping[int, Wait],
-) -> str:
-    lines = [f"{_rank(rank)} {why}" for rank, why in culprits.items()]
-    return "\n".join(lines + _of_waiting(waiting))
 
 
 def _of_late(

@@ -42,9 +42,9 @@ def safety(
         is_on: False switches everything off but the list of what was done and the marks on gloo's messages, which cost
             next to nothing.
         stall_after_s: seconds that a wait for other ranks may take before they are asked what they do.
-        answer_within_s: seconds within which a process answers on a machine where no other rank can see whether it
-            runs. One that does not is taken to be dead. On the other machines, and where all ranks share one, the
-            kernel tells what has become of a process, and this matters only if it is shorter than 3 seconds.
+        answer_within_s: seconds within which a process answers on another machine than that of the rank which compares
+            the answers. One that does not is taken to be dead. On the same machine the kernel tells what has become of
+            a process, and this matters only if it is shorter than 3 seconds.
         give_up_after_s: seconds after which a wait for a rank that is alive, but does something else, is an error;
             None: it is reported once, and goes on until the process group's own timeout.
         report_folder: where reports are written as JSON; the message names the file. None: a temporary folder, and only

@@ -16,7 +16,7 @@ BACKENDS = "cpu:gloo,cuda:nccl"
 def register() -> None:
     """As that of `tests.gpu.ranks`; besides, weights are operands themselves and biases are packed."""
     groups.share_gpu()
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # see docs/safety.md
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torch's watchdog would end a process before its message
     ranks.register()
     from tests.device.training import Coalesced
 

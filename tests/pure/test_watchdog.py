@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from fsdp2.watch import collecting, current, neighbours, settings, trail, watchdog
+from fsdp2.watch import current, neighbours, settings, trail, watchdog
 from fsdp2.watch.board import Board
 from fsdp2.watch.collecting import Collector
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
@@ -133,46 +133,6 @@ def test_last_words_are_read(store: Any, process: subprocess.Popen[bytes]) -> No
     put_answer(boards[0], 1, waits(0))
     finding = Collector(boards[0]).collect(1, None)
     assert finding.kind == "gone" and finding.text.startswith("rank 1 has ended after ValueError: a bad file")
-
-
-def on_machines(monkeypatch: pytest.MonkeyPatch, machines: Mapping[str, str]) -> None:
-    """Let each thread see only the processes of its machine."""
-    machine_of = neighbours._machine()
-
-    def fate_of(identity: str) -> neighbours.Fate:
-        machine, _, process = identity.partition(" ")
-        if machine != machines[threading.current_thread().name]:
-            return neighbours.Fate.UNKNOWN
-        return neighbours.fate_of(f"{machine_of} {process}")
-
-    monkeypatch.setattr(collecting, "fate_of", fate_of)
-
-
-def test_neighbours_tell_what_the_collector_cannot_see(
-    store: Any, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 1 is stopped, on a machine that it shares with rank 2 only."""
-    monkeypatch.setattr(settings, "_settings", [replace(OFF, answer_within_s=2.0)])
-    on_machines(monkeypatch, {"zero": "one", "two": "other"})
-    ranks = (0, 1, 2)
-    boards = [Board(store, rank, 3) for rank in ranks]
-    for rank in (1, 2):
-        boards[rank].arrive(identity_of(process, "other"))
-        stop(process)
-    findings: dict[str, Finding] = {}
-
-    def answer(rank: int) -> None:
-        put_answer(boards[rank], 1, waits(rank, ranks))
-        collector, name = Collector(boards[rank]), threading.current_thread().name
-        findings[name] = collector.collect(1, None) if rank == 0 else collector.await_verdict(1, 0)
-
-    threads = [threading.Thread(target=answer, args=(rank,), name=name) for rank, name in ((0, "zero"), (2, "two"))]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert findings["zero"].text.startswith("rank 1 is stopped (SIGSTOP)")
-    assert findings["two"].text == findings["zero"].text
 
 
 def test_a_machine_that_is_silent_as_a_whole(store: Any) -> None:
