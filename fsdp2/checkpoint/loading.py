@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import nn
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
-from fsdp2.checkpoint.io.reading import Request, read_all
+from fsdp2.checkpoint.io.reading import THREADS, Request, read_all
+from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
@@ -179,17 +181,23 @@ def _seen(catalog: Catalog) -> str:
     known = {section: sorted(tensors.items()) for section, tensors in catalog.tensors.items()}
     digest = hashlib.sha256(json.dumps(sorted(known.items())).encode())
     paths = sorted(catalog.files)
-    for path in paths[:: len(paths) // MOST_FILES + 1]:
-        reader = catalog.storage.open_file(path)
-        try:
-            digest.update(str(reader.size).encode())
-            for start in (0, (reader.size - SAMPLE_BYTES) // 2, reader.size - SAMPLE_BYTES):
-                sample = bytearray(min(SAMPLE_BYTES, reader.size))
-                reader.read_into(max(start, 0), memoryview(sample))
-                digest.update(sample)
-        finally:
-            reader.close()
+    samples = run_all(partial(_sample, catalog.storage), paths[:: len(paths) // MOST_FILES + 1], THREADS, "fsdp2-look")
+    digest.update(b"".join(sorted(samples)))  # a cache of downloads has other names for the same files
     return json.dumps([catalog.path, catalog.kind, catalog.step, digest.hexdigest()])
+
+
+def _sample(storage: Storage, path: str) -> bytes:
+    """The size of a file and a few of its bytes."""
+    reader = storage.open_file(path)
+    try:
+        sample = bytearray(min(SAMPLE_BYTES, reader.size))
+        found = str(reader.size).encode()
+        for start in (0, (reader.size - len(sample)) // 2, reader.size - len(sample)):
+            reader.read_into(start, memoryview(sample))
+            found += sample
+        return found
+    finally:
+        reader.close()
 
 
 def _not_one(records: list[str]) -> CheckpointError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from pathlib import Path
@@ -64,3 +65,22 @@ def test_a_rank_whose_folder_is_not_there(rank: int, world_size: int, tmp_path: 
     with pytest.raises(CheckpointError, match="nowhere"):
         checkpoint.load(tmp_path / (str(rank) if rank else "nowhere"), model=nn.Linear(4, 4))
     assert time.monotonic() - begun < 60
+
+
+@on_ranks(2)
+def test_the_same_model_in_another_place(rank: int, world_size: int, tmp_path: Path) -> None:
+    """One rank has it as the hub's cache does, by links to files with other names; the other has a copy."""
+    states = {"model-1.safetensors": {"weight": torch.ones(4, 4)}, "model-2.safetensors": {"bias": torch.zeros(4)}}
+    folder = tmp_path / str(rank) / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    (tmp_path / str(rank) / "blobs").mkdir()
+    for blob, (name, state) in zip("ba", states.items(), strict=True):
+        place = folder / name if rank == 0 else tmp_path / str(rank) / "blobs" / blob
+        save_file(state, place)
+        if rank:
+            (folder / name).symlink_to(place)
+    places = {key: name for name, state in states.items() for key in state}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    model = nn.Linear(4, 4)
+    checkpoint.load(folder, model=model)
+    assert model.weight.eq(1).all()
