@@ -1,0 +1,104 @@
+"""Numbers that may only go down: the calls of a step, the lines of the core, and its imports of what lies outside.
+
+The calls are those of one of 64 plain units of eight parameters in a step on 8 ranks, 7 of which do not exist, beyond
+those of the same model without sharding. They are counted, so the machine's noise does not matter. Write smaller
+numbers here when you have made them smaller.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import fsdp2
+from benchmarks import fake
+from benchmarks.host_overhead.cases import steps_of
+from tests.helpers.parity_models import TORCH_VERSION
+from tests.helpers.source_tree import Module, modules, own_imports
+
+PACKAGE = Path(fsdp2.__file__).parent
+NUM_UNITS = 64
+COUNTED_ON = (2, 13)  # other versions of torch make other calls
+
+MAX_PYTHON_CALLS = 691
+MAX_C_CALLS = 282
+# Of the Python calls: those of packages that a plain unit should not need.
+MAX_CALLS_OF = {"watch": 20, "checks": 0, "extras": 0, "disk": 0}
+MAX_CORE_LINES = 10_726
+# (module of the core, module outside of it)
+KNOWN_IMPORTS: list[tuple[str, str]] = [
+    ("api", "checks.left_out"),
+    ("api", "checks.replicas"),
+    ("api", "checks.step_hook"),
+    ("api", "extras.tiles"),
+    ("module", "checks.emptied"),
+    ("module", "checks.unreduced"),
+    ("runtime.attach", "checks.emptied"),
+    ("runtime.changes", "watch.exchange"),
+    ("runtime.context", "checks.left_out"),
+    ("runtime.context", "checks.unreduced"),
+    ("runtime.context", "watch.order"),
+    ("runtime.context", "watch.trail"),
+    ("runtime.gather", "watch.exchange"),
+    ("runtime.optional", "watch.exchange"),
+    ("runtime.param_group", "disk.mapped"),
+    ("runtime.parameter", "disk.mapped"),
+    ("runtime.reduction", "watch.exchange"),
+    ("runtime.root", "checks.left_out"),
+    ("runtime.root", "checks.replicas"),
+]
+
+Calls = tuple[Counter[str], int]
+
+
+def calls(variant: str) -> Calls:
+    """The Python calls of one steady step by package, and the number of its C calls."""
+    step = steps_of("tiny", [variant], "cpu")[variant]
+    for _ in range(6):
+        step()
+    found: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            path = Path(frame.f_code.co_filename)
+            found[path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else "elsewhere"] += 1
+        elif event == "c_call":
+            found["C"] += 1
+
+    sys.setprofile(note)
+    step()
+    sys.setprofile(None)
+    return found, found.pop("C")
+
+
+@pytest.mark.skipif(TORCH_VERSION != COUNTED_ON, reason="counted on another version of torch")
+def test_calls_of_a_unit_in_a_step() -> None:
+    rank = fake.FakeRank(0, 8, "silent")
+    (plain, plain_c), (ours, ours_c) = (fake.in_fake_rank(rank, calls, name) for name in ("none", "fsdp2-true"))
+    ours.subtract(plain)
+    assert round(ours.total() / NUM_UNITS) <= MAX_PYTHON_CALLS
+    assert round((ours_c - plain_c) / NUM_UNITS) <= MAX_C_CALLS
+    for package, most in MAX_CALLS_OF.items():
+        assert round(ours[package] / NUM_UNITS) <= most, package
+
+
+def core() -> list[Module]:
+    """The modules of the root, `runtime` and `comm`."""
+    folders = (PACKAGE, PACKAGE / "runtime", PACKAGE / "comm")
+    return [each for each in modules().values() if each.path.parent in folders and each.path != PACKAGE / "__init__.py"]
+
+
+def test_lines_of_the_core() -> None:
+    assert sum(module.path.read_text(encoding="utf-8").count("\n") for module in core()) <= MAX_CORE_LINES
+
+
+def test_imports_of_the_core() -> None:
+    inside = {module.name for module in core()}
+    found = {(module.name, target) for module in core() for _, target in own_imports(module)}
+    outside = sorted((name, target) for name, target in found if target not in inside)
+    assert outside == KNOWN_IMPORTS
