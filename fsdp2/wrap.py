@@ -291,11 +291,9 @@ def transformer_blocks() -> Policy:
 
 
 def _named_blocks(model: nn.Module) -> dict[nn.Module, str]:
-    owners = {
-        name: type(each).__name__ for each in model.modules() for name in getattr(each, "_no_split_modules", None) or ()
-    }
-    modules = [(type(module).__name__, module) for module in model.modules()]
-    return {module: f"{name} is in _no_split_modules of {owners[name]}" for name, module in modules if name in owners}
+    named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    names = {module: type(module).__name__ for module in model.modules()}
+    return {module: f"{name} is in _no_split_modules" for module, name in names.items() if name in named}
 
 
 def _stacked_blocks(model: nn.Module) -> dict[nn.Module, str]:

@@ -30,18 +30,9 @@ __all__ = ["HOME", "IMPLEMENTATION", "PUBLIC", "fully_shard", "install", "is_ins
 HOME = "torch.distributed.fsdp"
 
 # The FSDP2 names that it exports; those that the installed torch does not have yet are skipped.
-PUBLIC = (
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "GradientReductionHandle",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-)
+_POLICIES = ("CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy")
+_HANDLES = ("FSDPModule", "GradientReductionHandle", "UnshardHandle")
+PUBLIC = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", *_HANDLES, *_POLICIES)
 
 # torch's FSDP2 itself, which continues to work with its own objects.
 IMPLEMENTATION = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.replicate_with_fsdp")

@@ -1,26 +1,20 @@
 """A unit as clients see torch's: through `_get_fsdp_state()`, `fully_shard.state` and torch's registry of states.
 Layer: compat.
 
-torch's memory tracker takes snapshots around the forward hooks of each sharded module, and around its `pre_backward`
-and `post_backward`: it removes the hooks, registers its own that call the former ones, and replaces the two methods.
 NeMo Automodel reads the policy, axolotl and verl change when a unit reshards. Only the attributes that these use are
 here; this is not a general view of a unit.
 """
 
 import sys
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import nn
 
 from fsdp2._torch import fully_shard_state, set_fully_shard_state
 from fsdp2.pipelining import StageState
 from fsdp2.policies import MixedPrecisionPolicy
-from fsdp2.runtime.attach import post_forward, pre_forward
-from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit, unit_for
 
 __all__ = ["StateView", "state_view"]
@@ -39,38 +33,8 @@ def state_view(module: nn.Module) -> "StateView":
     return view
 
 
-class ParamView:
-    """One parameter, in its current forms."""
-
-    def __init__(self, param: ManagedParameter):
-        self._param = param
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        """The DTensor."""
-        return self._param.sharded
-
-    @property
-    def unsharded_param(self) -> torch.Tensor | None:
-        """The gathered parameter; None before the first gather."""
-        return self._param.unsharded
-
-    _unsharded_param = unsharded_param
-
-
-def _step(name: str) -> property:
-    """A backward step of the unit, which may be replaced."""
-
-    def replace_step(view: "GroupView", step: Callable[..., None]) -> None:
-        vars(view._unit).pop(name, None)
-        if step != getattr(view._unit, name):  # not for its own method, which would refer to the unit
-            setattr(view._unit, name, step)
-
-    return property(lambda view: getattr(view._unit, name), replace_step)
-
-
 class GroupView:
-    """All parameters of a unit, from all its groups."""
+    """The parameters of a unit."""
 
     def __init__(self, unit: Unit):
         self._unit = unit
@@ -83,35 +47,15 @@ class GroupView:
         kind = "HSDP" if None not in axes.values() else "FSDP" if roles.shard_axis is not None else "DDP"
         return _torchs("fsdp._fully_shard._fsdp_common", f"{kind}MeshInfo")(roles.mesh, **axes)
 
-    @property
-    def fsdp_params(self) -> list[ParamView]:
-        """The parameters."""
-        return [ParamView(param) for group in self._unit.groups for param in group.params]
-
-    @property
-    def reshard_after_backward(self) -> bool:
-        """As `set_reshard_after_backward` sets it."""
-        return self._unit.settings.reshard_after_backward
-
-    @reshard_after_backward.setter
-    def reshard_after_backward(self, value: bool) -> None:
-        self._set("reshard_after_backward", value)
-
-    @property
-    def post_forward_mesh_info(self) -> Any:
-        """`mesh_info`, or None if the unit stays unsharded after forward. Setting it sets that."""
-        return self.mesh_info if self._unit.settings.reshard_after_forward is not False else None
-
-    @post_forward_mesh_info.setter
-    def post_forward_mesh_info(self, info: Any) -> None:
-        self._set("reshard_after_forward", info is not None)
-
-    def _set(self, name: str, value: bool) -> None:
-        module: Any = self._unit.modules[0]
-        getattr(module, f"set_{name}")(value, recurse=False)
-
-    pre_backward = _step("pre_backward")
-    post_backward = _step("post_backward")
+    # Both may be set. A unit that stays unsharded after forward has no mesh then.
+    reshard_after_backward = property(
+        lambda self: self._unit.settings.reshard_after_backward,
+        lambda self, value: self._unit.modules[0].set_reshard_after_backward(value, recurse=False),
+    )
+    post_forward_mesh_info = property(
+        lambda self: None if self._unit.settings.reshard_after_forward is False else self.mesh_info,
+        lambda self, info: self._unit.modules[0].set_reshard_after_forward(info is not None, recurse=False),
+    )
 
 
 class StateView(StageState):
@@ -122,34 +66,10 @@ class StateView(StageState):
     def __init__(self, unit: Unit):
         super().__init__(unit)
         self._fsdp_param_group = GroupView(unit) if unit.groups else None
-        self._pre_forward = pre_forward
-        self._post_forward = post_forward
-        self._pre_forward_hook_handle: Any = _Hooks(unit, "_forward_pre_hooks", pre_forward)
-        self._post_forward_hook_handle: Any = _Hooks(unit, "_forward_hooks", post_forward)
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:
         return self._unit.policy
-
-    @property
-    def _fsdp_param_groups(self) -> list[GroupView]:
-        return [self._fsdp_param_group] if self._fsdp_param_group is not None else []
-
-
-class _Hooks:
-    """The handle of a hook that `fully_shard` registered on the modules of a unit."""
-
-    def __init__(self, unit: Unit, registry: str, hook: Callable[..., Any]):
-        self._unit = unit
-        self._registry = registry
-        self._hook = hook
-
-    def remove(self) -> None:
-        """Remove the hook from all modules of the unit."""
-        for module in self._unit.modules:
-            hooks: dict[int, Any] = vars(module)[self._registry]
-            for key in [key for key, hook in hooks.items() if hook is self._hook]:
-                del hooks[key]
 
 
 def _torchs(module: str, name: str) -> Any:

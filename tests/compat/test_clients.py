@@ -1,5 +1,5 @@
 """Those parts of torch that ask about FSDP2 modules, while `fsdp2.compat` is installed: pipelining, composable
-`replicate`, Dynamo, the memory tracker; and private objects of torch's that torchtitan, axolotl and others use.
+`replicate`, Dynamo; and private objects of torch's that torchtitan, axolotl and others use.
 
 One job of two ranks makes all checks: each runs first on torch's FSDP2, then, installed, on fsdp2, and the two must
 agree. It is a process of its own because `install` must come before any client's imports.
@@ -207,24 +207,6 @@ def compiled_blocks(rank: int) -> Any:
     managed = [vars(each)["_is_fsdp_managed_module"] for each in model.modules()]
     torch.compiler.reset()
     return backend.frame_count, numbers, managed
-
-
-@check
-def memory_tracker(rank: int) -> Any:
-    """torch's private tracker hooks itself into each module, and leaves nothing behind."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters())
-    tracker = FSDPMemTracker(model, optimizer)
-    with tracker:
-        first = step(model, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    snapshot = tracker.get_tracker_snapshot("current")[torch.device("cpu")]
-    kinds = {getattr(kind, "value", kind): value for kind, value in snapshot.items()}
-    stages = [sorted(state.name for state in stats.snapshots) for stats in tracker.memory_tracking.values()]
-    return first, step(model, rank, 1), kinds["Sharded Param"], kinds["OptState"], stages
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------

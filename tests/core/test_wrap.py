@@ -177,7 +177,7 @@ def test_transformer_blocks_of_hugging_face() -> None:
         "layers.0.experts.0",
         "tower.attention",
     ]
-    assert report.units[1].reason == "FeedForward is in _no_split_modules of Model"
+    assert report.units[1].reason == "FeedForward is in _no_split_modules"
 
 
 # --- what holds for every policy --------------------------------------------------------------------------------------
