@@ -44,6 +44,8 @@ class Comparison:
             return f"{does_not}Choose '{self.best.name}': {gain}peak {amount(self.best.device_bytes)}."
         least = min(self.plans, key=lambda plan: plan.device_bytes)
         saved = self.asked.device_bytes - least.device_bytes
+        if not saved:
+            return "Nothing here fits, and no change of one setting takes less memory. Use more ranks."
         return f"Nothing here fits. '{least.name}' saves most: {amount(saved)}. Change more, or use more ranks."
 
     @property

@@ -282,12 +282,13 @@ def test_alternatives() -> None:
     for wanted in ("tensor 2", "ZeRO 2", "offload states", "offload gradients", "offload all", "activations offloaded"):
         assert any(wanted in name for name in names), (wanted, comparison.failed)
     assert comparison.line.startswith("0.0 M parameters in 2 units over 2 ranks; peak ")
-    assert "DOES NOT FIT" in comparison.line and fitting[0].name in comparison.line
+    assert "What you asked for does not fit. Choose" in comparison.line and fitting[0].name in comparison.line
 
     tiny = [replace(plan, machine=replace(tight, memory=2**20)) for plan in comparison.plans]
     hopeless = Comparison(max(tiny, key=lambda plan: plan.device_bytes), tiny, [])
     least = min(tiny, key=lambda plan: plan.device_bytes)
-    assert hopeless.best is None and f"What buys most is '{least.name}'" in hopeless.advice
+    assert hopeless.best is None and f"'{least.name}' saves most" in hopeless.advice
+    assert "Use more ranks" in Comparison(least, tiny, []).advice
 
 
 def test_the_gain_over_tensor_parallelism() -> None:
