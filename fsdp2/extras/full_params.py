@@ -143,12 +143,15 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 def _check_order(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit in _open:
-            raise OrderError(f"full_params: the parameters of unit '{unit.fqn}' are whole already, by an outer one")
+            raise OrderError(
+                f"full_params: the parameters of unit '{unit.fqn or '(root)'}' are whole already, by an outer one"
+            )
         in_forward = unit.context is not None and unit.context.schedule.in_root_forward
         if in_forward or backward_is_running() or unit.stage is not Stage.IDLE:
             raise OrderError(
-                f"full_params: unit '{unit.fqn}' is in a forward or backward; open the context between iterations. If "
-                "that forward or backward raised, call reset_iter_state() on the root first, on every rank."
+                f"full_params: unit '{unit.fqn or '(root)'}' is in a forward or backward; open the context between "
+                "iterations. If that forward or backward raised, call reset_iter_state() on the root first, on every "
+                "rank."
             )
 
 

@@ -391,8 +391,9 @@ class ParamGroup:
             self._used_at = versions
         elif self._used_at is not None and versions != self._used_at:
             raise OrderError(
-                f"unit '{self.fqn}': parameters changed between forward and backward; they are replicated and used as "
-                "they are, so backward needs those of forward. Step the optimizer after backward."
+                f"unit '{self.fqn or '(root)'}': parameters changed between forward and backward; they are "
+                "replicated and used as they are, so backward needs those of forward. Step the optimizer after "
+                "backward."
             )
 
     def forget_use(self) -> None:

@@ -99,7 +99,7 @@ def check_borrowed(units: Sequence[Unit]) -> None:
         for group in unit.borrowed:
             if id(group) not in owned:
                 raise ArgumentError(
-                    f"unit '{unit.fqn}' holds a weight that belongs to a unit outside of this root (one of "
+                    f"unit '{unit.fqn or '(root)'}' holds a weight that belongs to a unit outside of this root (one of "
                     f"{[param.fqn for param in group.params]}). Call fully_shard on a module that contains both and "
                     "run that one's forward, or give each model a weight of its own."
                 )

@@ -204,14 +204,15 @@ class Unit:
         on_meta = [fqn for group in self.groups for fqn in group.on_meta()]
         if on_meta:
             raise OrderError(
-                f"unit '{self.fqn}': parameters are still on the meta device: {on_meta}. Materialise them first: "
-                "fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model)."
+                f"unit '{self.fqn or '(root)'}': parameters are still on the meta device: {on_meta}. Materialise "
+                "them first: fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model)."
             )
         elsewhere = [each for group in self.groups for each in group.not_at_home()]
         if elsewhere:
             raise OrderError(
-                f"unit '{self.fqn}' is offloaded, so its sharded parameters must be on the CPU; these are not: "
-                f"{elsewhere}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them there itself."
+                f"unit '{self.fqn or '(root)'}' is offloaded, so its sharded parameters must be on the CPU; these "
+                f"are not: {elsewhere}. Move them there: model.to('cpu'); fsdp2.init.materialize(model) puts them "
+                "there itself."
             )
         self.refresh_groups()
 
@@ -471,7 +472,8 @@ class Unit:
             self.unshard()
             if self._conversions() != conversions:
                 raise OrderError(
-                    f"unit '{self.fqn}': parameters were converted between forward and backward. Run the backward "
+                    f"unit '{self.fqn or '(root)'}': parameters were converted between forward and backward. Run the "
+                    "backward "
                     "before to(dtype), or the forward again after it. After this error call model.reset_iter_state()."
                 )
             self.wait_for_unshard()
@@ -486,8 +488,9 @@ class Unit:
         """Before parameters are gathered for backward: raise if an optimizer has stepped them in this backward."""
         if any(group.gradients.were_taken for group in self.groups) and self.in_backward().when_reduced:
             raise OrderError(
-                f"unit '{self.fqn}': backward needs its parameters again, but step_in_backward stepped them when their "
-                "gradients were complete. This happens to a unit that is used in several reentrant checkpoints: use "
+                f"unit '{self.fqn or '(root)'}': backward needs its parameters again, but step_in_backward "
+                "stepped them when their gradients were complete. This happens to a unit that is used in several "
+                "reentrant checkpoints: use "
                 "use_reentrant=False, or step after backward. After this error call model.reset_iter_state()."
             )
 
@@ -616,7 +619,8 @@ class Unit:
             off = group.roles.replicate_group is not None and not self.settings.requires_all_reduce
             if partial_fqns or off:
                 raise OrderError(
-                    f"finalize_backward: unit '{self.fqn}' has all-reduce turned off, or gradients that wait for one "
+                    f"finalize_backward: unit '{self.fqn or '(root)'}' has all-reduce turned off, or gradients that "
+                    "wait for one "
                     f"({partial_fqns}); call set_requires_all_reduce(True) before the first backward"
                 )
 

@@ -108,8 +108,8 @@ def test_meta_parameters_left(rank: int, world_size: int, how: str) -> None:
         rank,
         wrapped(text),
         """\
-unit '': parameters are still on the meta device: ['2.weight', '2.bias']. Materialise them first:
-fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model).
+unit '(root)': parameters are still on the meta device: ['2.weight', '2.bias']. Materialise them
+first: fsdp2.init.materialize(model), or fsdp2.checkpoint.load(folder, model=model).
 """,
     )
     model[2].to_empty(device="cpu")
