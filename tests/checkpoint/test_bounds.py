@@ -36,7 +36,6 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.AdamW(model.parameters())
 before, ends = resource.getrusage(resource.RUSAGE_SELF), []
 for read in (lambda: checkpoint.load(sys.argv[1], model=model, optimizer=optimizer, strict=False),
-             lambda: checkpoint.describe(sys.argv[1]),
              lambda: checkpoint.verify(sys.argv[1])):
     try:
         read()
