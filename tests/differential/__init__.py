@@ -5,7 +5,7 @@ process, in lock-step. What differs is shrunk and printed as a script that runs 
 
 A program is data (`program.py`), and every action in it is a line of Python that a user could have written: the
 interpreter (`interpret.py`) executes these lines on each of the three sides, and a reproduction (`script.py`) is these
-lines again. `generate.py` makes programs from a seed, `models.py` has the modules they are made of, `one_process.py`
-says what one process on the whole batch gives, `known.py` lists the differences that are wanted, `shrink.py` makes a
-program small.
+lines again. `generate.py` makes programs from a seed, and with `between.py` those of what is done between steps.
+`models.py` has the modules they are made of, `one_process.py` says what one process on the whole batch gives,
+`known.py` lists the differences that are wanted, `judge.py` looks into that list, `shrink.py` makes a program small.
 """

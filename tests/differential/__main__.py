@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, help="run this kept program (.json)")
     parser.add_argument("--stop", type=int, default=10**9, help="after that many differences")
     parser.add_argument("--containing", default="", help="only programs that contain all of these words, by comma")
+    parser.add_argument("--between", action="store_true", help="programs of what is done between steps")
     parser.add_argument("--without", default="", help="blocks that are not to be used, by comma")
     parser.add_argument("--shrink", type=float, default=0.0, help="seconds to spend on making a difference small")
     parser.add_argument("--timeout", type=float, default=30.0)
@@ -40,7 +41,7 @@ def main() -> None:
     known: Counter[str] = Counter()
     seed = options.seed
     while time.monotonic() - start < options.seconds and seed - options.seed < options.count:
-        program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))))
+        program = generate(seed, options.ranks, tuple(filter(None, options.without.split(","))), options.between)
         if options.program:
             program, options.count = Program.from_json(options.program.read_text()), 1
         if not all(word in program.to_json() for word in options.containing.split(",")):
@@ -60,7 +61,8 @@ def main() -> None:
                 program, result = shrink(program, result, partial(run, timeout_s=options.timeout), options.shrink)
                 found = f"{result.kind} at the last action\n{result.text[:1500]}"
                 source = script_of(program, f"Seed {seed} on {options.ranks} ranks, shrunk.", found)
-                print("".join(f"    {action.code}\n" for action in program.actions), found, flush=True)
+                lines = (*program.before, *program.actions)
+                print("".join(f"    {action.code}\n" for action in lines), found, flush=True)
                 print("    ", *(f"{model.source()}  {model.units()}" for model in program.models), program.mesh)
                 if options.keep:
                     options.keep.mkdir(parents=True, exist_ok=True)

@@ -159,13 +159,12 @@ def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program:
     loose = 1e-1 if coarse else 1e-3
     losses = plain.namespaces[rank]["loss"]
     for name, value in seen.values.items():
-        if name != "norm":
-            whole = losses[int(name[5:-1])].detach()
-            if not _close(value.detach(), whole, loose, loose):
-                return "loss", f"{name}: sharded {_show(value)}, one process {_show(whole)}"
+        whole = plain.namespaces[0]["norm"] if name == "norm" else losses[int(name[5:-1])].detach()
+        if not _close(value.detach(), whole, loose, loose):
+            return "loss", f"{name}: sharded {_show(value)}, one process {_show(whole)}"
     for model in program.models:
         for name, whole in plain.namespaces[0][model.name].named_parameters():
-            param = seen.params[f"{model.name}.{name}"]
+            param = seen.params.get(f"{model.name}.{name}")
             if not isinstance(param, DTensor) or form_of(param, program) == "unsharded" or param.dtype != whole.dtype:
                 continue
             if not _close(param.to_local().detach(), local_part(whole.detach(), param), loose, loose):

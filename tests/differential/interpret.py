@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from tests.differential import models
+from tests.differential import models, models_between
 from tests.differential.compare import (
     Observation,
     Seen,
@@ -31,11 +31,12 @@ from tests.differential.compare import (
     left_unreduced,
     zeros_for_none,
 )
-from tests.differential.known import (
+from tests.differential.judge import (
     GOES_ON,
-    Situation,
     fills_zeros,
     fsdp2_refuses,
+    may_refuse,
+    needs_shards,
     tolerates_form,
     tolerates_type,
     torch_cannot,
@@ -43,11 +44,25 @@ from tests.differential.known import (
     torch_is_lost,
     why_left,
 )
+from tests.differential.known import EVALUATED, Situation, asks_by_name, is_evaluation
 from tests.differential.one_process import WRITE_GRADIENTS, OneProcess
 from tests.differential.program import Action, Program
 from tests.helpers.meshes import shared_mesh
 
 __all__ = ["Result", "run_program"]
+
+USE_PARAMETERS = (
+    "clip",
+    "step",
+    "scaler",
+    "zero_grad",
+    "load_state_dict",
+    "edit",
+    "data",
+    "average",
+    "optimizer",
+    "late",
+)
 
 
 @dataclass
@@ -86,16 +101,56 @@ class _Side:
         self.name = name
         self.namespace = namespace
         self.rng = torch.get_rng_state()
+        self.warned = False  # of gradients that do not come
 
     def execute(self, code: str) -> Exception | None:
         torch.set_rng_state(self.rng)
         try:
-            exec(code, self.namespace)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                exec(code, self.namespace)
         except Exception as error:
             return error
         finally:
+            self.warned |= any("Call loss.backward()" in str(each.message) for each in caught)
             self.rng = torch.get_rng_state()
         return None
+
+
+class _Held:
+    """Whether parameters are unsharded because the program asked for it, or because a backward is to come.
+
+    A forward that no backward can follow leaves no parameter unsharded that was not so before.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.now = False
+        self._is_stale = False  # the shards have been stepped since
+        self._keeps = any(word in program.options() for word in ("reshard_after_forward=False", "=2", "ZeroPolicy"))
+
+    def loses(self, action: Action, waiting: bool) -> bool:
+        """Whether an action of one process is another one with parameters that are unsharded."""
+        if not self.now:
+            return action.kind == "average" and self._keeps  # those of the average may be
+        if action.kind in ("step", "scaler") and "reshard_after_forward=2" in self.program.options():
+            return True  # what the module holds then is compared, and the next forward makes it new
+        if action.kind == "zero_grad" and "optimizer" not in action.code:
+            return waiting or any(model.options is None for model in self.program.models)
+        roots = [root for model in self.program.models for root in model.roots()]
+        calls_unit = action.makes is not None and not any(f"{root}(" in action.code for root in roots)
+        return needs_shards(action) or (self._is_stale and calls_unit)
+
+    def after(self, action: Action, has_unsharded: bool) -> None:
+        if action.kind.startswith("set_reshard_after_") or action.kind == "set_is_last_backward":
+            self._keeps |= not action.value
+        if not has_unsharded:
+            self.now = False
+        elif is_evaluation(action):
+            self.now |= self._keeps
+        elif action.makes is not None or action.kind in ("backward", "unshard", "wait"):
+            self.now = True
+        self._is_stale = has_unsharded and (self._is_stale or action.kind in ("step", "scaler", "load_state_dict"))
 
 
 class _Run:
@@ -108,6 +163,8 @@ class _Run:
         self.without_torch = without_torch
         self.ran: list[str] = []
         self.used: list[str] = []  # known differences that were met
+        self.held = _Held(program)
+        self.assigned = self.unheard = False  # `.data`; gradients by name, without a warning
 
     def run(self) -> Result:
         try:
@@ -141,6 +198,8 @@ class _Run:
             namespace.update({k: v for k, v in plain.namespaces[0].items() if k not in namespace})
             for model in program.models:
                 namespace[model.name] = plain.namespaces[0][model.name]
+        if program.before and isinstance(errors["fsdp2"], fsdp2.FSDPError):
+            return Result("same", ended=f"fully_shard refuses hooks: {errors['fsdp2']!r}")
         reason = self.without_torch or torch_cannot(program)
         if is_coarse(program) and "Embed" in program.kinds():
             plain.lost = True  # which row is looked up hangs on signs, and these on rounding
@@ -158,17 +217,18 @@ class _Run:
             if not all(slot in ours.namespace["loss"] for slot in action.needs):
                 continue
             waiting = plain.unsure or bool(plain.waiting or plain.partial)
-            situation = Situation(
-                waiting, any(not is_sharded(p, self.program) for p in self._observe(ours).params.values())
-            )
-            if situation.unsharded and action.kind in ("clip", "step", "zero_grad", "hand", "forget", "scaler"):
+            situation = Situation(waiting, self._has_unsharded(ours) or self._has_unsharded(theirs or ours))
+            if self.held.loses(action, waiting):
                 plain.lost = True  # the optimizer's parameters are not those that the model has now
-            if theirs is not None and action.kind in ("step", "scaler", "load_state_dict"):
+            if theirs is not None and action.kind in USE_PARAMETERS:
                 apart = forms_differ(self._observe(ours), self._observe(theirs), self.program)
                 if self._any(apart):  # only one of them will compute with what the unsharded ones were
-                    return Result(
-                        "same", at=at, ran=self.ran, ended="parameters change while one side has unsharded ones"
-                    )
+                    if not any(is_evaluation(each) for each in self.program.actions[:at]):
+                        return Result(
+                            "same", at=at, ran=self.ran, ended="parameters change while one side has unsharded ones"
+                        )
+                    theirs = None
+                    self.used.append(EVALUATED)
             if plain.late and action.kind in ("clip", "step", "scaler", "zero_grad", "hand", "forget"):
                 return Result("same", at=at, ran=self.ran, ended="gradients are used while they are held back")
             if plain.unsure and action.kind in ("clip", "step", "scaler"):
@@ -184,6 +244,7 @@ class _Run:
             self._note(at, "fsdp2")
             errors[0] = ours.execute(action.code)
             self._note(at, "compare")
+            self.held.after(action, self._has_unsharded(ours))
             situation = replace(situation, only_partials=plain.only_partials)
             self.ran.append(action.kind)
             known = torch_gives_up(self.program, errors[1], errors[0], errors[2])
@@ -202,9 +263,15 @@ class _Run:
                     theirs.rng, errors[1] = ours.rng, None
                 else:
                     theirs = None
-            if refused := fsdp2_refuses(errors[0], errors[1]):
+            if refused := fsdp2_refuses(errors[0], errors[1]) or may_refuse(self.program, at, errors[0]):
                 self.used.append(refused)
                 return Result("same", at=at, ran=self.ran, ended=refused)
+            self.assigned |= action.kind == "data"
+            self.unheard = asks_by_name(action) or (self.unheard and action.kind != "step")
+            if self._any(ours.warned):
+                return Result("same", at=at, ran=self.ran, ended="warned: gradients asked for by name")
+            if self.unheard:
+                continue
             is_alone = theirs is None or "support deepcopy" in str(errors[1])
             blind = errors[2] is None or isinstance(errors[2], models.Boom)
             mixes = errors[0] is None and "must have the same dtype" in str(errors[2])
@@ -256,6 +323,8 @@ class _Run:
         if error is not None and theirs is not None and not isinstance(error, models.Boom):
             return None  # the run ends here, where these happened
         seen = self._observe(ours)
+        if self.assigned:
+            seen.params.clear()  # until a forward says so; what it computes is compared
         found: Seen | None = None
         late = {model.name for model in self.program.models} if plain.failed else plain.late
         if theirs is not None:
@@ -287,7 +356,8 @@ class _Run:
 
     def _namespace(self, fully_shard: Any, rank: int | None = None) -> dict[str, Any]:
         rank = self.data_rank if rank is None else rank
-        names = {name: value for name, value in vars(models).items() if not name.startswith("_")}
+        every = {**vars(models), **vars(models_between)}
+        names = {name: value for name, value in every.items() if not name.startswith("_")}
         names.update(
             torch=torch,
             nn=nn,
@@ -309,9 +379,11 @@ class _Run:
             ZeroPolicy=fsdp2.ZeroPolicy,
             local_optimizer=lambda kind, params, **options: kind(params, **options),
             clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
+            step_in_backward=lambda optimizer: None,
         )
         if fully_shard is fsdp2.fully_shard:
-            names.update(local_optimizer=fsdp2.local_optimizer, clip_grad_norm_=fsdp2.clip_grad_norm_)
+            own = ("local_optimizer", "clip_grad_norm_", "step_in_backward")
+            names.update({name: getattr(fsdp2, name) for name in own})
         return names
 
     def _data_mesh(self) -> DeviceMesh:
@@ -326,6 +398,9 @@ class _Run:
         except Exception as error:
             return error
         return None
+
+    def _has_unsharded(self, side: _Side) -> bool:
+        return any(not is_sharded(p, self.program) for p in self._observe(side).params.values())
 
     def _observe(self, side: _Side) -> Observation:
         params, buffers, flags = {}, {}, {}
@@ -354,6 +429,7 @@ def build_lines(program: Program, is_sharded: bool = True) -> Iterator[str]:
         if is_sharded:
             if program.has_tp:
                 yield from _tp_lines(model)
+            yield from (each.code for each in program.before if each.on.startswith(model.name))
             for unit in model.units():
                 yield unit.source() if len(program.axes) == 1 else unit.source()[:-1] + ", mesh=mesh)"
     yield program.optimizer

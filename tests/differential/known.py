@@ -9,25 +9,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.differential.models import Boom
 from tests.differential.program import Action, Program
 
 __all__ = [
-    "GOES_ON",
+    "EVALUATED",
     "KNOWN",
+    "LISTS",
     "TRANSFORMS",
     "Known",
     "Situation",
-    "fills_zeros",
-    "fsdp2_refuses",
+    "asks_by_name",
+    "calls_part",
+    "is_evaluation",
+    "made_by",
     "table",
-    "tolerates_form",
-    "tolerates_type",
-    "torch_cannot",
-    "torch_dies",
-    "torch_gives_up",
-    "torch_is_lost",
-    "why_left",
 ]
 
 
@@ -93,7 +88,7 @@ def _runs_twice(program: Program) -> bool:
     return False
 
 
-def _calls_part(program: Program) -> bool:
+def calls_part(program: Program) -> bool:
     """Whether a module is called that is one of several in a unit."""
     parts = [path for unit in program.units() if len(unit.modules) > 1 for path in unit.modules]
     return any(f"{path}(" in action.code for path in parts for action in program.actions)
@@ -108,7 +103,81 @@ def _ran_backward_in_forward(program: Program, action: Action) -> bool:
 TRANSFORMS = "transforms of torch.func, and a backward through them that reads no parameters which were resharded"
 LISTS = "a backward that comes to a part of a unit of several modules, called by itself"
 
+EVALUATED = "after a forward without gradients, unless the program keeps parameters unsharded"
+KEPT = "a loss that reads what a module kept"
+
+
+def is_evaluation(action: Action) -> bool:
+    return action.kind in ("forward in torch.no_grad()", "forward in torch.inference_mode()")
+
+
+def asks_by_name(action: Action) -> bool:
+    """Whether a backward is for parameters that the program lists."""
+    return action.kind == "backward" and "parameters()" in action.code
+
+
+def made_by(program: Program, action: Action) -> str:
+    return " ".join(each.code for each in program.actions if each.makes in action.needs)
+
+
 KNOWN = (
+    Known(
+        EVALUATED,
+        "the root stays unsharded; averages, edits, clipping, `zero_grad` and optimizers of these parameters are lost",
+        "its modules hold the shards",
+        at_action=lambda program, action, situation: (
+            situation.unsharded and action.kind in ("average", "clip", "zero_grad", "optimizer", "late", "look")
+        ),
+        forms=lambda program, action: any(map(is_evaluation, program.actions)),
+    ),
+    Known(
+        "an edit of an unsharded parameter outside of forward and backward",
+        "lost at the next reshard",
+        "reaches the shards",
+        at_action=lambda program, action, situation: situation.unsharded and action.kind == "edit",
+    ),
+    Known(
+        "a weight that is written to in forward",
+        "lost at the next reshard; gradients are wrong",
+        "an error",
+        in_program=lambda program: bool(program.kinds() & {"Masked", "MaxNorm"}),
+    ),
+    Known(
+        KEPT + ", and a backward that reaches a unit by no output of it",
+        "gradients may be left unreduced",
+        "trains",
+        at_action=lambda program, action, situation: action.kind == "backward" and ".kept" in made_by(program, action),
+    ),
+    Known(
+        "hooks on parameters: `register_hook`, and post-accumulate hooks from before `fully_shard`",
+        "never run",
+        "see the reduced gradient, and may replace it",
+        in_program=lambda program: bool(program.before) or any(a.kind == "gradient hook" for a in program.actions),
+    ),
+    Known(
+        "`backward(inputs=...)` and `torch.autograd.grad` with sharded parameters",
+        "no gradients",
+        "none, and the next step warns",
+        at_action=lambda program, action, situation: asks_by_name(action),
+    ),
+    Known(
+        "`p.data = ...` of a sharded parameter",
+        "changes nothing",
+        "an error at the next forward",
+        at_action=lambda program, action, situation: action.kind == "data",
+    ),
+    Known(
+        "`fully_shard` after the first forward",
+        "trains nothing for a step, and fails later",
+        "an error",
+        at_action=lambda program, action, situation: action.kind == "late",
+    ),
+    Known(
+        "`step_in_backward`",
+        "none",
+        "steps units in backward",
+        in_program=lambda program: any(action.kind == "step_in_backward" for action in program.actions),
+    ),
     Known(
         "0-dim parameters",
         "rejected",
@@ -182,7 +251,7 @@ KNOWN = (
         LISTS,
         "may leave gradients unreduced, and the unit unsharded",
         "reduces them",
-        forms=lambda program, action: _calls_part(program),
+        forms=lambda program, action: calls_part(program),
     ),
     Known(
         "transforms of torch.func that run a backward while gradients wait unreduced",
@@ -366,73 +435,7 @@ KNOWN = (
 )
 
 
-GOES_ON = ("`copy.deepcopy`",)  # torch refuses these, and remains the reference
-
-
 def table() -> str:
     """The differences as docs/design.md shows them."""
     rows = [f"| {known.name} | {known.torch} | {known.fsdp2} |" for known in KNOWN]
     return "\n".join(["| | torch 2.13 | here |", "|---|---|---|", *rows])
-
-
-def torch_cannot(program: Program) -> str:
-    """Why torch cannot run the program; empty if it can."""
-    for known in KNOWN:
-        if known.in_program(program):
-            return known.name
-    return ""
-
-
-def torch_dies(program: Program) -> str:
-    """The known difference by which torch's process may die; empty if there is none."""
-    return next((known.name for known in KNOWN if known.dies_in(program)), "")
-
-
-def torch_gives_up(program: Program, theirs: Exception | None, ours: Exception | None, plain: Exception | None) -> str:
-    """The known difference by which torch raises where fsdp2 does what one process does; empty if there is none."""
-    cannot = plain is not None and "inplace operation" in str(plain)
-    if theirs is None or (type(ours) is not type(plain) and not cannot):
-        return ""
-    for known in KNOWN:
-        if known.torch_raises and known.raises_in(program) and re.search(known.torch_raises, str(theirs)):
-            return known.name
-    return ""
-
-
-def fsdp2_refuses(ours: Exception | None, theirs: Exception | None) -> str:
-    """The known difference by which fsdp2 raises and torch goes on, if only to where the program fails; else empty."""
-    if ours is None or not (theirs is None or isinstance(theirs, Boom)):
-        return ""
-    return next((k.name for k in KNOWN if k.fsdp2_raises and re.search(k.fsdp2_raises, str(ours))), "")
-
-
-def torch_is_lost(program: Program, action: Action, situation: Situation) -> str:
-    """The known difference by which torch's state is not the documented one after an action."""
-    for known in KNOWN:
-        if known.at_action(program, action, situation):
-            return known.name
-    return ""
-
-
-def why_left(program: Program) -> str:
-    """The known difference by which torch leaves gradients unreduced, on parameters that it has not resharded."""
-    if any("torch.func" in action.code for action in program.actions) or "Transforms" in program.kinds():
-        return TRANSFORMS
-    return LISTS if _calls_part(program) else ""
-
-
-def fills_zeros(program: Program) -> bool:
-    """Whether parameters may get zeros as gradients: see the row of `set_reduce_scatter_unused_params`."""
-    return any(action.kind == "set_reduce_scatter_unused_params" and action.value for action in program.actions)
-
-
-def tolerates_form(program: Program, action: Action) -> bool:
-    """Whether the two may differ in which parameters are unsharded."""
-    return any(known.forms(program, action) for known in KNOWN)
-
-
-def tolerates_type(program: Program, action: Action, ours: Exception | None, theirs: Exception | None) -> bool:
-    """Whether these may be what an action raised on fsdp2 and on torch."""
-    if ours is None or theirs is None:
-        return ours is theirs
-    return isinstance(ours, type(theirs))

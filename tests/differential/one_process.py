@@ -6,6 +6,7 @@ by the documented meaning of the setters: a gradient waits unreduced, waits for 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.differential.models import Boom
+from tests.differential.models_between import Kept
 from tests.differential.program import Action, Program
 
 __all__ = ["OneProcess"]
 
+HOOKS = ("gradient hook", "accumulated hook")
 WRITE_GRADIENTS = {"Tiled", "GradByHand"}  # their backward gives weights gradients, whatever it was asked for
 
 
@@ -52,7 +55,10 @@ class OneProcess:
         self.only_partials = False  # a unit's partial gradients were reduced in this action, and it got no new ones
         self.failed = False  # a backward failed, and gradients have not been zeroed since
         # A hook changes gradients in a way that one process does not know.
-        self.lost = "Hooked" in program.kinds()
+        self.lost = "Hooked" in program.kinds() or (
+            "reentrant=True" in program.source()  # a backward for each checkpoint, and hooks in each
+            and any(each.kind == "accumulated hook" for each in (*program.before, *program.actions))
+        )
         self.late: set[str] = set()  # roots whose gradients the last backward will hand over
         # Of each rank: they differ, as batch statistics do.
         self.buffers: list[dict[tuple[nn.Module, str], Tensor]] = []
@@ -61,6 +67,8 @@ class OneProcess:
         self._made_by: dict[int, str] = {}  # the line that made the loss of a slot
         stages = re.findall(r"stage=(\d)", program.options())
         self._stage = int(stages[0]) if stages else None
+        self._steps = False  # in backward
+        self._hooks: dict[nn.Parameter, list[Action]] = {}
 
     def sharded(self) -> None:
         """The models are there: who owns which parameter."""
@@ -73,8 +81,12 @@ class OneProcess:
                 new.params += [p for p in module.parameters() if p not in owned]
                 owned.update(new.params)
             self._units.append(new)
+        for hook in self.program.before:
+            self._hook(hook)
         self._keep(0)
-        self.buffers = [{key: b.clone() for key, b in self.buffers[0].items()} for _ in self.namespaces]
+        self.buffers = [
+            {key: b if b is None else b.clone() for key, b in self.buffers[0].items()} for _ in self.namespaces
+        ]
         self._install(0)
 
     def execute(self, action: Action) -> Exception | None:
@@ -82,6 +94,7 @@ class OneProcess:
         self.only_partials = False
         if self._goes_backward_within(action):
             self.unsure = True
+            self.lost |= self._steps  # it may also step
         try:
             if action.kind.startswith("set_"):
                 self._set(action)
@@ -96,10 +109,13 @@ class OneProcess:
                 self._each_rank(action.code)
                 if "autograd.grad" in action.code and self.program.kinds() & WRITE_GRADIENTS:
                     self._hand_over(self._roots_in(action.code))
-            elif action.kind in ("state_dict", "load_state_dict", "to"):
+            elif action.kind in ("state_dict", "load_state_dict", "to", "average"):
                 self._each_rank(action.code)
+            elif action.kind in HOOKS:
+                self._hook(action)
             elif action.kind not in ("unshard", "reshard", "wait"):
                 exec(action.code, self.namespaces[0])
+                self._steps |= action.kind == "step_in_backward"
                 if action.kind == "zero_grad":
                     self.unsure = self.failed = False
         except Exception as error:
@@ -115,7 +131,7 @@ class OneProcess:
         zeros for unused parameters."""
         waits = self.waiting or self.partial
         factors = any("divide_factor" in each.kind for each in self.program.actions)
-        if not (waits and factors) and not any(unit.unused for unit in self._units):
+        if not (waits and (factors or self._hooks or self._steps)) and not any(unit.unused for unit in self._units):
             return False
         words = ("autograd.grad", "torch.func", "part.backward")
         return any(word in action.code for word in words) or "Transforms" in self.program.kinds()
@@ -128,6 +144,7 @@ class OneProcess:
 
     def _keep(self, rank: int) -> None:
         kept = {(m, name): b for m in self._modules() for name, b in m.named_buffers(recurse=False)}
+        kept.update({(m, "kept"): m.kept for m in self._modules() if isinstance(m, Kept)})
         if rank < len(self.buffers):
             self.buffers[rank] = kept
         else:
@@ -190,6 +207,14 @@ class OneProcess:
         for unit in self._units:
             if unit.root in roots and unit.sync and (self._stage in (None, 2, 3) or self._ends_step(unit.root)):
                 self._reduce(unit)
+        if self._steps:
+            exec("optimizer.step(); optimizer.zero_grad()", self.namespaces[0])
+
+    def _hook(self, action: Action) -> None:
+        """Hooks see what the optimizer will see, so they run here after a reduction, not in each rank's backward."""
+        for p in eval(action.on, self.namespaces[0]).parameters():
+            if p.requires_grad:
+                self._hooks.setdefault(p, []).append(action)
 
     def _roots_in(self, code: str) -> set[str]:
         """The roots of the models that a line calls."""
@@ -216,7 +241,9 @@ class OneProcess:
             all_reduces = unit.all_reduce and (self._stage is None or self._ends_step(unit.root))
             if p in self.partial and (all_reduces or not self._is_replicated(p)):
                 reduced = self.partial.pop(p)
-                p.grad = reduced if p.grad is None else p.grad + reduced
+                scales = {kind: math.prod(h.value for h in self._hooks.get(p, ()) if h.kind == kind) for kind in HOOKS}
+                reduced *= scales["gradient hook"]
+                p.grad = (reduced if p.grad is None else p.grad + reduced) * scales["accumulated hook"]
 
     def _is_replicated(self, p: nn.Parameter) -> bool:
         """0-dim parameters are on every mesh, and all at stage 0 of ZeRO."""

@@ -114,6 +114,7 @@ class Program:
     models: tuple[Model, ...]
     optimizer: str
     actions: tuple[Action, ...]
+    before: tuple[Action, ...] = ()  # before fully_shard: hooks on parameters
 
     @property
     def has_tp(self) -> bool:
@@ -145,15 +146,19 @@ class Program:
         models = tuple(
             Model(m["name"], tuple(map(_node, m["blocks"])), tuple(m["together"]), m["options"]) for m in data["models"]
         )
-        actions = tuple(Action(**{**action, "needs": tuple(action["needs"])}) for action in data["actions"])
         names = ("seed", "world_size", "optimizer")
         return Program(
             **{name: data[name] for name in names},
             mesh=tuple(data["mesh"]),
             axes=tuple(data["axes"]),
             models=models,
-            actions=actions,
+            actions=tuple(map(_action, data["actions"])),
+            before=tuple(map(_action, data.get("before", ()))),
         )
+
+
+def _action(data: dict[str, Any]) -> Action:
+    return Action(**{**data, "needs": tuple(data["needs"])})
 
 
 def _node(data: dict[str, Any]) -> Node:

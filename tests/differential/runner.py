@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.differential.interpret import Result, run_program
-from tests.differential.known import torch_dies
+from tests.differential.judge import torch_dies
 from tests.differential.program import Program
 from tests.helpers.ranks import RanksFailed, run_on_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 
-from tests.differential import models
+from tests.differential import models, models_between
 from tests.differential.interpret import build_lines
 from tests.differential.program import Program
 
@@ -105,7 +105,7 @@ def script_of(program: Program, title: str, found: str) -> str:
 
 def _classes(program: Program) -> str:
     """The source of the modules that the program uses, and of what these use."""
-    source = inspect.getsource(models)
+    source = inspect.getsource(models) + inspect.getsource(models_between).partition("Lin\n")[2]
     tree = ast.parse(source)
     defined = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     used = {"Net", "loss_of", "batch"} | program.kinds()

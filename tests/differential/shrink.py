@@ -53,6 +53,8 @@ def shrink(program: Program, result: Result, run: Run, seconds: float = 60.0) ->
 def _candidates(program: Program) -> Iterator[Program]:
     """Smaller programs, the much smaller ones first."""
     yield from _fewer_actions(program)
+    if program.before:
+        yield replace(program, before=program.before[1:])
     if len(program.models) == 2:
         for kept in program.models:
             yield replace(

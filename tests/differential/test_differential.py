@@ -19,6 +19,7 @@ from tests.helpers.source_tree import ROOT
 
 FOUND = Path(__file__).parent / "found"
 SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
+BETWEEN = {2: range(3_000_000, 3_000_100)}
 # The first of the campaign that docs/testing.md describes.
 CAMPAIGN = {2: range(2_000_000, 2_000_500), 4: range(2_000_000, 2_000_200)}
 AT_ONCE = 100
@@ -30,18 +31,20 @@ needs_torchs = pytest.mark.skipif(
 
 
 @needs_torchs
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_fixed_seeds(num_ranks: int) -> None:
+def test_fixed_seeds(num_ranks: int, between: bool) -> None:
     """torch's FSDP2, fsdp2 and one process agree after every action of these programs."""
     for seed in SAMPLE[num_ranks]:
-        _check(seed, num_ranks)
+        _check(seed, num_ranks, between)
 
 
 def test_programs_are_data() -> None:
     """A program survives JSON, and a seed always gives the same one."""
     for seed in range(50):
-        program = generate(seed, 2)
-        assert Program.from_json(program.to_json()) == program == generate(seed, 2)
+        for between in (False, True):
+            program = generate(seed, 2, between=between)
+            assert Program.from_json(program.to_json()) == program == generate(seed, 2, between=between)
 
 
 def test_known_differences_are_documented() -> None:
@@ -112,17 +115,19 @@ def test_mutants_are_found(mutant: Mutant) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("num_ranks", "first"), [(ranks, seed) for ranks, seeds in CAMPAIGN.items() for seed in seeds[::AT_ONCE]]
+    ("num_ranks", "first"),
+    [(n, seed) for campaign in (CAMPAIGN, BETWEEN) for n, seeds in campaign.items() for seed in seeds[::AT_ONCE]],
 )
 def test_more_seeds(num_ranks: int, first: int) -> None:
     """As `test_fixed_seeds`, more of them: five minutes or so."""
     for seed in range(first, first + AT_ONCE):
-        _check(seed, num_ranks)
+        _check(seed, num_ranks, seed in BETWEEN.get(num_ranks, ()))
 
 
-def _check(seed: int, num_ranks: int) -> None:
-    result = run(generate(seed, num_ranks))
+def _check(seed: int, num_ranks: int, between: bool) -> None:
+    result = run(generate(seed, num_ranks, between=between))
     command = f"python -m tests.differential --seed {seed} --count 1 --ranks {num_ranks} --shrink 60"
+    command += " --between" if between else ""
     assert result.kind == "same", f"{command}: {result.text}"
 
 

@@ -152,7 +152,6 @@ MAX_ATTRIBUTES = 16  # set on self in __init__, or fields of a dataclass
 # Files below tests/ that are longer than a module of the package may be.
 LONG_TESTS = {
     "tests/helpers/parity_rows.py": "a table",
-    "tests/differential/generate.py": "one generator, each of whose methods calls the others",
 }
 
 # Names with an underscore that are nobody's secret: namedtuple has no other way to say "public, but not a field", and
