@@ -186,7 +186,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             for group in unit.groups:
                 if not set_to_none:
                     group.settle()
-                if group.phase is Phase.UNSHARDED:
+                if group.phase is not Phase.SHARDED:
                     _clear_grads([param.sharded for param in group.params], set_to_none)
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
         check_reduced("zero_grad", self.parameters(), is_read=False)

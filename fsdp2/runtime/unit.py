@@ -176,7 +176,7 @@ class Unit:
     def _reshard_after_forward(self) -> None:
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
         if how:
-            self.reshard(to_smaller=how is not True, within_step=for_backward)
+            self.reshard(to_smaller=for_backward and how is not True, within_step=for_backward)
         elif how is None and not for_backward and not self._was_whole:
             self.reshard(keep_values=True)
         else:
@@ -297,8 +297,8 @@ class Unit:
                     group.forget_kept(self.context.memory)
 
     def drop_stale(self) -> None:
-        """Before a forward of the root: reshard what was gathered before an optimizer stepped it, by a forward without
-        a backward, or kept."""
+        """Before a forward of the root, or of the unit alone: reshard what was gathered before an optimizer stepped it,
+        by a forward without a backward, or kept."""
         for group in self.groups:
             if group.phase is Phase.SHARDED:
                 group.check_not_assigned()
@@ -339,6 +339,8 @@ class Unit:
                 args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
+            if is_new and not backward_is_running():
+                self.drop_stale()
         is_first = is_new and (not self._to_run or len(self._modules) == 1)
         if is_first:
             if backward_is_running() and not self._is_optional:

@@ -26,6 +26,7 @@ STAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
     "stage 2": {"zero": ZeroPolicy(stage=2)},
+    "smaller": {"reshard_after_forward": 2},
 }
 
 
@@ -67,7 +68,7 @@ def assert_same_values(model: Any, plain: nn.Module) -> None:
 # --- evaluation between any two steps ---------------------------------------------------------------------------------
 
 
-@on_ranks(2)
+@on_ranks(4)
 @pytest.mark.parametrize("stays", STAYS)
 def test_a_moving_average(rank: int, world_size: int, stays: str) -> None:
     """Both models are evaluated between updates of the average. Its root's values were those of the first update, and
@@ -135,7 +136,7 @@ def test_generation_gathers_the_root_once(rank: int, world_size: int) -> None:
     assert count(log, "all_gather") == {"all_gather": 3}
 
 
-@on_ranks(2)
+@on_ranks(4)
 @pytest.mark.parametrize("stays", STAYS)
 def test_an_evaluation_between_backward_and_clipping(rank: int, world_size: int, stays: str) -> None:
     """As for the log of PPO's divergence. The norm lacked the root's gradients, and these were not scaled; `zero_grad`
@@ -150,6 +151,19 @@ def test_an_evaluation_between_backward_and_clipping(rank: int, world_size: int,
     model.zero_grad()
     backward(model, rank)
     assert_gradients(model, right)
+
+
+@on_ranks(2)
+def test_an_inner_module_alone_after_a_step(rank: int, world_size: int) -> None:
+    """It had stayed unsharded after backward, and computed with the values from before the step."""
+    plain, model = pair(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD([*each.parameters()], lr=0.1)
+        backward(each, 0)
+        optimizer.step()
+    with torch.no_grad():
+        assert_close(model[0](batch(1, 0, 4)), plain[0](batch(1, 0, 4)))  # type: ignore[index, operator]
 
 
 @on_ranks(2)
