@@ -74,6 +74,9 @@ $(CLIENTS)/.installed: pyproject.toml constraints-clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt torch setuptools wheel
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
 	    --no-build-isolation --editable '.[clients]'
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt --no-deps \
+	    ai2-olmo-core axolotl llamafactory nemo-automodel verl \
+	    addict bettermap codetiming dataclass-extensions importlib_resources
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	    --target $(CLIENTS)/torchao-for-torchtune torchao==0.15.0
 	@touch $@

@@ -12,7 +12,10 @@ from tests.clients.clients import TIMEOUT_S, close_servers
 
 MISSING = [
     name
-    for name in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "torchtune", "trl")
+    for name in (
+        *("accelerate", "axolotl", "bitsandbytes", "lightning", "llamafactory", "nemo_automodel", "olmo_core", "peft"),
+        *("torchao", "torchtitan", "torchtune", "trl", "verl"),
+    )
     if find_spec(name) is None
 ]
 collect_ignore_glob = ["test_*.py"] if MISSING else []
