@@ -4,7 +4,7 @@
 # make fuzz     ten minutes of hostile checkpoints                  make wheel    dist/fsdp2-*.whl, as a release has it
 # make fuzz-runtime   random programs on torch's FSDP2, fsdp2 and one process; ARGS="--seconds 600 --seed 0 --ranks 2"
 # make test-device    sharded training on a lagging accelerator; needs a C++ compiler (compiles it, once)
-# make mutants  random faults in the library: how many the protective tests find, of those that all tests find
+# make mutants  random faults in files of the library, and which of them the tests given find
 # make test-clients   torchtitan, Accelerate, transformers, trl, Lightning, ... on fsdp2 (makes .venv-clients)
 #
 # Each makes .venv first, once, from any Python >= 3.11 with pip and venv. Another interpreter: make PYTHON=python3.12 ...

@@ -24,7 +24,6 @@ from tests.device.scenarios import SCENARIOS
 from tests.device.training import ON_FOUR, differs, expected_of
 from tests.helpers.ranks import RanksFailed, close_pools, run_on_ranks
 from tests.races.mutants import CONTEXT, MEMORY, MUTANTS, PARAM_GROUP, Mutant
-from tests.races.mutated import mutated
 
 __all__ = ["MUTANTS_HERE", "found", "harmless"]
 
@@ -331,7 +330,7 @@ def body(rank: int, world_size: int, index: int) -> str:
     mutant = MUTANTS_HERE[index]
     names = names_of(mutant)
     expected = {name: expected_of(name, rank, world_size) for name in names if name not in SCENARIOS}
-    with mutated(mutant):
+    with mutant.planted():
         for seed in range(SEEDS):
             for name in names:
                 if name in SCENARIOS:

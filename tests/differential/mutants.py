@@ -2,8 +2,8 @@
 
     python -m tests.differential.mutants            # all of them, or those that are named
 
-Workers import one module of fsdp2 with the fault in it, and run the kept program `missed/NAME.json`; it must differ
-there, and be the same on the tree as it is. docs/testing.md has the table.
+The kept program `missed/NAME.json` must differ with the fault, and be the same without it. docs/testing.md has the
+table.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from tests.differential.mutated import run_mutated
+from tests.differential.interpret import run_program
 from tests.differential.program import Program
+from tests.differential.runner import run
+from tests.helpers.mutants import mutated
 from tests.helpers.ranks import close_pools
 
 __all__ = ["MISSED", "MISSED_BEFORE", "Mutant", "find"]
@@ -28,7 +32,7 @@ PROGRAMS = Path(__file__).parent / "missed"
 
 @dataclass(frozen=True)
 class Mutant:
-    """Replacements, old and new text, in a module of fsdp2."""
+    """Replacements, old and new text, in a module below fsdp2."""
 
     name: str
     module: str
@@ -39,12 +43,16 @@ class Mutant:
         """The program that finds it."""
         return Program.from_json((PROGRAMS / f"{self.name}.json").read_text())
 
+    def planted(self) -> AbstractContextManager[None]:
+        """The library has the fault."""
+        return mutated(self.module, self.changes)
+
 
 # Not found by today's other tests, in the protective tier.
 MISSED = (
     Mutant(
         "forward-in-part",  # a list of modules of which the forward ran some, then a backward
-        "fsdp2.runtime.unit",
+        "runtime.unit",
         (
             (
                 "self.stage = stage\n        self._to_run.clear()\n",
@@ -58,12 +66,12 @@ MISSED = (
 MISSED_BEFORE = (
     Mutant(
         "all-reduce-left-off",
-        "fsdp2.settings",
+        "settings",
         (("requires_gradient_sync=sync, requires_all_reduce=sync)", "requires_gradient_sync=sync)"),),
     ),
     Mutant(
         "last-factor-counts",
-        "fsdp2.runtime.parameter",
+        "runtime.parameter",
         (
             (
                 "return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)",
@@ -73,30 +81,30 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "gradients-by-hand",
-        "fsdp2.runtime.gradients",
-        (("any(map(_is_there, map(grad_of, self._unsharded)))", "not self.none_arrived"),),
+        "runtime.gradients",
+        (("any(map(_is_there, map(grad_of, self.unsharded)))", "not self.none_arrived"),),
     ),
     Mutant(
         "inner-backwards-reduce",
-        "fsdp2.runtime.gradients",
+        "runtime.gradients",
         (("gradients._backward in (None, running_backward())", "True"),),
     ),
     Mutant(
         "hooks-after-reduction",
-        "fsdp2.runtime.gradients",
+        "runtime.gradients",
         (
             ("        self.keep_hooks_last()\n", ""),
-            ("return post_accumulate_grad_hooks(self._unsharded[index])[-1] is hook", "return True"),
+            ("return post_accumulate_grad_hooks(self.unsharded[index])[-1] is hook", "return True"),
         ),
     ),
     Mutant(
         "torch-func-unhooked",
-        "fsdp2.runtime.hooks",
+        "runtime.hooks",
         (("    if tensors_have_levels():\n", "    if False:\n"),),
     ),
     Mutant(
         "false-order-error",
-        "fsdp2.runtime.param_group",
+        "runtime.param_group",
         (
             ("elif self._used_at is not None and versions", "elif versions"),
             ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
@@ -104,12 +112,12 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "converted-before-backward",
-        "fsdp2.runtime.param_group",
+        "runtime.param_group",
         (("self._fits = self._unsharded.follow_shards()", "self._fits = False"),),
     ),
     Mutant(
         "call-within-itself",
-        "fsdp2.runtime.unit",
+        "runtime.unit",
         (
             (
                 "self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)",
@@ -120,16 +128,18 @@ MISSED_BEFORE = (
 )
 
 
+def run_mutated(rank: int, world_size: int, name: str, **options: Any) -> Any:
+    mutant = next(each for each in (*MISSED, *MISSED_BEFORE) if each.name == name)
+    with mutant.planted():
+        return run_program(rank, world_size, **options)
+
+
 def find(mutant: Mutant) -> str:
     """How the program differs on the mutant; "" where it does not, or where it differs on the tree as it is."""
-    from tests.differential.runner import run  # not above: workers import this module, and must not import fsdp2 yet
-
     program = mutant.program
     if run(program).kind != "same":
         return ""
-    close_pools()  # its workers have imported fsdp2
-    result = run(program, body=run_mutated, module=mutant.module, changes=mutant.changes)
-    close_pools()
+    result = run(program, body=run_mutated, name=mutant.name)
     return "" if result.kind == "same" else f"{result.kind} at action {result.at}: {result.text}"
 
 
@@ -140,6 +150,7 @@ def main() -> None:
             start = time.monotonic()
             found = find(mutant).partition("\n")[0][:110] or "NOT FOUND"
             print(f"{mutant.name}: {time.monotonic() - start:.1f} s: {found}", flush=True)
+    close_pools()
 
 
 if __name__ == "__main__":

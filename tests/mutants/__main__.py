@@ -1,228 +1,150 @@
-"""How many random faults the protective tests find, of those that all tests find.
+"""Puts random faults into files of the library, one at a time, and says which of them tests find.
 
-make mutants                                  # 160 mutants of the last commit
-make mutants ARGS="--count 20 --seed 7"
-make mutants ARGS="--show 12"                 # the change that mutant 12 makes
+    make mutants ARGS="fsdp2/optim/clip.py --tests tests/optim/test_clip.py"
+    make mutants ARGS="fsdp2/runtime --tests tests/core --count 100 --seed 7"
 
-What is known of a commit is kept below build/mutants, and a run that was cut off is continued. On two quiet cores the
-map of lines takes about twenty minutes, and a mutant from seconds to some minutes. docs/testing.md has the table, and
-results.jsonl beside this file what it was made from.
+A fault is one change by an operator of cosmic-ray: another comparison, a number plus one, a loop that does not run. A
+place is drawn first and one of its changes then. Annotations and docstrings are no code, and are left alone. The
+faults live in a copy of the last commit below build/mutants, where the protective tests among those given run until
+one fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
-import json
 import os
-import queue
+import random
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.mutants import mapping
-from tests.mutants.judging import STAGES, Verdict, chosen_tests, judge
-from tests.mutants.mapping import LineMap
-from tests.mutants.sampling import Mutant, sample
-from tests.mutants.trees import ROOT, Interrupted, Tree
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
 
-Options = argparse.Namespace
+from tests.helpers.source_tree import ROOT
+
+
+@dataclass(frozen=True)
+class Change:
+    """The `occurrence`-th place of a file where cosmic-ray's `operator` fits."""
+
+    path: str
+    operator: str
+    occurrence: int
+
+    def apply(self, source: str) -> str:
+        changed = mutate_code(source, get_operator(self.operator)(), self.occurrence)
+        assert changed is not None
+        return str(changed)
+
+
+def sample(root: Path, paths: list[str], seed: int) -> Iterator[Change]:
+    """Changes of code in random order, one for each place."""
+    by_place: dict[Any, list[Change]] = defaultdict(list)
+    for name in sorted(str(file.relative_to(root)) for path in paths for file in files_of(root / path)):
+        tree = get_ast((root / name).read_text())
+        for operator in sorted(operator_names()):
+            kind = get_operator(operator)
+            if kind.arguments() or operator.endswith("NoOp"):
+                continue
+            positions = (at for node in ast_nodes(tree) for at in kind().mutation_positions(node))
+            for occurrence, at in enumerate(positions):
+                by_place[name, at, operator.partition("_")[0]].append(Change(name, operator, occurrence))
+    chance = random.Random(seed)
+    for place in chance.sample(sorted(by_place), len(by_place)):
+        change = chance.choice(by_place[place])
+        source = (root / change.path).read_text()
+        try:
+            if code_of(change.apply(source)) != code_of(source):
+                yield change
+        except SyntaxError:
+            pass  # such as the removal of half of `not in`
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def code_of(source: str) -> str:
+    """What is executed: without annotations and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def difference(change: Change, source: str) -> str:
+    after = change.apply(source)
+    return "\n".join(difflib.unified_diff(source.splitlines(), after.splitlines(), change.path, n=0, lineterm=""))
+
+
+def finds(change: Change, tests: list[str], tree: Path, timeout_s: float) -> str:
+    """The first test that fails with the change; "" if all pass."""
+    path = tree / change.path
+    source = path.read_text()
+    try:
+        path.write_text(change.apply(source))
+        return first_failure(tests, tree, timeout_s)
+    finally:
+        path.write_text(source)
+
+
+def first_failure(tests: list[str], tree: Path, timeout_s: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not exhaustive", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tree, env=env, text=True, start_new_session=True, **pipes) as pytest:
+        try:
+            output, _ = pytest.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"no end after {timeout_s:.0f} s"
+        finally:
+            if pytest.poll() is None:
+                os.killpg(pytest.pid, signal.SIGKILL)
+    if pytest.returncode == 0:
+        return ""
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed or [output[-200:]])[0]
 
 
 def main() -> None:
-    options = parsed()
-    if options.show is not None:
-        print(difference(sample(ROOT, options.show + 1, options.seed)[-1], ROOT))
-        return
-    if options.summary is not None:
-        print(Results(options.summary).summary())
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that files and processes are left as they were
-    os.nice(19)
-    command = ["git", "rev-parse", "--short=10", options.commit]
-    commit = subprocess.check_output(command, cwd=ROOT, text=True).strip()
-    folder = options.folder / commit
-    trees = [Tree.of_commit(commit, folder / f"tree{worker}") for worker in range(options.workers)]
-    run(folder, trees, options)
-
-
-def parsed() -> Options:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", default="HEAD")
-    parser.add_argument("--count", type=int, default=160)
+    parser.add_argument("paths", nargs="+", help="files and folders of the library")
+    parser.add_argument("--tests", nargs="+", required=True)
+    parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="how many mutants at a time")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a mutant and a stage, at most")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--pause-file", type=Path, help="nothing runs while it exists; what ran begins again")
-    parser.add_argument("--show", type=int, metavar="INDEX", help="print this mutant's change, and end")
-    parser.add_argument("--summary", type=Path, metavar="RESULTS", help="print the summary of a file, and end")
-    return parser.parse_args()
-
-
-def run(folder: Path, trees: Sequence[Tree], options: Options) -> None:
-    """The map, then stage after stage, in one thread a tree."""
-
-    def trace(tree: Tree, modules: list[str]) -> None:
-        mapping.trace(tree, folder / "map", modules, options.pause_file)
-        log("traced", *modules)
-
-    results = Results(folder / "results.jsonl")
-    try:
-        in_turn(trees, mapping.batches(trees[0], folder / "map"), trace, options.pause_file)
-        lines = mapping.read(folder / "map")
-        mutants = sample(trees[0].root, options.count, options.seed)
-        for stage in options.stages:
-            waiting = [(index, mutant) for index, mutant in enumerate(mutants) if results.wants(index, stage)]
-            in_turn(trees, waiting, judging_of(stage, folder, lines, results, options), options.pause_file)
-    finally:
-        for tree in trees:
-            tree.close()
-    print(results.summary())
-
-
-def judging_of(
-    stage: str, folder: Path, lines: LineMap, results: Results, options: Options
-) -> Callable[[Tree, tuple[int, Mutant]], None]:
-    def put(tree: Tree, item: tuple[int, Mutant]) -> None:
-        index, mutant = item
-        journal = folder / "journals" / f"{index}.{stage}"
-        tests = chosen_tests(mutant, stage, lines)
-        verdict = judge(mutant, stage, tests, tree, journal, options.timeout, options.pause_file)
-        if verdict.found and verdict.by not in results.sound:
-            # Does that test pass without the mutant? If not, it says nothing.
-            test = verdict.by.removesuffix(" (hangs)").partition("[")[0]
-            if "::" in test:
-                alone = judge(
-                    None, stage, [test], tree, folder / "journals" / "none", options.timeout, options.pause_file
-                )
-                if alone.found:
-                    verdict = Verdict(
-                        False, f"fails without it: {verdict.by}", verdict.num_tests, False, verdict.seconds
-                    )
-        results.add(index, mutant, stage, verdict, difference(mutant, tree.root))
-
-    return put
-
-
-class Results:
-    """One line of JSON for each mutant and stage, appended as they come.
-
-    Attributes:
-        sound: tests that found a mutant, and pass without one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sound: set[str] = set()
-        self._lock = threading.Lock()
-        self._known: dict[int, dict[str, dict[str, Any]]] = {}
-        for text in path.read_text().splitlines() if path.exists() else ():
-            self._note(json.loads(text))
-
-    def wants(self, index: int, stage: str) -> bool:
-        """Whether this stage has not been asked, and no stage has found the mutant."""
-        known = self._known.get(index, {})
-        return stage not in known and not any(record["found"] for record in known.values())
-
-    def add(self, index: int, mutant: Mutant, stage: str, verdict: Verdict, diff: str) -> None:
-        record = {"index": index, "mutant": mutant.name, "stage": stage, **asdict(verdict), "diff": diff}
-        with self._lock:
-            self._note(record)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        log(
-            index,
-            mutant.name,
-            stage,
-            "found by " + verdict.by if verdict.found else "not found",
-            f"{verdict.seconds} s",
-        )
-
-    def summary(self) -> str:
-        num_found = dict.fromkeys(STAGES, 0)
-        survivors = []
-        for index, known in sorted(self._known.items()):
-            by = [stage for stage, record in known.items() if record["found"]]
-            if by:
-                num_found[by[0]] += 1
-            else:
-                survivors.append(f"{index}: {next(iter(known.values()))['mutant']} (asked: {', '.join(known)})")
-        protective = num_found["some"] + num_found["more"]
-        every = protective + num_found["exhaustive"]
-        return "\n".join(
-            [
-                f"{len(self._known)} mutants; found by the protective tests {protective}, by all tests {every}",
-                f"the protective tests find {100 * protective / max(every, 1):.1f} % of those that all tests find",
-                "not found:",
-                *survivors,
-            ]
-        )
-
-    def _note(self, record: dict[str, Any]) -> None:
-        self._known.setdefault(record["index"], {})[record["stage"]] = record
-        if record["found"]:
-            self.sound.add(record["by"])
-
-
-def in_turn(trees: Sequence[Tree], work: Sequence[Any], do: Callable[[Tree, Any], None], pause: Path | None) -> None:
-    """`do(tree, item)` for each item, in one thread a tree; again if it had to make way."""
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for item in work:
-        waiting.put(item)
-    failed: list[BaseException] = []
-
-    def serve(tree: Tree) -> None:
-        try:
-            while not failed:
-                item = waiting.get_nowait()
-                while not _done(tree, item, do, pause):
-                    pass
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=serve, args=(tree,), daemon=True) for tree in trees]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except BaseException as error:  # a signal; the threads must begin nothing more
-        failed.append(error)
-    if failed:
-        raise failed[0]
-
-
-def _done(tree: Tree, item: Any, do: Callable[[Tree, Any], None], pause: Path | None) -> bool:
-    while pause is not None and pause.exists():
-        time.sleep(2)
-    try:
-        do(tree, item)
-    except Interrupted:
-        return False
-    return True
-
-
-def difference(mutant: Mutant, root: Path) -> str:
-    before = (root / mutant.path).read_text()
-    lines = difflib.unified_diff(
-        before.splitlines(), mutant.apply(before).splitlines(), mutant.path, "mutant", n=0, lineterm=""
-    )
-    return "\n".join(lines)
-
-
-def log(*words: object) -> None:
-    print(time.strftime("%H:%M:%S"), *words, flush=True)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a fault, at most")
+    options = parser.parse_args()
+    tree = ROOT / "build" / "mutants"
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "x"], cwd=tree, input=archive, check=True)
+    without = first_failure(options.tests, tree, options.timeout)
+    assert not without, f"without a fault: {without}"
+    num_found = 0
+    for index, change in zip(range(options.count), sample(tree, options.paths, options.seed), strict=False):
+        start = time.monotonic()
+        test = finds(change, options.tests, tree, options.timeout)
+        num_found += bool(test)
+        shown = f"found by {test}" if test else "NOT FOUND\n" + difference(change, (tree / change.path).read_text())
+        print(f"{index} {change.path} {change.operator} ({time.monotonic() - start:.0f} s): {shown}", flush=True)
+    print(f"{num_found} of {options.count} found")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from tests.helpers.ranks import RanksFailed, close_pools
+from tests.races.found import found
 from tests.races.mutants import MUTANTS
-from tests.races.mutated import found
 
 
 def main() -> None:

@@ -1,8 +1,11 @@
-"""`Mutant`: a fault that is put into the library for a while."""
+"""`Mutant`: a wait, record or keep-alive that is taken out of the library for a while."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+from tests.helpers.mutants import mutated
 
 __all__ = ["Mutant"]
 
@@ -24,3 +27,7 @@ class Mutant:
     new: str
     program: str
     harmless: str = ""
+
+    def planted(self) -> AbstractContextManager[None]:
+        """The library has the fault."""
+        return mutated(self.module, [(self.old, self.new)])

@@ -212,7 +212,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: the collective is not waited for",
         REDUCTION,
-        'wait_for(pending, "reduce_scatter", self.fqn)',
+        'wait_for(pending, "reduce_scatter", channel.fqn)',
         "pass",
         "plain",
     ),
@@ -279,7 +279,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        "wait_for(pending, kind, self.fqn)",
+        "wait_for(pending, kind, channel.fqn)",
         "pass",
         "hsdp",
     ),
@@ -318,8 +318,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hook: its event is recorded before it",
         REDUCTION,
-        "            hook(flat)\n            done = self._streams.record()",
-        "            done = self._streams.record()\n            hook(flat)",
+        "            hook(flat, self.roles.mesh)\n            done = self._streams.record()",
+        "            done = self._streams.record()\n            hook(flat, self.roles.mesh)",
         "hooked",
     ),
     *OF_OFFLOAD,

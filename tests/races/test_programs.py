@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests.device.mutants import MUTANTS_HERE
+from tests.differential.mutants import MISSED, MISSED_BEFORE
 from tests.helpers.ranks import on_ranks
 from tests.helpers.source_tree import ROOT
+from tests.races.found import found
 from tests.races.mutants import MUTANTS, Mutant
-from tests.races.mutated import found, mutated
 from tests.races.programs import PROGRAMS, num_ranks, run
 
 COMPILES = "no dispatch mode works under torch.compile"
@@ -94,9 +95,9 @@ def test_silent_on_four_ranks(rank: int, world_size: int, name: str) -> None:
 
 
 def test_mutants_change_the_modules_of_today() -> None:
-    """Those of the lagging device too: one that changes nothing would raise there, and count as found."""
-    for mutant in MUTANTS_HERE:
-        with mutated(mutant):
+    """Those of the lagging device and the fuzzer too: one that changes nothing would raise, and count as found."""
+    for mutant in (*MUTANTS_HERE, *MISSED, *MISSED_BEFORE):
+        with mutant.planted():
             pass
 
 
