@@ -2,22 +2,40 @@
 
 import re
 from collections.abc import Callable
+from typing import NoReturn
 
 from fsdp2.checkpoint.formats.dcp import is_dcp, open_dcp
-from fsdp2.checkpoint.formats.deepspeed import is_deepspeed, open_deepspeed
 from fsdp2.checkpoint.formats.huggingface import is_huggingface, open_huggingface
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.run.replacing import open_found
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
+from fsdp2.errors import UnsupportedError
 
 __all__ = ["checkpoints_in", "is_checkpoint", "open_catalog"]
+
+DEEPSPEED_FILE = re.compile(r"zero_to_fp32\.py|.*_(model|optim)_states\.pt")
+
+
+def _is_deepspeed(storage: Storage, path: str) -> bool:
+    """Whether the folder is one that DeepSpeed's `save_checkpoint` was given, or one of a tag in it."""
+    return any(DEEPSPEED_FILE.fullmatch(name) for name in storage.names(path))
+
+
+def _refuse_deepspeed(storage: Storage, path: str) -> NoReturn:
+    """Say how to export the weights."""
+    raise UnsupportedError(
+        f"{path}: is a DeepSpeed checkpoint; expected a format that is read here. Run `python zero_to_fp32.py . out "
+        "--safe_serialization` in the folder that has DeepSpeed's file zero_to_fp32.py, and use the folder `out`, "
+        "which has the fp32 weights, without the optimizer's state (docs/formats.md)."
+    )
+
 
 # Formats of other libraries: (detect, open), tried in this order.
 FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Catalog]]] = [
     (is_dcp, open_dcp),
     (is_huggingface, open_huggingface),
-    (is_deepspeed, open_deepspeed),
+    (_is_deepspeed, _refuse_deepspeed),
 ]
 
 
@@ -27,6 +45,7 @@ def open_catalog(storage: Storage, path: str) -> Catalog:
     Raises:
         CheckpointError: it has no format that is supported.
         CorruptError: it is damaged.
+        UnsupportedError: it is a DeepSpeed checkpoint.
     """
     # A folder with a manifest, even a damaged one, is ours. A consolidated checkpoint also has the files of Hugging
     # Face, but it must not be read as such, without checksums, if its manifest is damaged.

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.unpickling import shown, unpickle
@@ -25,140 +24,9 @@ from fsdp2.checkpoint.schema.manifest import Manifest
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError
 from fsdp2.placement.box import Box, Cover
-from tests.helpers.deepspeed_saves import write_ranks, write_universal
 from tests.helpers.hostile_checkpoints import edit_body, whole
 
 HUGE = 10**5000
-
-
-def change(file: Path, edit: Callable[[Any], Any]) -> None:
-    """Load a file, edit what is in it, and save it again."""
-    content = torch.load(file, weights_only=False)
-    edit(content)
-    torch.save(content, file)
-
-
-# --- DeepSpeed: what a rank lacks -------------------------------------------------------------------------------------
-
-
-def ranks(folder: Path, stage: int, scaler: type = dict) -> list[Path]:
-    """A checkpoint of two ranks; the optimizer's files."""
-    write_ranks(folder, stage, 2, scaler, torch.tensor(7.0))
-    return [folder / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
-
-
-def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    own = content["optimizer_state_dict"]
-    state: dict[int, dict[str, Any]] = own.get("base_optimizer_state", own.get("optimizer_state_dict"))["state"]
-    return state
-
-
-LACKS: dict[str, Callable[[dict[int, dict[str, Any]]], Any]] = {
-    "missing": lambda state: state[1].pop("exp_avg_sq"),
-    "short": lambda state: state[1].update(exp_avg_sq=state[1]["exp_avg_sq"][:2].clone()),
-    "no tensor": lambda state: state[1].update(exp_avg_sq=None),
-    "empty": lambda state: state.clear(),
-}
-
-
-@pytest.mark.parametrize("lack", LACKS)
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_lacks_a_state(tmp_path: Path, stage: int, rank: int, lack: str) -> None:
-    """What any rank has of a group all must have: moments are not dropped, whichever rank lacks them."""
-    file = ranks(tmp_path, stage)[rank]
-    change(file, lambda content: LACKS[lack](state_in(content)))
-    with pytest.raises(CorruptError, match=rf"{file.name}: of the flat tensor 'exp_avg"):
-        open_catalog(*storage_of(tmp_path))
-
-
-def test_a_state_of_one_group(tmp_path: Path) -> None:
-    """Groups may have other kinds of state: each parameter gets that of its own."""
-    for file in ranks(tmp_path, 3):
-        change(file, lambda content: state_in(content)[1].pop("exp_avg_sq"))
-    tensors = open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
-    assert "exp_avg.first.bias" in tensors and "exp_avg_sq.first.bias" not in tensors
-    assert {"exp_avg.first.weight", "exp_avg_sq.first.weight"} <= tensors.keys()
-
-
-def test_tables_of_an_8_bit_optimizer(tmp_path: Path) -> None:
-    """What is no state per element, by name, does not hinder."""
-    for file in ranks(tmp_path, 2):
-        change(file, lambda content: state_in(content)[0].update(qmap1=torch.zeros(3), absmax2=torch.zeros(2)))
-    assert "exp_avg.first.weight" in open_catalog(*storage_of(tmp_path)).tensors["optimizer"]
-
-
-# --- DeepSpeed: shapes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("zero3", [False, True])
-def test_a_universal_state_of_another_shape(tmp_path: Path, zero3: bool, kind: str) -> None:
-    """No factor of a state, which other formats may have."""
-    write_universal(tmp_path, zero3)
-    file = tmp_path / "global_step7_universal" / "zero" / "first.weight" / f"{kind}.pt"
-    torch.save(torch.zeros(3), file)
-    with pytest.raises(CorruptError, match=rf"{kind}.pt: has shape \[3\], expected \[{'35' if zero3 else '7, 5'}\]"):
-        open_catalog(*storage_of(tmp_path))
-    (file.parent / "fp32.pt").unlink()
-    with pytest.raises(CorruptError, match=r"first.weight: has .* expected fp32.pt too"):
-        open_catalog(*storage_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "shape", [(2**40, "ab"), (-1, -35), (2.0, 3), "ab", None, {1: 2}, (HUGE,), (True, 35), (1,) * 65, 35]
-)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_impossible_shapes(tmp_path: Path, shape: Any, frozen: bool) -> None:
-    ranks(tmp_path, 2)
-
-    def edit(content: dict[str, Any]) -> None:
-        if frozen:
-            content["frozen_param_shapes"]["frozen"] = shape
-        else:
-            content["param_shapes"][1]["first.bias"] = shape
-
-    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", edit)
-    with pytest.raises(CorruptError) as caught:
-        open_catalog(*storage_of(tmp_path))
-    named = "give 'frozen' the shape" if frozen else "give 'first.bias' the shape"
-    assert named in str(caught.value) or shape == (HUGE,)  # an int that no file may have
-
-
-@pytest.mark.parametrize("padding", [-4, 0.5, "x", None])
-def test_impossible_paddings(tmp_path: Path, padding: Any) -> None:
-    """A negative one would place a parameter before the flat tensor, in other bytes of the file."""
-    paddings = [[padding, 0, 0], [0]]
-    for file in ranks(tmp_path, 2):
-        change(file, lambda content: content["optimizer_state_dict"].update(param_alignment_paddings=paddings))
-    with pytest.raises(CorruptError, match=r"rank_0.*: the padding after 'first.weight' is .*; expected a number"):
-        open_catalog(*storage_of(tmp_path))
-
-
-@pytest.mark.parametrize("step", [-1, 1 << 70])
-def test_impossible_steps(tmp_path: Path, step: int) -> None:
-    ranks(tmp_path, 2)
-    change(tmp_path / "global_step7" / "mp_rank_00_model_states.pt", lambda content: content.update(global_steps=step))
-    assert open_catalog(*storage_of(tmp_path)).step is None
-
-
-# --- DeepSpeed: links -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", ["", "zero", "zero/first.weight"])
-def test_links_to_folders_are_not_followed(tmp_path: Path, level: str) -> None:
-    write_universal(tmp_path / "there", False)
-    folder = tmp_path / "there" / "global_step7_universal" / level
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    with pytest.raises(CorruptError, match=rf"{folder.name}: is a symbolic link, expected a folder"):
-        open_catalog(*storage_of(tmp_path / "there"))
-
-
-def test_a_link_that_the_user_names(tmp_path: Path) -> None:
-    write_universal(tmp_path / "there", False)
-    (tmp_path / "link").symlink_to(tmp_path / "there" / "global_step7_universal", target_is_directory=True)
-    assert "first.weight" in open_catalog(*storage_of(tmp_path / "link")).tensors["model"]
 
 
 # --- small files that cost much ---------------------------------------------------------------------------------------
@@ -399,21 +267,3 @@ def test_permuted_tensors_are_read(tmp_path: Path, dims: tuple[int, ...]) -> Non
     into = {"weight": torch.zeros(value.shape), "expanded": torch.zeros(3, 4)}
     checkpoint.load(tmp_path, model=into)
     assert torch.equal(into["weight"], value) and into["expanded"].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
-
-
-def test_moments_of_two_by_two(tmp_path: Path) -> None:
-    """Loading into an optimizer: the moments come, or an error; never one of another shape."""
-    write_universal(tmp_path, False)
-    zero = tmp_path / "global_step7_universal" / "zero"
-    (zero / "first.weight").rename(zero / "weight")
-    for other in ("second.weight", "scale", "first.bias"):
-        for file in (zero / other).iterdir():
-            file.unlink()
-        (zero / other).rmdir()
-    model = nn.Linear(5, 7, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)
-    assert optimizer.state[model.weight]["exp_avg"].shape == (7, 5)
-    torch.save(torch.zeros(3), zero / "weight" / "exp_avg.pt")
-    with pytest.raises(CorruptError, match="has shape"):
-        checkpoint.load(tmp_path, model=model, optimizer=optimizer, strict=False)

@@ -196,11 +196,6 @@ class ForeignOptimizer:
         """Add an item of a parameter's state: a `StoredTensorInfo`, or plain data."""
         self._states.setdefault(fqn, {})[path] = value
 
-    def add_step(self, fqn: str, count: float) -> None:
-        """Add the number of steps of a parameter. torch's optimizers keep it as a 0-dim tensor."""
-        note = {"$tensor": "step", "as": "plain", "value": float(count), "dtype": "F32"}
-        self._states.setdefault(fqn, {})["step",] = _Json(note)
-
     def add_option(self, fqn: str, name: str, value: Any) -> None:
         """Add an option of a parameter's group: plain data, or a 0-dim tensor."""
         if name not in NO_OPTIONS:
@@ -241,18 +236,8 @@ class ForeignOptimizer:
 def _form(items: Mapping[Path, Any], shape: tuple[int, ...] | None) -> Any:
     """The form of a parameter's state: nested as it was, with notes instead of tensors."""
     return nested(
-        {
-            path: value.content if isinstance(value, _Json) else _item(path, value, shape)
-            for path, value in sorted(items.items(), key=lambda item: str(item[0]))
-        }
+        {path: _item(path, value, shape) for path, value in sorted(items.items(), key=lambda item: str(item[0]))}
     )
-
-
-@dataclass(frozen=True)
-class _Json:
-    """A value that is already in its final form."""
-
-    content: Any
 
 
 def _item(path: Path, info: Any, shape: tuple[int, ...] | None) -> Any:

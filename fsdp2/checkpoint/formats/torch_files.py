@@ -8,7 +8,6 @@ memory in ``data/<key>``. DCP's files are such archives one after the other. The
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -28,7 +27,7 @@ from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader
 from fsdp2.errors import CorruptError, UnsupportedError
 from fsdp2.layout import strides
-from fsdp2.placement.box import Box, boxes_of_flat_range
+from fsdp2.placement.box import Box
 
 __all__ = ["LEGACY", "START", "TensorInFile", "read_torch_file"]
 
@@ -104,15 +103,6 @@ class TensorInFile:
             )
         line = tuple(size if dim == along else 1 for dim, size in enumerate(self.shape))
         return [self._piece(Box(start, line), base) for start in product(*(range(size) for size in lines))]
-
-    def elements(self, first: int, last: int, shape: tuple[int, ...], at: int) -> Iterator[StoredPiece]:
-        """Elements ``first..last`` of this contiguous tensor, as pieces of a tensor of `shape`, from its element
-        `at`."""
-        itemsize = ITEMSIZES[self.dtype]
-        offset = self.offset + first * itemsize
-        for box in boxes_of_flat_range(shape, at, at + last - first):
-            yield StoredPiece(self.path, offset, box, box, self.dtype)
-            offset += box.numel * itemsize
 
     def _piece(self, box: Box, base: tuple[int, ...]) -> StoredPiece:
         index = sum(at * step for at, step in zip(box.start, self.steps, strict=True))

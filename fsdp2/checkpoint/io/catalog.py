@@ -1,8 +1,8 @@
 """What a folder holds, in any format: tensors by name, and for any part of a tensor the bytes that hold it.
 Layer: checkpoint.
 
-The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`, `deepspeed.py`. Everything that
-reads (load, verify, describe, convert) works on catalogs.
+The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `dcp.py`. Everything that reads (load,
+verify, describe, convert) works on catalogs.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
