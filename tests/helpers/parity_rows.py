@@ -160,8 +160,8 @@ class Scatter(Gather):
 
 
 def returns_the_argument(api: Any) -> bool:
-    module, modules = nn.Linear(2, 2), [nn.Linear(2, 2), nn.ReLU()]
-    return api.fully_shard(module) is module and api.fully_shard(modules) is modules
+    arguments = nn.Linear(2, 2), [nn.Linear(2, 2), nn.ReLU()], (nn.Linear(2, 2),)
+    return all(api.fully_shard(each) is each for each in arguments)
 
 
 def swaps_classes(api: Any) -> tuple[str, bool]:
