@@ -15,7 +15,6 @@ import fsdp2.comm
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
-from tests.helpers.random_trees import race
 from tests.helpers.ranks import on_ranks
 
 
@@ -28,23 +27,6 @@ def lanes(which: str) -> Iterator[None]:
         else:
             patch.setattr(GlooComm, "direct_min_bytes", 0 if which == "direct" else None)
         yield
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("which", ["direct", "flat"])
-@pytest.mark.parametrize("seed", range(200, 208))
-def test_random_trees(rank: int, world_size: int, which: str, seed: int) -> None:
-    """Parity of random trees does not depend on the lane."""
-    with lanes(which):
-        race(rank, world_size, seed)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("which", ["direct", "flat"])
-@pytest.mark.parametrize("seed", range(300, 304))
-def test_random_trees_on_four_ranks(rank: int, world_size: int, which: str, seed: int) -> None:
-    with lanes(which):
-        race(rank, world_size, seed)
 
 
 def train(rank: int, which: str, hsdp: bool, policy: MixedPrecisionPolicy, world_size: int) -> list[torch.Tensor]:
