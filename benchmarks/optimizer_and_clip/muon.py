@@ -109,7 +109,7 @@ def bytes_sent(optimizer: torch.optim.Optimizer) -> int:
     """By this rank in a step; 0 where it is not counted."""
     if not isinstance(optimizer, MatrixOptimizer):
         return 0
-    return sum(bucket.inward.num_bytes_sent + bucket.outward.num_bytes_sent for bucket in optimizer.buckets)
+    return sum(bucket.num_bytes_sent for bucket in optimizer.buckets)
 
 
 def bar(seconds: dict[str, list[float]], num_ranks: int) -> common.Spread:

@@ -1,4 +1,4 @@
-"""The matrices of a parameter, and which rank has which part of each. Pure. Layer: optim.
+"""The matrices of a parameter, which rank steps which, and which travel together. Pure. Layer: optim.
 
 An optimizer such as Muon looks at one matrix as a whole. Most parameters are one matrix; the weights of a mixture's
 experts are a stack of them, and a fused projection is several, one above the other, which must not be mixed::
@@ -7,19 +7,27 @@ experts are a stack of them, and a fused projection is several, one above the ot
     shape (m, n), split (a, b)   its first a rows, and the other b
     shape (e, m, n)              e matrices; with `split`, each of them is split
     any other                    one tensor, as it is: whether it can be stepped is for the optimizer to say
+
+Owners are chosen for all matrices together: the most expensive first, each to the rank that has the least to do so far.
+So the ranks differ by less than the last matrix that each received, which no choice layer by layer achieves. Every rank
+computes the same, from shapes alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
-
-import torch
 
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import Box, whole
-from fsdp2.placement.tiling import Tiling
 
-__all__ = ["Share", "Split", "boxes_of_matrices", "cost_of", "shape_of_matrix"]
+__all__ = [
+    "Split",
+    "boxes_of_matrices",
+    "buckets_of",
+    "choose_owners",
+    "cost_of",
+    "most_expensive_first",
+    "shape_of_matrix",
+]
 
 # How the rows of a matrix are divided: into that many equal parts, or into parts of these sizes; None: not at all.
 Split = int | Sequence[int] | None
@@ -76,59 +84,41 @@ def cost_of(box: Box) -> int:
     return prod(shape) * (min(shape) if len(shape) == 2 else 1)
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """One matrix of a sharded parameter, as every rank of its mesh sees it.
+def most_expensive_first(costs: Sequence[int]) -> list[int]:
+    """The indices in the order of falling cost; equal ones stay in their order.
 
-    Attributes:
-        name: of the parameter, for messages.
-        group, position: of the parameter, among the param groups.
-        number, box: of the matrix, among those of the parameter.
-        num_matrices: of the parameter.
-        tiling: of the parameter.
-        owner: the global rank that steps the matrix.
-        dtype, grad_dtype: of the parameter and its gradient.
+    >>> most_expensive_first([1, 3, 2, 3])
+    [1, 3, 2, 0]
     """
+    return sorted(range(len(costs)), key=lambda index: -costs[index])
 
-    name: str
-    group: int
-    position: int
-    number: int
-    num_matrices: int
-    box: Box
-    tiling: Tiling
-    owner: int
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix, as the optimizer sees it."""
-        return shape_of_matrix(self.box)
+def choose_owners(costs: Sequence[int], ranks: Sequence[int]) -> list[int]:
+    """The rank that owns each matrix.
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """One that represents its values and its gradient exactly."""
-        return torch.promote_types(self.dtype, self.grad_dtype)
+    >>> choose_owners([1, 3, 2, 3], ranks=[0, 1])
+    [1, 0, 0, 1]
+    """
+    loads = [0] * len(ranks)
+    owners = [0] * len(costs)
+    for index in most_expensive_first(costs):
+        position = min(range(len(ranks)), key=loads.__getitem__)
+        owners[index] = ranks[position]
+        loads[position] += costs[index]
+    return owners
 
-    def piece_of(self, rank: int) -> Box | None:
-        """What `rank` has of the matrix, in coordinates of the parameter; None for nothing."""
-        box = self.tiling.box_of(rank)
-        return None if box is None else box.intersect(self.box)
 
-    def within_local(self, piece: Box, rank: int) -> tuple[slice, ...]:
-        """The index of a piece in the local tensor of `rank`."""
-        box = self.tiling.box_of(rank)
-        assert box is not None
-        return piece.within(box).slices()
+def buckets_of(sizes_bytes: Sequence[int], num_ranks: int, limit_bytes: int) -> list[range]:
+    """Consecutive matrices that travel together: at least one for each rank, and then up to `limit_bytes` a rank.
 
-    def within_whole(self, piece: Box) -> tuple[slice, ...]:
-        """The index of a piece in a tensor of the matrix's box."""
-        return piece.within(self.box).slices()
-
-    def sends(self, rank: int) -> bool:
-        """Whether the owner takes the piece of `rank`: of several replicas, those of its own."""
-        grid = self.tiling.grid
-        at, home = grid.coordinates(rank), grid.coordinates(self.owner)
-        assert at is not None and home is not None
-        return all(at[axis] == home[axis] for axis in self.tiling.free_axes)
+    >>> buckets_of([4, 4, 4, 4, 1, 1], num_ranks=2, limit_bytes=4)
+    [range(0, 2), range(2, 4), range(4, 6)]
+    """
+    found: list[range] = []
+    first = total = 0
+    for index, size in enumerate(sizes_bytes):
+        if index - first >= num_ranks and total + size > limit_bytes * num_ranks:
+            found.append(range(first, index))
+            first, total = index, 0
+        total += size
+    return [*found, range(first, len(sizes_bytes))] if len(sizes_bytes) else found

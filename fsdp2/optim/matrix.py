@@ -16,8 +16,7 @@ checkpoints see one optimizer.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2.checks.unreduced import check_reduced
-from fsdp2.errors import CollectiveError, MismatchError
-from fsdp2.optim.exchange import Bucket, Local, Whole
+from fsdp2.errors import MismatchError
+from fsdp2.optim.exchange import Bucket, Whole
 from fsdp2.optim.loading import load_with_dtypes
 from fsdp2.optim.local import ELEMENTWISE
-from fsdp2.optim.matrices import Share
-from fsdp2.optim.matrix_plan import MatrixGroup, Owners, Plan
-from fsdp2.optim.owned import OwnedTensor
-from fsdp2.optim.owners import BUCKET_BYTES
+from fsdp2.optim.matrices import shape_of_matrix
+from fsdp2.optim.matrix_plan import Kind, Plan, Stepper, as_param, options_of
+from fsdp2.optim.owned import Matrix, OwnedTensor
 from fsdp2.optim.run import identical, local_grad
-from fsdp2.optim.stepper import Kind, Stepper, as_param, names_of, options_of
 
 __all__ = ["MatrixOptimizer", "matrix_optimizer"]
 
@@ -97,16 +94,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def __init__(self, kind: Kind, params: Params, options: dict[str, Any]):
         self._kind, self._options = kind, options
         self._steppers: list[Stepper] = []
-        self._owners: Owners = {}
         self._plan: Plan | None = None
-        self._agreed = False
-        self._buckets: tuple[list[bool], list[Bucket]] | None = None
-        self._locals: dict[tuple[int, int], Local] = {}
-        self._error: Exception | None = None  # the first of this step on this rank
+        self._planned: list[Any] = []  # what the plan is for
         super().__init__(params, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `matrix_optimizer`. Owners of the matrices so far stay the same.
+        """Add a group; see `matrix_optimizer`. Owners are chosen again: the next step moves states to them.
 
         Raises:
             ArgumentError: see `matrix_optimizer`.
@@ -126,11 +119,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         group["kind"] = kind.__name__
         stepper.inner.param_groups = []
         self._steppers.append(stepper)
-        self._plan = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of all groups. Collective over the ranks that hold the parameters.
+
+        An error of the user's optimizer is raised on the owner of the matrix; the other ranks wait for it until the
+        timeout of the process group. Parameters and state are then undefined: some were stepped.
 
         Args:
             closure: computes the loss and the gradients again, once.
@@ -139,26 +134,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
             MisuseError: in the first step: the ranks have different parameters or groups.
             MismatchError: a state that was loaded is not this optimizer's.
             ArgumentError: a DTensor parameter has a gradient that is not a DTensor.
-            CollectiveError: the optimizer has raised an error on another rank, where that error is raised. Parameters
-                and state are then undefined: some were stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._check_groups()
-        plan = self._ready_plan()
-        for _, share in plan.all_shares():
-            plan.states[share].take_in(self.state.get(plan.param_of(share)))
-        self._locals = self._local_tensors()
-        try:
-            fresh = self._step_all(plan, self._ready_buckets(plan))
-            plan.show_new(fresh, self.state)
-            self._raise_errors()
-        finally:
-            self._locals, self._error = {}, None
+        plan = self._current_plan()
+        for matrix in plan.matrices:
+            matrix.take_in(self.state.get(matrix.param))
+        self._step_all(plan)
+        plan.show_new(self.state)
         # As after operations on the DTensors: tells autograd that tensors it may have saved have changed.
-        params = [param for param in plan.params if param.requires_grad and isinstance(param, DTensor)]
+        trained = {matrix.param for matrix in plan.matrices if matrix.param.requires_grad}
+        params = [param for param in trained if isinstance(param, DTensor)]
         torch.autograd.graph.increment_version([*params, *map(local_tensor, params)])
         return loss
 
@@ -175,8 +164,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The buckets of the last step, in order, for whoever looks at what travels; empty before the first step."""
-        return self._buckets[1] if self._buckets is not None else []
+        """The matrices that travel together, in order; empty before the first step."""
+        return self._plan.buckets if self._plan is not None else []
 
     def owned_state(
         self, param: torch.Tensor, name: str, shape: Sequence[int], dtype: torch.dtype
@@ -187,15 +176,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Args:
             name: of the part, such as ``momentum_buffer[2]``.
         """
-        plan = self._current_plan()
-        shares = [(crew, share) for crew, share in plan.all_shares() if plan.param_of(share) is param]
-        _, bracket, rest = name.partition("[")
-        number = rest.partition("]")[0] if bracket and len(shares) > 1 else "0"
-        for crew, share in shares:
-            if crew is not None and number == str(share.number):
-                owns = share.owner == torch.distributed.get_rank()
-                local = torch.empty(tuple(shape) if owns else 0, dtype=dtype, device=plan.home_of(share))
-                return OwnedTensor.of(local, shape, share.owner, crew)
+        for matrix in self._current_plan().matrices:
+            if matrix.param is param and matrix.crew.group is not None and name.endswith(matrix.suffix):
+                return matrix.owned(None, shape, dtype)
         return None
 
     # --- groups ------------------------------------------------------------------------------------------------------
@@ -210,118 +193,56 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     f"and the state that was loaded of {kind} with split={split}. Make the groups as they were."
                 )
 
-    # --- the plan ----------------------------------------------------------------------------------------------------
-
     def _current_plan(self) -> Plan:
-        """The plan for the parameters that the groups hold now. Makes process groups."""
-        whole = [
-            MatrixGroup(index, list(group["params"]), names_of(group, index), stepper.split, stepper.kind.__name__)
-            for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True))
-            if not stepper.steps_shards
+        """The plan for the parameters that the groups hold now. Collective if they have changed."""
+        params = [
+            param
+            for group, stepper in zip(self.param_groups, self._steppers, strict=True)
+            for param in (() if stepper.steps_shards else group["params"])
         ]
-        if self._plan is None or not identical((param for each in whole for param in each.params), self._plan.params):
-            self._plan, self._agreed, self._buckets = Plan(whole, self._owners), False, None
+        planned = [each for param in params for each in (param, param.requires_grad, param.grad_dtype)]
+        if self._plan is None or not identical(planned, self._planned):
+            self._plan, self._planned = Plan(self.param_groups, self._steppers), planned
         return self._plan
-
-    def _ready_plan(self) -> Plan:
-        plan = self._current_plan()
-        if not self._agreed:
-            plan.agree()
-            self._agreed = True
-        return plan
-
-    def _ready_buckets(self, plan: Plan) -> list[Bucket]:
-        """They change if parameters are frozen or unfrozen; owners do not."""
-        trained = [param.requires_grad for param in plan.params]
-        if self._buckets is None or self._buckets[0] != trained:
-            self._buckets = trained, plan.buckets(lambda share: self._locals[share.group, share.position], BUCKET_BYTES)
-        return self._buckets[1]
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def _local_tensors(self) -> dict[tuple[int, int], Local]:
-        return {
-            (index, position): (local_tensor(param), None if param.grad is None else local_grad(param, param.grad))
-            for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True))
-            for position, param in enumerate(() if stepper.steps_shards else group["params"])
-            if isinstance(param, DTensor)
+    def _step_all(self, plan: Plan) -> None:
+        grads = {
+            param: local_grad(param, param.grad) if isinstance(param, DTensor) else param.grad
+            for param in dict.fromkeys(matrix.param for matrix in plan.matrices)
+            if param.grad is not None
         }
-
-    @contextmanager
-    def _deferring(self) -> Iterator[None]:
-        """Keep an error until the collectives of this step are done, because the other ranks wait in them."""
-        try:
-            yield
-        except Exception as error:
-            self._error = self._error or error
-
-    def _raise_errors(self) -> None:
-        if self._error is not None:
-            raise self._error
-        ranks = sorted({rank for bucket in self.buckets for rank in bucket.ranks_with_errors()})
-        if ranks:
-            raise CollectiveError(
-                f"MatrixOptimizer: the step of a param group has raised an error on ranks {ranks}, where it is shown. "
-                "Some parameters were stepped, others not: start again from a checkpoint."
-            )
-
-    def _step_all(self, plan: Plan, buckets: Sequence[Bucket]) -> list[Share]:
-        """Returns the matrices that were stepped for the first time."""
+        buckets = plan.buckets
         for bucket in buckets[:1]:
-            bucket.send_gradients()
+            bucket.send_gradients(grads)
         for group, stepper in zip(self.param_groups, self._steppers, strict=True):
             if stepper.steps_shards:
-                with self._deferring():
-                    stepper.step(group, self.state)
-        fresh = self._step_plain(plan)
+                stepper.step(group, self.state)
         for index, bucket in enumerate(buckets):
             for following in buckets[index + 1 : index + 2]:
-                following.send_gradients()
+                following.send_gradients(grads)
             wholes = bucket.receive_gradients()
-            self._step_wholes(plan, [whole for whole in wholes if whole.has_grad])
-            bucket.send_values(wholes, self._error is not None)
+            self._step_wholes(wholes)
+            bucket.send_values(wholes)
             for before in buckets[index - 1 : index] if index else ():
-                fresh += self._receive(plan, before)
+                before.receive_values()
         for bucket in buckets[-1:]:
-            fresh += self._receive(plan, bucket)
-        return fresh
+            bucket.receive_values()
 
-    def _step_plain(self, plan: Plan) -> list[Share]:
-        """Step the matrices of plain parameters; those whose state is new."""
-        wholes = []
-        for share in plan.plain:
-            param = plan.param_of(share)
-            if param.grad is not None:
-                whole = Whole(share, torch.device("meta"))
-                whole.values, whole.grad = param.detach()[share.box.slices()], param.grad[share.box.slices()]
-                wholes.append(whole)
-        self._step_wholes(plan, wholes)
-        return [whole.share for whole in wholes if plan.states[whole.share].is_new]
-
-    def _step_wholes(self, plan: Plan, wholes: Sequence[Whole]) -> None:
+    def _step_wholes(self, wholes: Sequence[Whole]) -> None:
         """Step matrices that are here, with the optimizer of their group."""
-        for index in dict.fromkeys(whole.share.group for whole in wholes):
-            members = [whole for whole in wholes if whole.share.group == index]
-            params = [
-                as_param(each.values.view(each.share.shape), each.grad.view(each.share.shape)) for each in members
-            ]
+        by_group: defaultdict[int, dict[torch.Tensor, Matrix]] = defaultdict(dict)
+        for matrix, values, grad in wholes:
+            if grad is not None:
+                param = as_param(*(each.view(shape_of_matrix(matrix.box)) for each in (values, grad)))
+                by_group[matrix.group][param] = matrix
+        for index, matrices in by_group.items():
             state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-            for param, each in zip(params, members, strict=True):
-                inside = plan.states[each.share].inside
-                if inside is not None:
-                    state[param] = inside
-            with self._deferring():
-                self._steppers[index].step({**options_of(self.param_groups[index]), "params": params}, state)
-                for param, each in zip(params, members, strict=True):
-                    each.stepped = True
-                    plan.states[each.share].put_out(self.state.get(plan.param_of(each.share)), state[param])
-
-    def _receive(self, plan: Plan, bucket: Bucket) -> list[Share]:
-        """Take in the new values; the matrices that were stepped for the first time."""
-        # Only its owner knows whether a matrix was stepped: some ranks may have had no gradient.
-        fresh = [share for share in bucket.shares if plan.states[share].is_new]
-        stepped = bucket.receive_values(read_flags=bool(fresh))
-        return [share for share in fresh if stepped[share]]
+            state.update((param, each.inside) for param, each in matrices.items() if each.inside is not None)
+            self._steppers[index].step({**options_of(self.param_groups[index]), "params": [*matrices]}, state)
+            for param, matrix in matrices.items():
+                matrix.put_out(self.state.get(matrix.param), state[param])
 
 
 def _as_list(split: Any) -> Any:

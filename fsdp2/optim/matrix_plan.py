@@ -1,4 +1,8 @@
-"""Who steps which matrix of an optimizer, agreed by all ranks. Layer: optim, below matrix.
+"""What steps each param group of a `MatrixOptimizer`, and which rank which matrix. Layer: optim, below matrix.
+
+Each group has an optimizer of its own, which sees the group only in a step. An elementwise one sees it as it is, and
+steps on local shards. Any other is created with stand-ins on the meta device, and sees plain tensors: some of the
+group's matrices at a time.
 
 The plan is computed on each rank from shapes, meshes and placements, and then compared, once: if ranks were to differ,
 they would wait for each other forever, or step the wrong matrices. After the first step of a matrix its owner tells the
@@ -6,198 +10,231 @@ others what its state consists of.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor
 from fsdp2.comm.groups import group_of_all
-from fsdp2.errors import MisuseError
-from fsdp2.optim import owners as owning
-from fsdp2.optim.exchange import Bucket, Local
-from fsdp2.optim.matrices import Share, Split, boxes_of_matrices, cost_of
-from fsdp2.optim.owned import Crew
-from fsdp2.optim.shown import ShownState, form_of
-from fsdp2.placement.tiling import Tiling, replicated, tiling_of
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.optim.exchange import Bucket
+from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
+from fsdp2.optim.matrices import (
+    Split,
+    boxes_of_matrices,
+    buckets_of,
+    choose_owners,
+    cost_of,
+    most_expensive_first,
+    shape_of_matrix,
+)
+from fsdp2.optim.owned import Crew, Matrix, form_of
+from fsdp2.placement.tiling import replicated, tiling_of
 
-__all__ = ["MatrixGroup", "Owners", "Plan"]
+__all__ = ["Kind", "Plan", "Stepper", "as_param", "options_of"]
 
-# The owner of each matrix that has one: (group, position, number) -> global rank.
-Owners = dict[tuple[int, int, int], int]
+Kind = type[torch.optim.Optimizer]
+
+# About how much each rank owns of a bucket, in bytes of parameters.
+BUCKET_BYTES = 16 << 20
+
+
+# Keys of a param group that are not the optimizer's own options.
+NOT_OPTIONS = frozenset({"params", "param_names", "kind", "split"})
 
 
 @dataclass(frozen=True)
-class MatrixGroup:
-    """A param group whose parameters are stepped as whole matrices.
+class Stepper:
+    """What steps a param group: see the module docstring.
 
     Attributes:
-        index: among the param groups.
-        names: of the parameters, for messages.
-        kind: the name of the optimizer's class.
+        kind: the class of `inner`.
+        split: of a group of whole matrices.
     """
 
-    index: int
-    params: Sequence[torch.Tensor]
-    names: Sequence[str]
+    kind: Kind
+    inner: torch.optim.Optimizer
     split: Split
-    kind: str
+
+    @staticmethod
+    def of(kind: Kind, group: dict[str, Any], index: int, options: dict[str, Any]) -> "Stepper":
+        """The stepper of a param group, whose options take precedence over `options`.
+
+        Raises:
+            ArgumentError: `kind` refuses the parameters, or makes state at once; `split` does not fit.
+        """
+        own = options_of(group)
+        accepted = inspect.signature(kind).parameters
+        options = {**options, **{key: value for key, value in own.items() if key in accepted}}
+        params, split = group["params"], group.get("split")
+        if kind in ELEMENTWISE:
+            if split is not None:
+                raise ArgumentError(f"matrix_optimizer: split= is for whole matrices, and {kind.__name__} has none")
+            return Stepper(kind, local_optimizer(kind, [{**own, "params": params}], **options), None)
+        names = names_of(group, index)
+        shapes = [
+            shape_of_matrix(box)
+            for name, param in zip(names, params, strict=True)
+            for box in boxes_of_matrices(name, param.shape, split)
+        ]
+        stand_ins = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+        try:
+            inner = kind([{**own, "params": stand_ins}], **options)
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"matrix_optimizer: {kind.__name__} refuses {names[0]} and the others of param group {index}: {error}. "
+                "Put embeddings, norms, biases and heads into a group with another kind, such as {'params': [...], "
+                "'kind': torch.optim.AdamW, 'lr': 3e-4}."
+            ) from error
+        if inner.state:
+            raise ArgumentError(
+                f"matrix_optimizer: {kind.__name__} makes state when it is created, for parameters that are not there "
+                "yet: expected one that makes it in its first step"
+            )
+        return Stepper(kind, inner, split)
+
+    @property
+    def steps_shards(self) -> bool:
+        """Whether it steps local shards instead of whole matrices."""
+        return self.kind in ELEMENTWISE
+
+    def step(self, group: dict[str, Any], state: Any) -> None:
+        """The inner optimizer's own step. torch's wrapper would run the hooks of steps again.
+
+        Raises:
+            UnsupportedError: it changes options of its param group.
+        """
+        before = dict(group)
+        self.inner.param_groups, self.inner.state = [group], state
+        try:
+            without_hooks(self.inner.step)(self.inner)
+        finally:
+            self.inner.param_groups, self.inner.state = [], defaultdict(dict)
+        changed = [key for key, value in group.items() if key not in before or before[key] is not value]
+        if changed and not self.steps_shards:
+            raise UnsupportedError(
+                f"matrix_optimizer: a step of {self.kind.__name__} changes {changed} in its param group. It steps the "
+                "matrices of a group in portions and on several ranks, so what it keeps must be in self.state[param]."
+            )
 
 
 class Plan:
-    """What each rank does in a step.
+    """What each rank does in a step, for these parameters, some of which are frozen.
 
-    Creating it may create process groups, so every rank creates plans in the same order.
-
-    Args:
-        owners: those of earlier plans, which stay; those of new matrices are added.
+    Creating it is collective, and may create process groups.
 
     Attributes:
-        params: of all groups; if one is replaced, the plan is no longer valid.
-        plain: the matrices of plain parameters, which every rank steps by itself.
-        crews: for each set of ranks, the matrices that have owners among them.
-        states: what is kept for each matrix.
+        crews: for each set of ranks, the matrices that have owners among them, in the order of the groups.
+        buckets: those of parameters that are trained, the most expensive first.
+
+    Raises:
+        MisuseError: ranks have different parameters or param groups.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], owners: Owners):
-        self.params = [param for group in groups for param in group.params]
-        self.plain: list[Share] = []
-        self.crews: list[tuple[Crew, list[Share]]] = []
-        self._groups = {group.index: group for group in groups}
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        by_ranks: dict[Any, list[tuple[MatrixGroup, int, DTensor]]] = {}
-        for group in groups:
-            for position, param in enumerate(group.params):
-                if isinstance(param, DTensor):
-                    mesh = param.device_mesh
-                    key = mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist()))
-                    by_ranks.setdefault(key, []).append((group, position, param))
-                else:
-                    tiling = replicated(param.shape, (self._rank,))
-                    self.plain += _shares(group, position, tiling, {})
-        for (device_type, _), held in by_ranks.items():
-            process_group = group_of_all(held[0][2].device_mesh)
-            ranks = tuple(dist.get_process_group_ranks(process_group))
-            crew = Crew(ranks, process_group, device_type)
-            _choose(held, ranks, owners)
-            shares = [
-                share
-                for group, position, param in held
-                for share in _shares(group, position, tiling_of(param, group.names[position]), owners)
-            ]
-            order = owning.most_expensive_first([cost_of(share.box) for share in shares])
-            self.crews.append((crew, [shares[index] for index in order]))
-        self._crews = {share: crew for crew, share in self.all_shares()}
-        self.states = {
-            share: ShownState(share, crew, self._rank, self.home_of(share)) for share, crew in self._crews.items()
-        }
+    def __init__(self, groups: Sequence[dict[str, Any]], steppers: Sequence[Stepper]):
+        self.crews: dict[Crew, list[Matrix]] = {}
+        self.buckets: list[Bucket] = []
+        self._kinds = [stepper.kind.__name__ for stepper in steppers]
+        crew_of: dict[Any, Crew] = {}
+        for index, (group, stepper) in enumerate(zip(groups, steppers, strict=True)):
+            held = () if stepper.steps_shards else zip(names_of(group, index), group["params"], strict=True)
+            for name, param in held:
+                mesh = param.device_mesh if isinstance(param, DTensor) else None
+                key = mesh and (mesh.device_type, tuple(sorted(mesh.mesh.flatten().tolist())))
+                if key not in crew_of:
+                    crew_of[key] = _crew(param)
+                crew = crew_of[key]
+                tiling = tiling_of(param, name) if isinstance(param, DTensor) else replicated(param.shape, crew.ranks)
+                boxes = boxes_of_matrices(name, param.shape, stepper.split)
+                self.crews.setdefault(crew, []).extend(
+                    Matrix(param, name, index, number, len(boxes), box, tiling, crew)
+                    for number, box in enumerate(boxes)
+                )
+        for crew, matrices in self.crews.items():
+            costs = [cost_of(matrix.box) for matrix in matrices]
+            for matrix, owner in zip(matrices, choose_owners(costs, crew.ranks), strict=True):
+                matrix.owner = owner
+            self._agree(crew, matrices)
+            self._put_in_buckets(crew, [matrices[index] for index in most_expensive_first(costs)])
 
-    def agree(self) -> None:
-        """Compare the plan with the other ranks'. Collective over each crew.
-
-        Raises:
-            MisuseError: ranks have different parameters or param groups.
-        """
-        for crew, shares in self.crews:
-            described = "\n".join(map(self._describe, shares))
-            if len(set(_said_by_all(crew, hashlib.sha256(described.encode()).hexdigest()))) > 1:
-                said = [each.split("\n") for each in _said_by_all(crew, described)]
-                for rank, theirs in zip(crew.ranks, said, strict=True):
-                    for one, other in zip([*said[0], "nothing more"], [*theirs, "nothing more"], strict=False):
-                        if one != other:
-                            raise MisuseError(
-                                f"the optimizers of ranks {crew.ranks[0]} and {rank} differ: rank {crew.ranks[0]} has "
-                                f"{one}; rank {rank} has {other}. Give all ranks the same parameters in the same "
-                                "groups and order."
-                            )
-
-    def show_new(self, fresh: Sequence[Share], state: Mapping[Any, Any]) -> None:
-        """Show the states of matrices that were stepped for the first time. Collective over each crew with some."""
-        for crew in [None, *(crew for crew, _ in self.crews)]:
-            new = sorted(
-                (share for share in fresh if self._crews[share] is crew),
-                key=lambda share: (share.group, share.position, share.number),
-            )
-            insides = {index: self.states[share].inside for index, share in enumerate(new)}
-            forms = {index: form_of(inside) for index, inside in insides.items() if inside is not None}
-            if crew is not None and new:
-                forms = {index: form for own in _said_by_all(crew, forms) for index, form in own.items()}
-            for index, form in sorted(forms.items()):  # none of a matrix whose step has failed
-                self.states[new[index]].show(state[self.param_of(new[index])], form)
-
-    def buckets(self, local_of: Callable[[Share], Local], limit_bytes: int) -> list[Bucket]:
-        """The matrices of parameters that are trained, in buckets."""
-        result = []
-        for crew, shares in self.crews:
-            by_dtype: dict[torch.dtype, list[Share]] = {}
-            for share in shares:
-                if self.param_of(share).requires_grad:
-                    by_dtype.setdefault(share.wire_dtype, []).append(share)
-            for trained in by_dtype.values():
-                sizes = [share.box.numel * share.dtype.itemsize for share in trained]
-                for part in owning.buckets_of(sizes, len(crew.ranks), limit_bytes):
-                    result.append(Bucket(crew, [trained[index] for index in part], local_of, self.home_of))
-        return result
-
-    def param_of(self, share: Share) -> torch.Tensor:
-        """The parameter that a matrix is of."""
-        return self._groups[share.group].params[share.position]
-
-    def home_of(self, share: Share) -> torch.device:
-        """Where it lives; with CPU offload not where its mesh communicates."""
-        param = self.param_of(share)
-        return (local_tensor(param) if isinstance(param, DTensor) else param).device
-
-    def all_shares(self) -> Iterator[tuple[Crew | None, Share]]:
+    @property
+    def matrices(self) -> list[Matrix]:
         """Every matrix; the same order on every rank of a crew."""
-        for share in self.plain:
-            yield None, share
-        for crew, shares in self.crews:
-            for share in shares:
-                yield crew, share
+        return [matrix for matrices in self.crews.values() for matrix in matrices]
 
-    def _describe(self, share: Share) -> str:
+    def show_new(self, state: Mapping[Any, Any]) -> None:
+        """Show the states of matrices that were stepped for the first time. Collective over each crew with matrices
+        that were not stepped yet."""
+        for crew, matrices in self.crews.items():
+            # Only its owner knows whether a matrix was stepped: some ranks may have had no gradient.
+            new = [matrix for matrix in matrices if matrix.is_new and matrix.param.requires_grad]
+            own = {at: form_of(matrix.inside) for at, matrix in enumerate(new) if matrix.inside is not None}
+            forms = {at: form for each in (crew.said_by_all(own) if new else ()) for at, form in each.items()}
+            for at, form in sorted(forms.items()):  # none of a matrix whose step has failed
+                new[at].show(state[new[at].param], form)
+
+    def _agree(self, crew: Crew, matrices: Sequence[Matrix]) -> None:
+        described = [self._describe(matrix) for matrix in matrices]
+        if len(set(crew.said_by_all(hashlib.sha256("\n".join(described).encode()).hexdigest()))) == 1:
+            return
+        said = crew.said_by_all(described)
+        for rank, theirs in zip(crew.ranks, said, strict=True):
+            for one, other in zip([*said[0], "nothing more"], [*theirs, "nothing more"], strict=False):
+                if one != other:
+                    raise MisuseError(
+                        f"the optimizers of ranks {crew.ranks[0]} and {rank} differ: rank {crew.ranks[0]} has {one}; "
+                        f"rank {rank} has {other}. Give all ranks the same parameters in the same groups and order."
+                    )
+
+    def _describe(self, matrix: Matrix) -> str:
         """All that ranks must agree on."""
-        tiling = share.tiling
+        tiling, param = matrix.tiling, matrix.param
         return (
-            f"{self._groups[share.group].kind} of group {share.group}: '{share.name}' {list(tiling.shape)} "
-            f"{share.dtype}, gradient {share.grad_dtype}, matrix {share.number} of {share.num_matrices} {share.box}, "
-            f"cut {tiling.cuts} over {tiling.grid.shape} {tiling.grid.ranks}, owned by rank {share.owner}"
+            f"{self._kinds[matrix.group]} of group {matrix.group}: '{matrix.name}' {list(tiling.shape)} {param.dtype}, "
+            f"gradient {matrix.grad_dtype}, {'trained' if param.requires_grad else 'frozen'}, matrix {matrix.number} "
+            f"of {matrix.num_matrices} {matrix.box}, cut {tiling.cuts} over {tiling.grid.shape} {tiling.grid.ranks}, "
+            f"owned by rank {matrix.owner}"
         )
 
-
-def _said_by_all(crew: Crew, what: Any) -> list[Any]:
-    """What each rank passes, in the order of the ranks. Collective."""
-    said: list[Any] = [None] * len(crew.ranks)
-    dist.all_gather_object(said, what, group=crew.group)
-    return said
-
-
-def _shares(group: MatrixGroup, position: int, tiling: Tiling, owners: Owners) -> list[Share]:
-    """The matrices of a parameter. One without an owner belongs to the only rank of its tiling."""
-    param, name = group.params[position], group.names[position]
-    boxes = boxes_of_matrices(name, param.shape, group.split)
-    grad_dtype = param.grad_dtype or param.dtype
-    found = [owners.get((group.index, position, number), tiling.grid.ranks[0]) for number in range(len(boxes))]
-    return [
-        Share(name, group.index, position, number, len(boxes), box, tiling, owner, param.dtype, grad_dtype)
-        for number, (box, owner) in enumerate(zip(boxes, found, strict=True))
-    ]
+    def _put_in_buckets(self, crew: Crew, matrices: Sequence[Matrix]) -> None:
+        by_dtype: dict[torch.dtype, list[Matrix]] = {}
+        for matrix in matrices:
+            if matrix.param.requires_grad:
+                by_dtype.setdefault(torch.promote_types(matrix.param.dtype, matrix.grad_dtype), []).append(matrix)
+        for dtype, trained in by_dtype.items():
+            sizes = [matrix.box.numel * matrix.param.dtype.itemsize for matrix in trained]
+            for part in buckets_of(sizes, len(crew.ranks), BUCKET_BYTES):
+                self.buckets.append(Bucket(crew, [trained[index] for index in part], dtype))
 
 
-def _choose(held: Sequence[tuple[MatrixGroup, int, DTensor]], ranks: Sequence[int], owners: Owners) -> None:
-    """Add the owners of matrices that have none yet."""
-    costs: dict[tuple[int, int, int], int] = {}
-    for group, position, param in held:
-        for number, box in enumerate(boxes_of_matrices(group.names[position], param.shape, group.split)):
-            costs[group.index, position, number] = cost_of(box)
-    loads = dict.fromkeys(ranks, 0)
-    for key, cost in costs.items():
-        if key in owners:
-            loads[owners[key]] += cost
-    new = [key for key in costs if key not in owners]
-    chosen = owning.choose_owners([costs[key] for key in new], ranks, [loads[rank] for rank in ranks])
-    owners.update(zip(new, chosen, strict=True))
+def _crew(param: torch.Tensor) -> Crew:
+    if not isinstance(param, DTensor):
+        return Crew((dist.get_rank() if dist.is_initialized() else 0,), None, param.device.type)
+    group = group_of_all(param.device_mesh)
+    return Crew(tuple(dist.get_process_group_ranks(group)), group, param.device_mesh.device_type)
+
+
+def as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A tensor on the memory of `values` that an optimizer takes for a parameter."""
+    param = values.detach().requires_grad_()
+    if grad.dtype != values.dtype:
+        param.grad_dtype = grad.dtype
+    param.grad = grad
+    return param
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of the optimizer in a param group."""
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def names_of(group: dict[str, Any], index: int) -> list[str]:
+    """The names of the parameters of a group, for messages."""
+    names = group.get("param_names")
+    return list(names) if names else [f"parameter {at} of group {index}" for at in range(len(group["params"]))]

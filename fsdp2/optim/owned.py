@@ -1,8 +1,12 @@
-"""`OwnedTensor`: a tensor that one rank has, and every rank sees. Layer: optim.
+"""`Matrix`: which rank has which part of it, who steps it, and its state; `OwnedTensor`: that state. Layer: optim.
 
-It is a DTensor on the mesh of its owner alone, so all that reads DTensors knows where it is: the owner has the whole
-tensor, the others have an empty local one. Unlike a plain DTensor it can be gathered by the ranks outside of its mesh,
-as `get_optimizer_state_dict(full_state_dict=True)` does.
+The state is, on the owner, what the optimizer made: tensors by name. Outside, in ``optimizer.state[param]``, every rank
+has the same entries: an `OwnedTensor` for each, whose local tensor on the owner is the very tensor inside. So what
+reads an optimizer's state (checkpoints) needs to know nothing. With several matrices to a parameter the number of the
+matrix follows the name: ``momentum_buffer[2]``.
+
+The outside is authoritative. What was replaced there, by `load_state_dict` or a user, is taken in before a step, also
+if it is distributed in another way: then it is gathered, on all ranks alike.
 """
 
 from collections.abc import Sequence
@@ -14,11 +18,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import local_tensor, make_dtensor, make_spec, mesh_of_one
-from fsdp2.errors import UnsupportedError
+from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec, mesh_of_one
+from fsdp2.errors import MismatchError, UnsupportedError
 from fsdp2.layout import strides
+from fsdp2.placement.box import Box
+from fsdp2.placement.tiling import Tiling
 
-__all__ = ["Crew", "OwnedTensor"]
+__all__ = ["Crew", "Matrix", "OwnedTensor", "form_of"]
+
+State = dict[str, Any]
+Form = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor of a state
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,14 +36,26 @@ class Crew:
 
     Attributes:
         ranks: global ranks, in the order of the group.
-        group: their process group.
+        group: their process group; None for this rank alone, with plain parameters.
         device_type: of the meshes.
     """
 
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     device_type: str
     _meshes: dict[int, DeviceMesh] = field(default_factory=dict, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+        return self.ranks[0] if self.group is None else dist.get_rank()
+
+    def said_by_all(self, what: Any) -> list[Any]:
+        """What each rank passes, in the order of the ranks. Collective."""
+        said: list[Any] = [what] * len(self.ranks)
+        if self.group is not None:
+            dist.all_gather_object(said, what, group=self.group)
+        return said
 
     def mesh_of(self, owner: int) -> DeviceMesh:
         """The mesh of one rank."""
@@ -46,7 +67,9 @@ class Crew:
 class OwnedTensor(DTensor):
     """Optimizer state of `matrix_optimizer`, a DTensor: `owner` has the whole tensor, others have an empty local one.
 
-    Any rank of the matrix's group can gather it (`full_tensor`), which is collective there.
+    It is on the mesh of its owner alone, so all that reads DTensors knows where it is. Unlike a plain DTensor it can be
+    gathered by any rank of the matrix's group (`full_tensor`), as `get_optimizer_state_dict(full_state_dict=True)`
+    does. That is collective there.
 
     Attributes:
         owner: a global rank.
@@ -74,10 +97,8 @@ class OwnedTensor(DTensor):
         local = local_tensor(self)
         if len(self.crew.ranks) == 1:
             return local
-        group_device = torch.device(self.crew.device_type)
-        is_owner = dist.get_rank() == self.owner
-        sent = local.to(group_device) if is_owner else local.new_empty(self.shape, device=group_device)
-        sent = sent.contiguous()
+        sent = local if dist.get_rank() == self.owner else local.new_empty(self.shape)
+        sent = sent.to(self.crew.device_type).contiguous()
         dist.broadcast(sent, self.owner, self.crew.group)
         return sent.to(local.device)
 
@@ -92,9 +113,8 @@ class OwnedTensor(DTensor):
                 f"a tensor that rank {self.owner} owns can be gathered (placements [Replicate()]), not redistributed "
                 f"to {placements}: call full_tensor() on every rank and distribute_tensor() its result"
             )
-        whole = self.full_tensor()
         spec = make_spec(self.device_mesh, (Replicate(),), self.shape, strides(self.shape), self.dtype)
-        return make_dtensor(whole, spec)
+        return make_dtensor(self.full_tensor(), spec)
 
     # What makes a tensor from this one must not make a plain DTensor, which other ranks cannot gather.
 
@@ -119,3 +139,157 @@ class OwnedTensor(DTensor):
 
     def _like(self, local: torch.Tensor) -> "OwnedTensor":
         return self if local is local_tensor(self) else OwnedTensor.of(local, self.shape, self.owner, self.crew)
+
+
+@dataclass(eq=False)
+class Matrix:
+    """One matrix of a parameter on this rank.
+
+    Attributes:
+        name: of the parameter, for messages.
+        group: the index of its param group.
+        number, box: of the matrix, among the `num_matrices` of the parameter.
+        tiling: of the parameter.
+        crew: the ranks that hold the parameter; this rank alone for a plain one.
+        owner: the global rank that steps it.
+        inside: the state that the optimizer sees; None before the first step, and on ranks that do not own the matrix.
+    """
+
+    param: torch.Tensor
+    name: str
+    group: int
+    number: int
+    num_matrices: int
+    box: Box
+    tiling: Tiling
+    crew: Crew
+    owner: int = -1
+    inside: State | None = None
+    _shown: State | None = None  # by the optimizer's own names
+
+    # --- where it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def suffix(self) -> str:
+        """Of the names under which its state is shown."""
+        return f"[{self.number}]" if self.num_matrices > 1 else ""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of its gradient."""
+        return self.param.grad_dtype or self.param.dtype
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank has of the parameter. With CPU offload not where its mesh communicates."""
+        return local_tensor(self.param) if isinstance(self.param, DTensor) else self.param.detach()
+
+    def piece_of(self, rank: int) -> Box | None:
+        """What `rank` has of the matrix, in coordinates of the parameter; None for nothing."""
+        box = self.tiling.box_of(rank)
+        return None if box is None else box.intersect(self.box)
+
+    def within_local(self, piece: Box) -> tuple[slice, ...]:
+        """The index of this rank's piece in its local tensor."""
+        box = self.tiling.box_of(self.crew.rank)
+        assert box is not None
+        return piece.within(box).slices()
+
+    def within_whole(self, piece: Box) -> tuple[slice, ...]:
+        """The index of a piece in a tensor of the matrix's box."""
+        return piece.within(self.box).slices()
+
+    def sends(self, rank: int) -> bool:
+        """Whether the owner takes the piece of `rank`: of several replicas, those of its own."""
+        grid = self.tiling.grid
+        at, home = grid.coordinates(rank), grid.coordinates(self.owner)
+        assert at is not None and home is not None
+        return all(at[axis] == home[axis] for axis in self.tiling.free_axes)
+
+    # --- its state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing is shown yet of what the optimizer keeps. (It may keep nothing.)"""
+        return self._shown is None
+
+    def take_in(self, outer: State | None) -> None:
+        """Take in what is outside, if it has been replaced. Collective over the crew if that is distributed otherwise.
+
+        Raises:
+            MismatchError: it has no state for this matrix, or other things than tensors.
+        """
+        shown = self._shown or {}
+        if not outer:
+            if shown:
+                self.inside = self._shown = None
+            return
+        names = [name for name in outer if name.endswith(self.suffix)]
+        found = {name.removesuffix(self.suffix): outer[name] for name in names}
+        if shown and found.keys() == shown.keys() and all(found[name] is shown[name] for name in found):
+            return
+        got = {name: tuple(torch.as_tensor(value).shape) for name, value in found.items()}
+        expected = {name: tuple(value.shape) for name, value in shown.items()} or "some tensors"
+        is_of_one = bool(found) and not any("[" in name for name in found) and all(map(torch.is_tensor, found.values()))
+        if not is_of_one or (shown and expected != got):
+            raise MismatchError(
+                f"'{self.name}': its optimizer state {[*outer]} has for matrix {self.number} of {self.num_matrices} "
+                f"{got}, expected {expected}. Load the state of the same optimizer with the same `split`, or none."
+            )
+        whole = {name: self._whole(value) for name, value in found.items()}
+        self.inside, self._shown = whole if self.owner == self.crew.rank else None, None
+        self.show(outer, form_of(found))
+
+    def put_out(self, outer: State | None, inside: State) -> None:
+        """Keep the state after a step, on the owner, and show it if there was one before. A first one is shown by all
+        ranks together (`show`), so that entries have the same order everywhere: code that gathers them depends on it.
+
+        Raises:
+            UnsupportedError: it has other things than tensors, or another form than it had at first, which other ranks
+                cannot know.
+        """
+        found = {
+            name: tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            for name, value in inside.items()
+        }
+        can_be_shown = all(isinstance(value, torch.Tensor) and "[" not in name for name, value in inside.items())
+        if not can_be_shown or (self._shown is not None and form_of(self._shown) != form_of(inside)):
+            raise UnsupportedError(
+                f"'{self.name}': its optimizer keeps {found}: expected tensors, a count of steps as a 0-dim one, all "
+                "made in the first step: its owner cannot tell other ranks of anything else"
+            )
+        self.inside = inside
+        if outer is not None and self._shown is not None:
+            self.show(outer, form_of(inside))
+
+    def show(self, outer: State, form: Form) -> None:
+        """Make the entries outside; on ranks that do not own the matrix, empty ones."""
+        known, self._shown = self._shown or {}, {}
+        for name, (shape, dtype) in form.items():
+            local = None if self.inside is None else self.inside[name]
+            entry = known.get(name)
+            if self.crew.group is None:
+                entry = local
+            elif entry is None or (local is not None and local_tensor(entry) is not local):
+                entry = self.owned(local, shape, dtype)
+            self._shown[name] = outer[f"{name}{self.suffix}"] = entry
+
+    def owned(self, local: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> OwnedTensor:
+        """A part of its state, for outside. `local`: the owner's; None for a new one, unfilled."""
+        if local is None:
+            size = tuple(shape) if self.owner == self.crew.rank else 0
+            local = torch.empty(size, dtype=dtype, device=self.local.device)
+        return OwnedTensor.of(local, shape, self.owner, self.crew)
+
+    def _whole(self, value: Any) -> Any:
+        """The whole value on the owner. Collective if a DTensor is not the owner's."""
+        if not isinstance(value, DTensor):
+            return value
+        if self.crew.group is not None and value.device_mesh == self.crew.mesh_of(self.owner):
+            return local_tensor(value)
+        return full_tensor(value)
+
+
+def form_of(state: State) -> Form:
+    """What other ranks must know of a state."""
+    return {name: (tuple(value.shape), value.dtype) for name, value in state.items()}

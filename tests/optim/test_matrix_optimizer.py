@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2.optim import matrix, matrix_optimizer
+from fsdp2.optim import matrix_optimizer, matrix_plan
 from tests.helpers.matrix_optimizers import (
     SHAPES,
     Shampoo,
@@ -220,7 +220,7 @@ def test_a_model_with_groups(rank: int, world_size: int, mesh: str) -> None:
 def test_collectives(rank: int, world_size: int) -> None:
     """Two a bucket, however many matrices; buckets whose collectives overlap give the same."""
     plain = in_one_process(torch.optim.Muon, 3)
-    with patch.object(matrix, "BUCKET_BYTES", 64):
+    with patch.object(matrix_plan, "BUCKET_BYTES", 64):
         optimizer = matrix_optimizer(torch.optim.Muon, sharded(values_of()), lr=0.1)
         train(optimizer, range(1))
         num_buckets = -(-len(SHAPES) // world_size)

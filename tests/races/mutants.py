@@ -383,7 +383,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "exchange: what is sent is not kept",
         "optim.exchange",
-        "        self._buffers = sent, received\n",
+        "        self._buffers = in_one, received\n",
         "        self._buffers = received, received\n",
         "matrices",
         harmless=WORK_HOLDS,
