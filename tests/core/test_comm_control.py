@@ -24,7 +24,6 @@ from tests.helpers.models import linears, reference_grads, run_step
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.parity_models import (
     Layers,
-    Race,
     Stack,
     assert_gradients,
     batch,
@@ -32,7 +31,6 @@ from tests.helpers.parity_models import (
     local,
     mean_gradients,
     mesh_2d,
-    shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
 
@@ -195,20 +193,6 @@ def test_custom_collectives_with_hsdp(rank: int, world_size: int) -> None:
     pair = [rank // 2 * 2, rank // 2 * 2 + 1]
     for call in gather.calls + reduce.calls:
         assert dist.get_process_group_ranks(call["group"]) == pair
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("raf", [True, False])
-def test_parity_with_custom_collectives(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 134, 135: training as with torch's FSDP2 under the same collectives, and as in one process."""
-
-    def shard(which: Any, model: Any) -> None:
-        shard_blocks(which, model, reshard_after_forward=raf)
-        for module in (model, *model.blocks):
-            module.set_custom_all_gather(ListGather(asynchronous=True))
-            module.set_custom_reduce_scatter(SumAndCut())
-
-    Race(rank, world_size, Stack, shard, exact=world_size == 2).run(3)
 
 
 @on_ranks(2)

@@ -216,16 +216,6 @@ def test_one_group_under_two_meshes(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("value", [0, 3, 2.0, "x"])
-def test_reshard_after_forward_values(rank: int, world_size: int, value: object) -> None:
-    """Behaviour 73: a divisor of the shard size, or a bool."""
-    model = nn.Linear(2, 2)
-    text = error_of(ValueError, lambda: fully_shard(model, reshard_after_forward=value))
-    assert "reshard_after_forward" in text and repr(value) in text
-    assert type(model) is nn.Linear
-
-
-@on_ranks(2)
 def test_sparse_gradients(rank: int, world_size: int) -> None:
     """An embedding with sparse gradients; the error was "unsupported memory format option Contiguous"."""
     model = fully_shard(nn.Embedding(8, 4, sparse=True))

@@ -231,22 +231,6 @@ def test_reshard_after_forward_of_the_root(rank: int, world_size: int, value: bo
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_set_reshard_after_forward_overrides_none(rank: int, world_size: int, when: str) -> None:
-    """Behaviour 43: also what the root chose by itself, whether it ran already or not."""
-    model = shard_layers(Layers(1))
-    if when == "after":
-        model(batch(0, rank, 4))
-        model.reshard()
-    model.set_reshard_after_forward(True)
-    model(batch(0, rank, 4))
-    assert is_sharded(model)
-    model.set_reshard_after_forward(False)
-    model(batch(0, rank, 4))
-    assert is_unsharded(model)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("value", [None, 2, 1.0, "yes"])
 def test_set_reshard_after_forward_values(rank: int, world_size: int, value: object) -> None:
     """Behaviour 43: a bool, nothing else."""

@@ -14,8 +14,7 @@ import pytest
 from torch import Tensor
 
 import fsdp2
-from fsdp2 import events
-from tests.helpers.parity_models import Layers, batch, expect, lines, run_logged, shard_blocks
+from tests.helpers.parity_models import Layers, expect, run_logged, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 FORMS = ("unshard", "reshard")
@@ -271,29 +270,3 @@ reshard layers.0
 reshard (root)
 """,
         )
-
-
-@on_ranks(2)
-def test_prefetch_does_not_cross_roots(rank: int, world_size: int) -> None:
-    """Behaviour 41: two roots in one backward finish one after the other; neither prefetches for the other."""
-    first, second = sharded(2), sharded(2)
-    with events.record() as log:
-        loss = second(first(batch(0, rank, 4))).sum()
-        log.append(events.Event("backward", "starts"))
-        loss.backward()
-    expect(
-        rank,
-        lines(log, "backward", *FORMS).split("starts\n")[1],
-        """\
-unshard layers.1
-unshard layers.0
-reshard layers.1
-reshard layers.0
-reshard (root)
-unshard layers.1
-unshard layers.0
-reshard layers.1
-reshard layers.0
-reshard (root)
-""",
-    )
