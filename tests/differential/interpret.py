@@ -268,7 +268,7 @@ class _Run:
                 return Result("same", at=at, ran=self.ran, ended=refused)
             self.assigned |= action.kind == "data"
             self.unheard = asks_by_name(action) or (self.unheard and action.kind != "step")
-            if self._any(ours.warned):
+            if any(map(asks_by_name, self.program.actions[: at + 1])) and self._any(ours.warned):
                 return Result("same", at=at, ran=self.ran, ended="warned: gradients asked for by name")
             if self.unheard:
                 continue
