@@ -369,6 +369,16 @@ def will_run_node(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def captures(leaf_node: Any) -> bool:
+    """Whether the backward that runs now is `torch.autograd.grad` with respect to the leaf of `leaf_node`. Torch raises
+    then, and there is no other way to ask."""
+    try:
+        torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:
+        return True
+    return False
+
+
 def backward_is_running() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

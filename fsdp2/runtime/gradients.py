@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, count
 from operator import is_not
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import grad_of, hooks_of, post_accumulate_grad_hooks, running_backward
+from fsdp2._torch import captures, grad_of, hooks_of, post_accumulate_grad_hooks, running_backward
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -64,6 +66,7 @@ class Gradients:
         self.unsharded: list[torch.Tensor] = []
         self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
+        self._nodes: list[tuple[str, Any]] | None = None  # of unsharded parameters in autograd's graphs
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
@@ -91,8 +94,16 @@ class Gradients:
                 if form is not None and form.requires_grad != before:
                     param.sharded.requires_grad = form.requires_grad
 
+    def find_captured(self) -> str | None:
+        """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return."""
+        if self._nodes is None:
+            found = zip(self._params, self.unsharded, strict=bool(self.unsharded))
+            self._nodes = [(param.fqn, get_gradient_edge(each).node) for param, each in found if each.requires_grad]
+        return next((fqn for fqn, node in self._nodes if captures(node)), None)
+
     def _note_trainable(self, trainable: list[bool]) -> None:
         self._trainable = trainable
+        self._nodes = None
         self.expect_all()
         for index, needs_grad in enumerate(trainable):
             if needs_grad and index not in self._hooks:
@@ -109,6 +120,7 @@ class Gradients:
             handle.remove()
         self._hooks.clear()
         self._trainable = []
+        self._nodes = None
         self.unsharded = []
         self.forget_plans()
         self.expect_all()

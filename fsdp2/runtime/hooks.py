@@ -112,19 +112,20 @@ class _BackwardBeginOfLevels(torch.autograd.Function):
 
 def on_backward_end(
     end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
-    backward through that backward reaches them."""
+    backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
     levels = tensors_have_levels()
     matters = _is_differentiable if levels else _requires_grad
     tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if matters(tensor)]
     if not tensors:
-        return args, kwargs
+        return args, kwargs, False
     function: Any = _BackwardEndOfLevels if levels else _BackwardEnd
-    wrapped = iter(function.apply(end, begin, _leaf, *tensors))
+    # What a transform differentiates must not seem to need a gradient outside of it.
+    wrapped = iter(function.apply(end, begin, _leaf.detach() if levels else _leaf, *tensors))
     if not kwargs and len(args) == 1 and args[0] is tensors[0]:
-        return (next(wrapped),), kwargs
-    return map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs))  # type: ignore[no-any-return]
+        return (next(wrapped),), kwargs, not levels
+    return *map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs)), not levels
 
 
 def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:

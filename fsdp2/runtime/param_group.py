@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running, local_of, storages_of, version
+from fsdp2._torch import backward_is_running, local_of, outside_transforms, storages_of, version
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
@@ -377,8 +377,9 @@ class ParamGroup:
                 "Call reshard() on the module that holds it between the two. After this error call "
                 "model.reset_iter_state(), which drops the change of the unsharded parameter."
             )
-        self.settle()
-        self.changes.adopt(changed)
+        with outside_transforms():
+            self.settle()
+            self.changes.adopt(changed)
         self._gathered_at = self._versions()
 
     def _check_aliases(self) -> None:

@@ -41,12 +41,13 @@ class Pass(Generic[Unit]):
 
 
 class Schedule(Generic[Unit]):
-    """The schedule of one root. `skipped` is that of the forward that runs, or of the one whose backward runs."""
+    """The schedule of one root. `skipped` is that of the forward that runs, or of the one whose backward runs.
+    `in_root_forward`: the root's forward is running."""
 
     def __init__(self) -> None:
         self.skipped: frozenset[int] = frozenset()
         self._pass: Pass[Unit] = Pass()
-        self._in_root_forward = False
+        self.in_root_forward = False
         self._starts: list[str] = []
         self._last: list[str] = []
         self._follows = False
@@ -63,7 +64,7 @@ class Schedule(Generic[Unit]):
     def begin_forward(self) -> None:
         """The root's forward starts: a new pass."""
         self._pass = Pass()
-        self._in_root_forward = True
+        self.in_root_forward = True
         self._follows = bool(self._starts) and self._starts == self._last
         self._last, self._starts = self._starts, []
         self._guesses = set()
@@ -71,18 +72,13 @@ class Schedule(Generic[Unit]):
     def end_forward(self) -> None:
         """The root's forward is over; from now on only the backward hooks keep its pass alive."""
         self._pass = Pass()
-        self._in_root_forward = False
-
-    @property
-    def in_root_forward(self) -> bool:
-        """Whether the root's forward is running."""
-        return self._in_root_forward
+        self.in_root_forward = False
 
     def finished(self, unit: Unit) -> tuple[Pass[Unit], int]:
         """`unit` finished a forward: return the pass and the position for its backward. A forward outside of the root's
         (a unit called alone, a recomputation) has its own pass, because what ran before it is unrelated to its
         backward."""
-        current = self._pass if self._in_root_forward else Pass[Unit](self.skipped)
+        current = self._pass if self.in_root_forward else Pass[Unit](self.skipped)
         return current, current.record(unit)
 
     @staticmethod

@@ -365,9 +365,8 @@ class Unit:
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
             self._num_uses += 1
             self._ran_for_backward = True
-            given = args, kwargs
-            args, kwargs = on_backward_end(self.post_backward, self._pre_backward_again, args, kwargs)
-            self._sees_end = given[0] is not args or given[1] is not kwargs
+            end, again = self.post_backward, self._pre_backward_again
+            args, kwargs, self._sees_end = on_backward_end(end, again, args, kwargs)
         return args, kwargs
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
@@ -407,6 +406,8 @@ class Unit:
                 self._reshard_after_forward()
         if self.context.root is self:
             self.context.end_forward()
+        elif not (self.context.schedule.in_root_forward or backward_is_running()) and torch.is_grad_enabled():
+            self.context.unreduced.after_forward()
         return output
 
     def _holds_container(self) -> bool:
@@ -455,6 +456,8 @@ class Unit:
             OrderError: parameters were converted since the forward, when `_conversions` was `conversions`.
         """
         assert self.context is not None
+        if not self.settings.reshard_after_forward:  # the user may have got unsharded parameters
+            self._check_not_captured()
         self.context.expect_end_of_backward()
         if order is not None:
             self.context.schedule.resume(order)
@@ -485,6 +488,15 @@ class Unit:
                 if unit.settings.unshard_in_backward:
                     with profiler_range("FSDP::backward_prefetch for", unit.fqn):
                         unit.unshard(prefetching=True)
+
+    def _check_not_captured(self) -> None:
+        for group in self.groups:
+            if (fqn := group.gradients.find_captured()) is not None:
+                raise OrderError(
+                    f"'{fqn}': torch.autograd.grad would return this rank's own gradient of it. Call loss.backward(), "
+                    "which gives sharded parameters the mean over the ranks; for gradients of this rank compute the "
+                    "loss within fsdp2.full_params(model)."
+                )
 
     def _check_not_stepped(self) -> None:
         """Before parameters are gathered for backward: raise if an optimizer has stepped them in this backward."""

@@ -201,7 +201,7 @@ def test_layers_are_sharded_after_the_model(rank: int, world_size: int, by_hand:
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("then", ["reshard", "forward", "backward", "state dict"])
+@pytest.mark.parametrize("then", ["reshard", "forward", "torch.func", "backward", "state dict"])
 def test_an_edit_of_unsharded_parameters(rank: int, world_size: int, policy: MixedPrecisionPolicy, then: str) -> None:
     """Each rank's rows of it reach the shards, as with `full_params`. What was not edited keeps all its digits."""
     plain, model = pair(mp_policy=policy)
@@ -214,6 +214,8 @@ def test_an_edit_of_unsharded_parameters(rank: int, world_size: int, policy: Mix
             each[2].bias[:2] = 7  # type: ignore[index, operator]
     if then == "forward":
         evaluate(model, rank)
+    elif then == "torch.func":
+        torch.func.grad(lambda x: model(x).sum())(batch(0, rank, 4))
     elif then == "backward":
         pending.backward()
     elif then == "state dict":
@@ -394,7 +396,7 @@ def test_hooks_on_parameters(rank: int, world_size: int, when: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["inputs", "grad"])
+@pytest.mark.parametrize("how", ["inputs", "grad", "grad of a layer alone"])
 def test_gradients_with_respect_to_parameters(rank: int, world_size: int, how: str) -> None:
     """The graph has the unsharded parameters, so there are none, and the step did nothing. It says so; at the second
     time it is an error."""
@@ -405,15 +407,28 @@ def test_gradients_with_respect_to_parameters(rank: int, world_size: int, how: s
         pytest.warns(UserWarning, match="Call loss.backward"),
         pytest.raises(OrderError, match="nothing is"),
     ):
+        value = loss(model[0] if how.endswith("alone") else model, rank)
         if how == "inputs":
-            loss(model, rank).backward(inputs=params)
+            value.backward(inputs=params)
         else:
-            assert set(torch.autograd.grad(loss(model, rank), params, allow_unused=True)) == {None}
+            assert set(torch.autograd.grad(value, params, allow_unused=True)) == {None}
         with matcher:
             optimizer.step()
         optimizer.zero_grad()
     backward(model, rank)
     optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stays", ["default", "kept"])
+def test_a_gradient_of_unsharded_parameters(rank: int, world_size: int, stays: str) -> None:
+    """It was this rank's own, and nobody averaged it."""
+    plain, model = pair(**STAYS[stays])
+    value = loss(model, rank)
+    with pytest.raises(OrderError, match=r"torch.autograd.grad would return this rank's own gradient"):
+        torch.autograd.grad(value, list(model.parameters()), allow_unused=True)
+    backward(model, rank)
+    assert_gradients(model, mean_gradients(plain, world_size, backward))
 
 
 @on_ranks(2)
