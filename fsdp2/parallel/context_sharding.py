@@ -1,6 +1,6 @@
 """Sequences over a context axis: cutting batches, positions, labels, the mean over all tokens. Layer: parallel.
 
-Sequences are cut as in `context_layout`, each rank getting one chunk from the head and one from the tail. So a rank's
+Sequences are cut as in `ring_attention`, each rank getting one chunk from the head and one from the tail. So a rank's
 rows are not contiguous: whatever depends on positions (rotary embeddings) or on the next token (labels) is computed for
 the whole sequence and cut like the tokens.
 
@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2._torch import all_gather_flat
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel.agreement import agree
-from fsdp2.parallel.context_layout import check_length, rank_slices
-from fsdp2.parallel.ring_attention import context_group
+from fsdp2.parallel.ring_attention import check_length, context_group, rank_slices
 
 __all__ = ["next_token_labels", "positions", "shard_sequence", "token_mean", "unshard_sequence"]
 

@@ -12,16 +12,33 @@ The backward goes round once more. The gradients of a block's keys and values tr
 adds its part; after n messages they are back at the owner. They and all sums over blocks are float32 (float64 for
 float64). A rank holds its own keys and values, the current block and the one that is arriving.
 
+The *head-tail* layout: a sequence is cut into ``2 n`` equal chunks, and rank r has chunks r and ``2 n - 1 - r``. Under
+a causal mask, early rows see few keys and late rows many. With one chunk of each kind, every rank has the same work.
+With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked)::
+
+                    k0   k3  | k1   k2
+    rank 0   q0     \\    .   | .    .         step 0: own keys, causal       step 1: second half of the queries
+             q3     #    \\   | #    #                                                sees all keys of rank 1
+    rank 1   q1     #    .   | \\    .         step 1: all queries see the    step 0: own keys, causal
+             q2     #    .   | #    \\                 first half of the keys of rank 0
+
+Every step is half a full block, on every rank. Without a mask each step is a full block. The layout is the same, so it
+need not be known by which one a sequence was cut.
+
 Messages are `batch_isend_irecv`, in the same order on every rank. On NCCL the kernels of a step are launched after its
 messages and run concurrently. A received buffer is used after `wait`, and a sent one is kept until then.
 
 Two torch operators (``fsdp2::ring_attention`` and its backward) let `torch.compile` and policies of selective
-checkpointing see one node each. Source: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889.
+checkpointing see one node each.
+
+Sources: Ring Attention with Blockwise Transformers, https://arxiv.org/abs/2310.01889; the layout is that of "Striped
+Attention" (https://arxiv.org/abs/2311.09431) coarsened to two chunks, as in Llama 3 (https://arxiv.org/abs/2407.21783,
+3.3.2).
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,10 +51,16 @@ from fsdp2._torch import group_named
 from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.agreement import agree
-from fsdp2.parallel.context_layout import rank_blocks
 from fsdp2.parallel.ring_attention_blocks import accumulation_dtype, block_forward, block_gradients, merge
 
-__all__ = ["context_group", "num_ring_attentions", "ring_attention", "ring_attention_over"]
+__all__ = [
+    "check_length",
+    "context_group",
+    "num_ring_attentions",
+    "rank_slices",
+    "ring_attention",
+    "ring_attention_over",
+]
 
 _KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004
@@ -115,7 +138,7 @@ def ring_attention_over(
         return one_rank_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    output: Tensor = _ring_attention(query, key, value, is_causal, scale, group_name)[0]
+    output: Tensor = ring_forward(query, key, value, is_causal, scale, group_name)[0]
     return output
 
 
@@ -135,6 +158,69 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
         raise ArgumentError(
             "ring_attention: a causal sequence that shard_sequence cut has two chunks on every rank, so an even number "
             f"of rows, the same for queries and keys: {shown}. (Decoding with a cache of keys is not supported.)"
+        )
+
+
+# --- the layout -------------------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """One step of a rank's ring: some of its queries attend to some keys of rank `source`.
+
+    Attributes:
+        source: the rank whose keys and values are used in this step.
+        queries: the rows of this rank that take part.
+        keys: the rows of `source` that they see.
+        is_causal: row i only sees rows up to i.
+    """
+
+    source: int
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+def rank_blocks(rank: int, size: int, is_causal: bool, num_queries: int, num_keys: int) -> list[Block]:
+    """The blocks that `rank` of `size` computes, in the order in which keys arrive; each rank has that many rows.
+
+    >>> [(block.source, block.queries.start, block.keys.stop) for block in rank_blocks(1, 3, True, 8, 8)]
+    [(1, 0, 8), (0, 0, 4), (2, 4, 8)]
+    """
+    everyone, seen = slice(0, num_queries), slice(0, num_keys)
+    blocks = [Block(rank, everyone, seen, is_causal)]
+    for source in ((rank - step) % size for step in range(1, size)):
+        if not is_causal:
+            blocks.append(Block(source, everyone, seen, False))
+        elif source < rank:
+            blocks.append(Block(source, everyone, slice(0, num_keys // 2), False))
+        else:
+            blocks.append(Block(source, slice(num_queries // 2, num_queries), seen, False))
+    return blocks
+
+
+def rank_slices(length: int, rank: int, size: int) -> list[slice]:
+    """The rows of a sequence of `length` that `rank` of `size` has, in its order. The length must be valid.
+
+    >>> rank_slices(16, 1, 2)
+    [slice(4, 8, None), slice(8, 12, None)]
+    """
+    if size == 1:
+        return [slice(0, length)]
+    chunk = length // (2 * size)
+    return [slice(first * chunk, (first + 1) * chunk) for first in (rank, 2 * size - 1 - rank)]
+
+
+def check_length(what: str, length: int, size: int) -> None:
+    """Check that a sequence can be cut into equal chunks.
+
+    Raises:
+        ArgumentError: it cannot; the message says what to pad it to.
+    """
+    chunks = 2 * size
+    if size > 1 and length % chunks:
+        raise ArgumentError(
+            f"{what} has {length} rows along the sequence, which cannot be cut into 2 x {size} = {chunks} equal chunks "
+            f"for {size} context ranks: pad it to {length + -length % chunks}"
         )
 
 
@@ -172,10 +258,22 @@ class _Message:
             keep_unwaited(self.works, self.group)
 
 
+@torch.library.custom_op("fsdp2::ring_attention", mutates_args=())
 def ring_forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group: dist.ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp ``[batch, heads, rows, 1]``, of this rank's rows over all ranks' keys. Collective."""
+    group = group_named(group_name)
+    tensors = {"query": query, "key": key, "value": value}
+    facts = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
+    agree(
+        group,
+        "ring_attention",
+        facts | {"is_causal": str(is_causal), "scale": f"{scale:.9g}"},
+        "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; "
+        "ranks with batches of their own belong on the data axes of the mesh.",
+    )
+    num_ring_attentions[group_name] += 1
     blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
     both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # travel as one message
     total = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=accumulation_dtype(query.dtype))
@@ -190,8 +288,17 @@ def ring_forward(
     return total.to(query.dtype), lse
 
 
+@ring_forward.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
+) -> tuple[Tensor, Tensor]:
+    lse = query.new_empty((*query.shape[:-1], 1), dtype=accumulation_dtype(query.dtype))
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), lse
+
+
+@torch.library.custom_op("fsdp2::ring_attention_backward", mutates_args=())
 def ring_backward(
-    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group: dist.ProcessGroup
+    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's query, key and value. Collective.
 
@@ -199,6 +306,7 @@ def ring_backward(
         grad: of the output.
         saved: query, key, value, output and log-sum-exp of the forward.
     """
+    group = group_named(group_name)
     query, key, value, output, lse = saved
     blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
     both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]
@@ -228,44 +336,7 @@ def ring_backward(
     )
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("fsdp2::ring_attention", mutates_args=())
-def _ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
-    group = group_named(group_name)
-    tensors = {"query": query, "key": key, "value": value}
-    facts = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
-    agree(
-        group,
-        "ring_attention",
-        facts | {"is_causal": str(is_causal), "scale": f"{scale:.9g}"},
-        "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; "
-        "ranks with batches of their own belong on the data axes of the mesh.",
-    )
-    num_ring_attentions[group_name] += 1
-    return ring_forward(query, key, value, is_causal, scale, group)
-
-
-@_ring_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
-) -> tuple[Tensor, Tensor]:
-    lse = query.new_empty((*query.shape[:-1], 1), dtype=accumulation_dtype(query.dtype))
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), lse
-
-
-@torch.library.custom_op("fsdp2::ring_attention_backward", mutates_args=())
-def _ring_attention_backward(
-    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ring_backward(grad, saved, is_causal, scale, group_named(group_name))
-
-
-@_ring_attention_backward.register_fake
+@ring_backward.register_fake
 def _(
     grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,7 +354,7 @@ def _backward(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Tensor | None,
     if grad is None:
         return (None,) * 6
     saved = list(ctx.saved_tensors)
-    return *_ring_attention_backward(grad, saved, ctx.is_causal, ctx.scale, ctx.group_name), None, None, None
+    return *ring_backward(grad, saved, ctx.is_causal, ctx.scale, ctx.group_name), None, None, None
 
 
-_ring_attention.register_autograd(_backward, setup_context=_save)
+ring_forward.register_autograd(_backward, setup_context=_save)

@@ -20,9 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel import agreement, ring_attention_blocks
-from fsdp2.parallel.context_layout import check_length, rank_blocks, rank_slices
 from fsdp2.parallel.context_sharding import shard_sequence, unshard_sequence
-from fsdp2.parallel.ring_attention import ring_attention, ring_backward, ring_forward
+from fsdp2.parallel.ring_attention import (
+    check_length,
+    rank_blocks,
+    rank_slices,
+    ring_attention,
+    ring_backward,
+    ring_forward,
+)
 from fsdp2.parallel.ring_attention_blocks import block_forward, block_gradients, merge
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.models import error_of, wrapped
@@ -306,10 +312,10 @@ def test_messages_and_memory(rank: int, world_size: int) -> None:
     mine = [random(seed, 1, 2, rows, 16, dtype=torch.float32) for seed in range(4)]
     tensor_bytes = mine[0].nbytes
     with Watch() as forward:
-        output, lse = ring_forward(*mine[:3], True, 0.25, mesh.get_group())
+        output, lse = ring_forward._init_fn(*mine[:3], True, 0.25, mesh.get_group().group_name)
     assert forward.sent == [2 * tensor_bytes] * (world_size - 1)
     with Watch() as backward:
-        ring_backward(mine[3], [*mine[:3], output, lse], True, 0.25, mesh.get_group())
+        ring_backward._init_fn(mine[3], [*mine[:3], output, lse], True, 0.25, mesh.get_group().group_name)
     assert sorted(backward.sent) == [2 * tensor_bytes] * (2 * world_size - 1)
     # In tensors of [rows, head dim], of which log-sum-exps are 1 / 16. Forward: the inputs, two blocks of K and V, the
     # merged output, a block's output. Backward: the saved ones and the output's gradient, two blocks of K and V, two of
@@ -368,7 +374,9 @@ def test_an_error_while_messages_are_under_way(rank: int, world_size: int) -> No
     chosen, ring_attention_blocks._kernel = ring_attention_blocks._kernel, out_of_memory
     time.sleep(0.2 * rank)  # so that some have given up before others begin to send
     try:
-        error_of(torch.OutOfMemoryError, lambda: ring_forward(*mine[:3], True, 0.25, mesh.get_group()))
+        error_of(
+            torch.OutOfMemoryError, lambda: ring_forward._init_fn(*mine[:3], True, 0.25, mesh.get_group().group_name)
+        )
     finally:
         ring_attention_blocks._kernel = chosen
     gc.collect()
