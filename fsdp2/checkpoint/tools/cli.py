@@ -1,14 +1,14 @@
 """The command ``python -m fsdp2.checkpoint``. Layer: checkpoint.
 
 Exit codes: 0 success; 1 damaged; 2 invalid arguments, or there is no checkpoint; 130 interrupted.
-With ``--json`` standard output is one JSON value. Tables and progress bars are in `screen.py` and need an extra.
+With ``--json`` standard output is one JSON value. What people read is in `screen.py`.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -66,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        if not args.json:
-            screen.check_installed()
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -89,14 +87,16 @@ def _failed(args: argparse.Namespace, error: Exception, code: int) -> int:
         message = message.replace(name, flag)
     if args.json:
         _write_json({"error": message})
-    # A name from a damaged file may contain control sequences of the terminal.
-    text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message)
-    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.write("\n".join(screen.clean(line) for line in f"error: {message}".split("\n")) + "\n")
     return code
 
 
 def _write_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _write(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(screen.clean(line) + "\n" for line in lines)
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _command(
     text: str,
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    command.add_argument("--json", action="store_true", help="JSON on standard output, no progress bar")
+    command.add_argument("--json", action="store_true", help="JSON on standard output, no progress")
     command.set_defaults(run=run)
     return command
 
@@ -186,16 +186,16 @@ def _members(folder: str) -> list[str]:
 def _describe(args: argparse.Namespace) -> int:
     storage, path = storage_of(args.folder)
     if runs := _members(args.folder):
-        return _describe_run(path, runs, left_overs(storage, path), args.json)
+        return _describe_run(runs, left_overs(storage, path), args.json)
     description = describe(args.folder)
     if args.json:
         _write_json(_as_json(description))
     else:
-        screen.show_description(description, args.tensors)
+        _write(screen.described(description, args.tensors))
     return OK
 
 
-def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: bool) -> int:
+def _describe_run(runs: Sequence[str], dead: Sequence[str], as_json: bool) -> int:
     found: list[Description] = []
     damaged: dict[str, str] = {}
     for folder in runs:
@@ -206,7 +206,7 @@ def _describe_run(path: str, runs: Sequence[str], dead: Sequence[str], as_json: 
     if as_json:
         _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": [*dead]})
     else:
-        screen.show_run(path, found, damaged, dead)
+        _write(screen.listed(found, damaged.values(), dead))
     return DAMAGED if damaged else OK
 
 
@@ -214,10 +214,9 @@ def _verify(args: argparse.Namespace) -> int:
     reports: list[Report] = []
     for folder in args.folders:
         for one in _members(folder) or [folder]:
-            with screen.progress(f"verify {one}", quiet=args.json) as progress:
-                reports.append(find_damage(one, progress=progress))
+            reports.append(find_damage(one, progress=None if args.json else screen.progress(f"verify {one}")))
             if not args.json:
-                screen.show_report(reports[-1])
+                _write(screen.reported(reports[-1]))
     good = all(report.ok and not (args.strict and (report.strays or report.left_out)) for report in reports)
     if args.json:
         _write_json({"ok": good, "reports": [{"ok": report.ok, **asdict(report)} for report in reports]})
@@ -232,14 +231,12 @@ def _convert(args: argparse.Namespace) -> int:
         "verify": not args.no_verify,
     }
     dtype = DTYPES[args.dtype] if args.dtype else None
-    with screen.progress(f"convert {args.source}", quiet=args.json) as progress:
-        folder = convert(
-            args.source, args.target, to=args.to, world=args.world, dtype=dtype, progress=progress, **options
-        )
+    progress = None if args.json else screen.progress(f"convert {args.source}")
+    folder = convert(args.source, args.target, to=args.to, world=args.world, dtype=dtype, progress=progress, **options)
     if args.json:
         _write_json({"folder": folder})
     else:
-        screen.show_line(folder)
+        _write([folder])
     return OK
 
 
@@ -259,7 +256,8 @@ def _prune(args: argparse.Namespace) -> int:
     if args.json:
         _write_json({"deleted": not args.dry_run, "checkpoints": old, "left_overs": dead})
     else:
-        screen.show_pruned(old, dead, args.dry_run)
+        verb = "would delete" if args.dry_run else "deleted"
+        _write([f"{verb} {folder}" for folder in (*old, *dead)] or ["nothing to delete"])
     return OK
 
 
