@@ -5,9 +5,7 @@
     trail       what this rank has done in each process group, in order
     examine     what the trails of all ranks say: who did something else, who is missing
     board       the keys in the process group's store through which ranks tell each other
-    neighbours  what the kernel says of processes that do not answer
-    queued      waits of streams, which do not block the process
-    current     what this process waits for
+    current     what this process and its streams wait for
     collecting  what all ranks answer to a question
     watchdog    the thread that answers other ranks, and ends waits that cannot end
     order       the points at which a rank waits until all have done the same

@@ -7,15 +7,12 @@ No collective and no process group: a rank that hangs in one can still read and 
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdp2._torch import store_of
 
-PART_BYTES = 4 << 20  # the store drops a client that sends a value of more than 8 MiB
-_ARRIVAL_S = 5.0  # within which all ranks of a first step have begun to watch
 _CALL_S = 30.0  # a machine that runs too much at once; a store whose process has ended fails at once
 
 
@@ -26,6 +23,7 @@ class Board:
         rank: this one.
         size: the number of ranks.
         num_joint_steps: begun with this client (`fsdp2.watch.joint_step`).
+        is_closing: the process ends, and waits for nobody.
     """
 
     def __init__(self, store: Any, rank: int, size: int):
@@ -33,8 +31,8 @@ class Board:
         self.size = size
         self.num_joint_steps = 0
         self._store = store
-        self._present: set[int] = set()
-        self._patience_s = _ARRIVAL_S
+        self._identities: dict[int, str] = {}
+        self.is_closing = False
 
     def clone(self) -> "Board":
         """Another client, for another thread."""
@@ -42,41 +40,22 @@ class Board:
         client.set_timeout(timedelta(seconds=_CALL_S))
         return Board(client, self.rank, self.size)
 
-    def arrive(self, identity: str) -> None:
-        """Say that this rank watches."""
-        self.put(f"hello/{self.rank}", identity)
-
-    def identity_of(self, rank: int) -> str | None:
-        """What `rank` called itself when it arrived; None if it has not."""
-        return self.get(f"hello/{rank}")
-
-    def reaches(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks have arrived. Those that exist on paper only never do: the first call waits for them, but
-        only some seconds."""
-        deadline = monotonic() + self._patience_s
-        while missing := [rank for rank in ranks if rank not in self._present]:
-            self._present.update(rank for rank in missing if self.has(f"hello/{rank}"))
-            if monotonic() > deadline:
-                break
-            sleep(0.001)
-        self._patience_s = 0.0
-        return self._present.issuperset(ranks)
+    def identity_of(self, rank: int) -> str:
+        """What `rank` called itself when it began to watch; "" if it has not."""
+        if rank not in self._identities:
+            text = self.get(f"hello/{rank}")
+            if text is None:
+                return ""
+            self._identities[rank] = text
+        return self._identities[rank]
 
     def put(self, key: str, value: str) -> None:
         """Set a value."""
-        content = value.encode()
-        parts = range(0, len(content), PART_BYTES)
-        for number, start in enumerate(parts[1:], 1):
-            self._store.set(f"{key}/{number}", content[start : start + PART_BYTES])
-        self._store.set(key, f"{len(parts)} ".encode() + content[:PART_BYTES])
+        self._store.set(key, value)
 
     def get(self, key: str) -> str | None:
         """A value that was `put`; None if there is none."""
-        if not self._store.check([key]):
-            return None
-        count, content = bytes(self._store.get(key)).split(b" ", 1)
-        rest = [bytes(self._store.get(f"{key}/{number}")) for number in range(1, int(count))]
-        return b"".join([content, *rest]).decode()
+        return bytes(self._store.get(key)).decode() if self.has(key) else None
 
     def has(self, key: str) -> bool:
         """Whether there is a value."""
@@ -84,11 +63,11 @@ class Board:
 
     def claim(self, key: str, value: str) -> str:
         """Set a value if there is none; the value that is there afterwards."""
-        return bytes(self._store.compare_set(key, "", f"1 {value}")).decode().partition(" ")[2]
+        return bytes(self._store.compare_set(key, "", value)).decode()
 
-    def count(self, key: str, more: int = 1) -> int:
-        """Add to a number; the sum."""
-        return int(self._store.add(key, more))
+    def count(self, key: str) -> int:
+        """Add 1 to a number; the sum."""
+        return int(self._store.add(key, 1))
 
     def drop(self, keys: Sequence[str]) -> None:
         """Delete values, if the store can."""
@@ -105,18 +84,9 @@ def open_board() -> Board | None:
     store = store_of(world)
     if not _is_shared(store):
         return None
-    before = store.timeout
-    # Cloning a store whose server is gone would retry for minutes.
-    store.set_timeout(min(before, timedelta(seconds=_CALL_S)))
-    try:
-        client = store.clone()
-    except (RuntimeError, NotImplementedError):
-        return None
-    finally:
-        store.set_timeout(before)
+    client, rank = store.clone(), world.rank()
     client.set_timeout(timedelta(seconds=_CALL_S))
-    rank = world.rank()
-    # Process groups may be made anew with the same store; every rank makes as many.
+    # Process groups may be made again with the same store; every rank makes as many.
     generation = int(client.add(f"fsdp2/watch/begun/{rank}", 1))
     prefixed = dist.PrefixStore(f"fsdp2/watch/{generation}", client)  # type: ignore[attr-defined]  # public
     return Board(prefixed, rank, world.size())

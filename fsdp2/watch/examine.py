@@ -7,7 +7,7 @@ entries may only be late. It is at fault if it is gone, or if it waits for a ran
 A rank that waits for bytes under way waits for nobody: all have begun what it waits for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, and since when.
+    """What a rank waits for.
 
     Attributes:
         has_failed: the backend has ended the wait with an error.
@@ -56,7 +56,6 @@ class Wait:
     group: str
     what: str
     unit: str | None
-    seconds: float
     has_failed: bool = False
     place: int = -1
 
@@ -71,13 +70,13 @@ class Answer:
 
     Attributes:
         wait: None if it does not wait for other ranks (as far as fsdp2 knows).
-        stack: where its main thread is, innermost frame last.
+        line: the line of the program at which its main thread is.
     """
 
     rank: int
     pasts: Mapping[str, Past] = field(default_factory=dict)
     wait: Wait | None = None
-    stack: Sequence[str] = ()
+    line: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As dicts and lists."""
@@ -91,7 +90,7 @@ class Answer:
             for name, past in found["pasts"].items()
         }
         wait = None if found["wait"] is None else Wait(**found["wait"])
-        return Answer(found["rank"], pasts, wait, tuple(found["stack"]))
+        return Answer(found["rank"], pasts, wait, found["line"])
 
 
 @dataclass(frozen=True)
@@ -101,17 +100,14 @@ class Finding:
     Attributes:
         kind: "fine"; "late": a rank that others wait for is alive and elsewhere; "unclear": ranks wait for each other,
             which is a deadlock if they still do later; "differ", "gone", "deadlock": faults.
-        text: for a person.
         agreed: for each group, up to which place all its ranks have done the same.
         moved: what each waiting rank waits for, and its place in each group; equal in two findings if nothing moved.
-        gone: the ranks that are to blame because they are not alive.
     """
 
     kind: str
     text: str = ""
     agreed: Mapping[str, int] = field(default_factory=dict)
     moved: str = ""
-    gone: Sequence[int] = ()
 
     @property
     def is_fault(self) -> bool:
@@ -131,58 +127,47 @@ def examine(answers: Mapping[int, Answer], gone: Mapping[int, str], before: Find
     for rank, answer in answers.items():
         for name, past in answer.pasts.items():
             groups.setdefault(name, {})[rank] = past
-    differing = [text for name, pasts in groups.items() if (text := _first_difference(name, pasts, answers))]
+    differing = [text for name, pasts in groups.items() if (text := _first_difference(name, pasts))]
     if differing:
         return Finding("differ", "\n".join(differing))
-    agreed = {name: min(past.end for past in pasts.values()) for name, pasts in groups.items() if _all(pasts)}
+    agreed = {
+        name: min(past.end for past in pasts.values())
+        for name, pasts in groups.items()
+        if pasts.keys() >= set(_ranks_of(pasts))
+    }
     waiting = {rank: answer.wait for rank, answer in answers.items() if answer.wait is not None and rank not in gone}
     blockers = _blockers(groups, waiting, gone)
     missing = sorted(set().union(*blockers.values()))
-    moved = repr((sorted((rank, str(wait)) for rank, wait in waiting.items()), _places(groups)))
-    culprits = {rank: gone[rank] for rank in missing if rank in gone}
-    if culprits:
-        lines = [f"{_rank(rank)} {why}" for rank, why in culprits.items()]
-        return Finding("gone", "\n".join(lines + _of_waiting(waiting)), agreed, moved, tuple(culprits))
-    idle = [rank for rank in missing if rank not in waiting]
-    if idle:
-        return Finding("late", _of_late(idle, groups, answers, waiting), agreed, moved)
-    stuck = _stuck(blockers)
-    if stuck and (before is None or before.moved != moved):
+    ends = [(name, rank, past.end) for name, pasts in groups.items() for rank, past in pasts.items()]
+    moved = repr((sorted((rank, str(wait)) for rank, wait in waiting.items()), sorted(ends)))
+    if culprits := [rank for rank in missing if rank in gone]:
+        kind, lines = "gone", [f"{_rank(rank)} {gone[rank]}" for rank in culprits]
+    elif idle := [rank for rank in missing if rank not in waiting]:
+        kind, lines = (
+            "late",
+            [f"{_rank(rank)} is alive, but has not come; {_where(answers.get(rank))}" for rank in idle],
+        )
+    elif not missing or not all(blockers.get(rank) for rank in missing):
+        return Finding("fine", "", agreed, moved)
+    elif before is None or before.moved != moved:
         return Finding("unclear", "", agreed, moved)
-    if stuck:
-        lines = [f"  {_rank(rank)} waits for {waiting[rank]}" for rank in sorted(stuck)]
-        return Finding("deadlock", "\n".join(["ranks wait for each other:", *lines]), agreed, moved)
-    return Finding("fine", "", agreed, moved)
+    else:
+        kind, lines = "deadlock", ["ranks wait for each other:"]
+    return Finding(kind, "\n".join(lines + _of_waiting(waiting)), agreed, moved)
 
 
-def _all(pasts: Mapping[int, Past]) -> bool:
-    ranks = next(iter(pasts.values())).ranks
-    return set(ranks) <= set(pasts)
-
-
-def _first_difference(name: str, pasts: Mapping[int, Past], answers: Mapping[int, Answer]) -> str:
+def _first_difference(name: str, pasts: Mapping[int, Past]) -> str:
     """The first place at which two ranks have different entries; "" if there is none."""
     start = max(past.first for past in pasts.values())
     for place in range(start, max(past.end for past in pasts.values())):
         by_entry: dict[Entry, list[int]] = {}
         for rank, past in pasts.items():
-            entry = past.at(place)
-            if entry is not None:
+            if (entry := past.at(place)) is not None:
                 by_entry.setdefault(entry, []).append(rank)
         if len(by_entry) > 1:
             lines = [f"ranks did different things in group '{name}' ({_rank(*_ranks_of(pasts))}), at entry {place}:"]
-            for entry, ranks in by_entry.items():
-                lines.append(f"  {_rank(*ranks)}: {entry}")
-            lines += _last_common(place, pasts)
-            absent = [rank for rank, past in pasts.items() if past.end <= place]
-            lines += [f"  {_rank(rank)} is not there yet{_where(answers[rank])}" for rank in absent]
-            return "\n".join(lines)
+            return "\n".join(lines + [f"  {_rank(*ranks)}: {entry}" for entry, ranks in by_entry.items()])
     return ""
-
-
-def _last_common(place: int, pasts: Mapping[int, Past]) -> list[str]:
-    before = next((entry for past in pasts.values() if (entry := past.at(place - 1))), None)
-    return [] if before is None else [f"  before it, all ranks: {before}"]
 
 
 def _ranks_of(pasts: Mapping[int, Past]) -> tuple[int, ...]:
@@ -205,36 +190,6 @@ def _blockers(
     return found
 
 
-def _stuck(blockers: Mapping[int, set[int]]) -> set[int]:
-    """The ranks that wait, over others or not, for themselves."""
-    stuck = set(blockers)
-    while freed := {rank for rank in stuck if not blockers[rank] & stuck}:
-        stuck -= freed
-    return stuck
-
-
-def _places(groups: Mapping[str, Mapping[int, Past]]) -> list[tuple[str, int, int]]:
-    return sorted((name, rank, past.end) for name, pasts in groups.items() for rank, past in pasts.items())
-
-
-def _of_late(
-    idle: Sequence[int],
-    groups: Mapping[str, Mapping[int, Past]],
-    answers: Mapping[int, Answer],
-    waiting: Mapping[int, Wait],
-) -> str:
-    lines = []
-    for rank in idle:
-        where = _where(answers[rank]) if rank in answers else ", and has not answered yet"
-        lines.append(f"{_rank(rank)} is alive, but has not come{where}")
-        for name, pasts in groups.items():
-            if rank in pasts and pasts[rank].end < max(past.end for past in pasts.values()):
-                last, place = pasts[rank].at(pasts[rank].end - 1), pasts[rank].end
-                wanted = next((entry for past in pasts.values() if (entry := past.at(place))), None)
-                lines.append(f"  missing in group '{name}': {wanted}; its last there: {last or 'nothing'}")
-    return "\n".join(lines + _of_waiting(waiting))
-
-
 def _of_waiting(waiting: Mapping[int, Wait]) -> list[str]:
     by_wait: dict[str, list[int]] = {}
     for rank, wait in sorted(waiting.items()):
@@ -242,15 +197,8 @@ def _of_waiting(waiting: Mapping[int, Wait]) -> list[str]:
     return [f"  {_rank(*ranks)} wait{'s' * (len(ranks) == 1)} for {what}" for what, ranks in by_wait.items()]
 
 
-def _where(answer: Answer) -> str:
-    if answer.wait is not None:
-        return f"; it waits for {answer.wait}"
-    own = [frame for frame in answer.stack if "/torch/" not in frame and "/fsdp2/" not in frame]
-    # Of the user's program if possible: that it is in `threading`, or in code made of a string, says less than where it
-    # called that.
-    program = [frame for frame in own if "/lib/python3" not in frame and not frame.startswith(("<frozen ", "<string>"))]
-    frames = program or own or answer.stack
-    return f"; it is at {frames[-1]}" if frames else ""
+def _where(answer: Answer | None) -> str:
+    return "it has not answered yet" if answer is None else f"it is at {answer.line}"
 
 
 def _rank(*ranks: int) -> str:

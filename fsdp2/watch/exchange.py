@@ -33,7 +33,7 @@ class Exchange:
         fqn: the unit.
         group_name: the process group's.
         trail: of the group.
-        begin_like: see `fsdp2.watch.trail.TakesPart`.
+        begin_like: begins such an exchange, with memory that nobody reads; None if it cannot.
 
     Raises:
         CollectiveError: a peer died, the group timed out, or the ranks did different things.

@@ -31,14 +31,12 @@ from fsdp2.comm.base import Pending
 from fsdp2.errors import CollectiveError, StepError
 from fsdp2.watch.board import Board
 from fsdp2.watch.current import waiting
-from fsdp2.watch.settings import settings
-from fsdp2.watch.trail import Entry, Trail, number_of, text_of, trail_of, trails
+from fsdp2.watch.trail import Entry, Trail, entry_of, number_of, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog
 
 _MAX_TOLD = 4096  # entries that a rank may be behind; on a device others run ahead for half a second
 _MAX_TEXT = 10_000  # characters of an error
 _LIMIT_S = 60.0
-_REFUSED_S = 2.0  # within which a watchdog that is not in a question learns that recovery was given up
 _END = Entry("end of a joint step", None)
 
 
@@ -117,7 +115,7 @@ class JointStep:
         board = self._dog.board
         self._trail.note(_END)
         if board.count(f"{self._key}/through") == board.size:
-            board.put(f"{self._key}/all", "")
+            board.put(f"{self._key}/all", "1")
             board.drop([f"{self._before}/{part}" for part in ("through", "all", "reset", "all reset", "failed")])
             return True
         return self._wait(lambda: board.has(f"{self._key}/all") or (None if self.failure is None else False), False)
@@ -145,7 +143,7 @@ class JointStep:
         for _, trail in trails():
             trail.begin_anew()
         if board.count(f"{self._key}/reset") == board.size:
-            board.put(f"{self._key}/all reset", "")
+            board.put(f"{self._key}/all reset", "1")
             # A watchdog may still read what failed, and that key must not vanish while it does.
             board.drop([f"{self._before}/failed", *(f"{self._key}/place/{rank}" for rank in range(board.size))])
         self._wait(lambda: board.has(f"{self._key}/all reset") or None)
@@ -187,16 +185,15 @@ class JointStep:
     def _wait(self, answer: Callable[[], bool | None], is_limited: bool = True) -> bool:
         """The first answer that is not None."""
         pause, start = 0.0001, time.monotonic()
-        limit_s = settings().give_up_after_s or _LIMIT_S
         with waiting(self):
             while (found := answer()) is None:
                 if self._dog.failure is not None:
                     raise CollectiveError(self._dog.failure)
                 if (given_up := self._dog.board.get(f"{self._key}/given up")) is not None:
                     raise self._give_up(given_up)
-                if is_limited and time.monotonic() - start > limit_s:
+                if is_limited and time.monotonic() - start > _LIMIT_S:
                     why = (
-                        f"after a failed step ({self.failure}) ranks have not come to one place within {limit_s:g} s: "
+                        f"after a failed step ({self.failure}) ranks have not come to one place within {_LIMIT_S:g} s: "
                         "one is in communication that is not fsdp2's"
                     )
                     raise self._give_up(why)
@@ -205,12 +202,10 @@ class JointStep:
             return found
 
     def _give_up(self, why: str) -> CollectiveError:
-        """The error of all ranks; once the watchdog has learned of it, so that all refuse what needs the others."""
+        """The error of all ranks, which refuse from now on what needs the others."""
         with suppress(RuntimeError):  # the store is gone, and the others learn of that
             why = self._dog.board.claim(f"{self._key}/given up", why)
-        start = time.monotonic()
-        while self._dog.failure is None and self._dog.is_alive and time.monotonic() - start < _REFUSED_S:
-            time.sleep(0.001)
+        self._dog.fail(why)
         return CollectiveError(why)
 
 
@@ -230,7 +225,7 @@ def _take_part(trail: Trail, number: int) -> list[Pending]:
     exchange = trail.known.get(number)
     if exchange is None or exchange.begin_like is None:
         raise CollectiveError(
-            f"another rank has begun {text_of(number)} in group '{trail.name}', in which this rank cannot take part "
+            f"another rank has begun {entry_of(number)} in group '{trail.name}', in which this rank cannot take part "
             "after an error, because it has never done it"
         )
     begun = exchange.begin_like()

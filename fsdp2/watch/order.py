@@ -42,14 +42,13 @@ class _Held:
         if dog.board.claim(self.key, self.total) != self.total:
             dog.ask()
         elif dog.board.count(f"{self.key}/ranks") == len(self.ranks):
-            dog.board.put(f"{self.key}/same", "")
+            dog.board.put(f"{self.key}/same", "1")
             dog.board.drop([self.before + part for part in ("", "/ranks", "/same")] if self.before else [])
             self.is_done = True
 
     def wait(self, dog: Watchdog) -> None:
         """Return when all ranks of the group have done the same."""
-        asked, pause, start = False, 0.0001, time.monotonic()
-        ask_after_s = settings().stall_after_s
+        pause, start = 0.0001, time.monotonic()
         while not self.is_done:
             if dog.board.has(f"{self.key}/same") or dog.agreed.get(self.group_name, 0) >= self.position:
                 return
@@ -59,9 +58,6 @@ class _Held:
                 current.step.check()
             if not dog.is_alive or time.monotonic() - start > _HELD_S:
                 return
-            if not asked and time.monotonic() - start > ask_after_s:
-                asked = True
-                dog.ask()
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 
@@ -86,7 +82,7 @@ def compare_order(ends_step: bool = False, groups: Iterable[dist.ProcessGroup] |
             position, total, is_new = trail.mark(ends_step)
             if is_new:
                 held.append(_Held(trail, position, total))
-            elif dog is not None and _is_due(trail.num_marks):
+            elif dog is not None and (trail.num_marks < 16 or trail.num_marks % 64 == 0):
                 dog.later.append((trail.name, position, total))
     if dog is not None and held:
         _hold(dog, held)
@@ -132,7 +128,6 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dist.ProcessGroup]:
 
 def _hold(dog: Watchdog, held: Sequence[_Held]) -> None:
     try:
-        held = [each for each in held if dog.board.reaches(each.ranks)]
         for each in held:
             each.post(dog)
         for each in held:
@@ -142,9 +137,3 @@ def _hold(dog: Watchdog, held: Sequence[_Held]) -> None:
         raise
     except RuntimeError:
         return  # the store is gone, with the process that has it; the next exchange fails by itself
-
-
-def _is_due(num_marks: int) -> bool:
-    """At every mark at first, and then at growing distances: an eighth of the marks so far, at most 128."""
-    distance = min(max(1, 1 << (num_marks // 8).bit_length() - 1), 128) if num_marks >= 8 else 1
-    return num_marks % distance == 0

@@ -1,7 +1,6 @@
 """`safety`: what is watched, and after how long. Layer: watch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp2.errors import ArgumentError
 
@@ -13,8 +12,6 @@ class Settings:
     is_on: bool = True
     stall_after_s: float = 3.0
     answer_within_s: float = 30.0
-    give_up_after_s: float | None = None
-    report_folder: Path | None = None
 
 
 _settings = [Settings()]
@@ -25,14 +22,7 @@ def settings() -> Settings:
     return _settings[0]
 
 
-def safety(
-    is_on: bool = True,
-    *,
-    stall_after_s: float = 3.0,
-    answer_within_s: float = 30.0,
-    give_up_after_s: float | None = None,
-    report_folder: str | Path | None = None,
-) -> None:
+def safety(is_on: bool = True, *, stall_after_s: float = 3.0, answer_within_s: float = 30.0) -> None:
     """Set how ranks that differ are found: ranks that run units in another order, and waits that cannot end.
 
     Call it on all ranks with the same arguments, before the first forward. Without a call the defaults apply. See
@@ -45,22 +35,15 @@ def safety(
         answer_within_s: seconds within which a process answers on another machine than that of the rank which compares
             the answers. One that does not is taken to be dead. On the same machine the kernel tells what has become of
             a process, and this matters only if it is shorter than 3 seconds.
-        give_up_after_s: seconds after which a wait for a rank that is alive, but does something else, is an error;
-            None: it is reported once, and goes on until the process group's own timeout.
-        report_folder: where reports are written as JSON; the message names the file. None: a temporary folder, and only
-            for errors.
 
     Raises:
         ArgumentError: a time is not above zero.
 
     Example::
 
-        fsdp2.safety(stall_after_s=30.0, report_folder="runs/7")
+        fsdp2.safety(stall_after_s=30.0)
     """
     for name, value in (("stall_after_s", stall_after_s), ("answer_within_s", answer_within_s)):
         if not value > 0:
             raise ArgumentError(f"safety: expected {name} > 0, got {value}")
-    if give_up_after_s is not None and not give_up_after_s > 0:
-        raise ArgumentError(f"safety: expected give_up_after_s > 0 or None, got {give_up_after_s}")
-    folder = None if report_folder is None else Path(report_folder)
-    _settings[0] = Settings(is_on, stall_after_s, answer_within_s, give_up_after_s, folder)
+    _settings[0] = Settings(is_on, stall_after_s, answer_within_s)

@@ -6,14 +6,12 @@ entries is compared by a hash of their numbers.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
-
-from fsdp2.comm.base import Pending
 
 MAX_KEPT = 8192  # entries; some steps of a model of a hundred units
 MAX_KNOWN = 10_000
@@ -55,23 +53,8 @@ def number_of(entry: Entry) -> int:
 
 
 def entry_of(number: int) -> Entry:
-    """The entry that `number_of` gave this number."""
-    return _entries[number]
-
-
-def text_of(number: int) -> str:
-    """The same in words, also of an entry that only other processes know."""
-    return str(_entries.get(number, "something"))
-
-
-class TakesPart(Protocol):
-    """What can take part in an exchange without data of its own.
-
-    Attributes:
-        begin_like: begins such an exchange, with memory that nobody reads; None if it cannot.
-    """
-
-    begin_like: Callable[[], Pending] | None
+    """The entry that `number_of` gave this number in this process."""
+    return _entries.get(number, Entry("something", None))
 
 
 class Trail:
@@ -85,7 +68,7 @@ class Trail:
         has_reduced: gradients were reduced since the last `mark`.
         num_marks: calls of `mark` that found new entries.
         last_held: the key of the last comparison that ranks waited for.
-        known: number -> what takes part in such an exchange.
+        known: number -> the `Exchange` (`fsdp2.watch.exchange`) that was made last with it.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -96,7 +79,7 @@ class Trail:
         self.has_reduced = False
         self.num_marks = 0
         self.last_held = ""
-        self.known: WeakValueDictionary[int, TakesPart] = WeakValueDictionary()
+        self.known: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._marked = 0
         self._total = 0
         self._step = 0
@@ -178,7 +161,7 @@ def trail_of(group: dist.ProcessGroup) -> Trail:
 
 def trails() -> list[tuple[dist.ProcessGroup, Trail]]:
     """All groups of more than one rank in which this process has exchanged something."""
-    groups = [group for each in _trails.keyrefs() if (group := each()) is not None]  # in one step: see `end`
+    groups = [group for each in _trails.keyrefs() if (group := each()) is not None]  # other threads may begin some
     return [(group, trail) for group in groups if (trail := _trails.get(group)) is not None and len(trail.ranks) > 1]
 
 

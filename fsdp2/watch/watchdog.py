@@ -32,16 +32,15 @@ import torch.distributed as dist
 
 from fsdp2._torch import abort, all_groups
 from fsdp2.watch.board import Board, open_board
-from fsdp2.watch.collecting import Collector
+from fsdp2.watch.collecting import await_verdict, collect, identity
 from fsdp2.watch.current import current
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
-from fsdp2.watch.neighbours import identity
 from fsdp2.watch.settings import settings
 from fsdp2.watch.trail import Trail, entry_of, forget_other_groups, trails
 
 _TICK_S = 0.5
 _FAST_S = 0.01  # after a rank has failed in a step that all make or none
-_MOST_S = 10.0  # between two questions about one wait
+_AGAIN_S = 3.0  # between two questions about one wait
 _MAX_SENT = 2000  # entries of a trail
 _END_WAITS_TAG = 0x46530005
 
@@ -69,13 +68,12 @@ class Watchdog:
         self._wake = threading.Event()
         self._stop = False
         self._pid = os.getpid()
-        self._next_ask = (0.0, 0.0)  # (the wait that it is about, seconds into it)
+        self._next_ask = 0.0
         self._before: Finding | None = None
         self._told = 0.0  # the wait that was last reported as late
-        self._collector = Collector(board, lambda: self._stop)
         current.failure = None  # if there was one, it was of other groups
         forget_other_groups(all_groups())
-        board.arrive(identity())
+        board.put(f"hello/{board.rank}", identity())
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -112,6 +110,7 @@ class Watchdog:
         if self._pid != os.getpid():  # a forked child has the same connections
             return
         has_ended, self._stop = self._stop, True
+        self._board.is_closing = True
         self._wake.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)  # which may be about to tell the others itself
@@ -134,7 +133,7 @@ class Watchdog:
                 self._compare_later()
                 step = current.step  # the training thread may end it at any time
                 if step is not None and (why := step.look(self._board)) is not None:
-                    self._fail(why)
+                    self.fail(why)
                 if self._must_ask():
                     self._board.put(f"ask/{number}", str(self._board.rank))
                 elif not self._board.has(f"ask/{number}"):
@@ -167,10 +166,7 @@ class Watchdog:
         if self._wanted:
             return True
         wait = current.oldest(settings().stall_after_s)
-        if wait is None:
-            return False
-        about, seconds = self._next_ask
-        return about != wait.since or time.monotonic() - wait.since >= seconds
+        return wait is not None and time.monotonic() >= self._next_ask
 
     def _compare_later(self) -> None:
         """Compare what has been noted with what other ranks noted at the same places, without waiting for them."""
@@ -184,42 +180,36 @@ class Watchdog:
         board = self._board
         board.put(f"answer/{number}/{board.rank}", json.dumps(self._answer().to_json()))
         if (collector := int(board.claim(f"collector/{number}", str(board.rank)))) == board.rank:
-            return self._collector.collect(number, self._before)
-        return self._collector.await_verdict(number, collector)
+            return collect(board, number, self._before)
+        return await_verdict(board, number, collector)
 
     def _answer(self) -> Answer:
         pasts = {trail.name: _past(trail) for _, trail in trails()}
         oldest, wait = current.oldest(), None
         if oldest is not None:
-            awaited, seconds = oldest.awaited, round(time.monotonic() - oldest.since, 1)
-            wait = Wait(awaited.group_name, awaited.what, awaited.fqn, seconds, current.has_failed, oldest.place)
-        return Answer(self._board.rank, pasts, wait, _stack_of_main())
+            awaited = oldest.awaited
+            wait = Wait(awaited.group_name, awaited.what, awaited.fqn, current.has_failed, oldest.place)
+        return Answer(self._board.rank, pasts, wait, _line_of_main())
 
     def _act(self, finding: Finding) -> None:
         """Do what the verdict says."""
         self.agreed.update(finding.agreed)
         self._before = finding
         wait = current.oldest()
-        since = current.since if wait is None else wait.since
-        waited = time.monotonic() - since
-        self._next_ask = since, waited + (1.0 if finding.kind == "unclear" else min(max(waited, 1.0), _MOST_S))
-        limit = settings().give_up_after_s
-        if finding.is_fault or (finding.kind == "late" and limit is not None and wait is not None and waited > limit):
-            self._fail(finding.text, finding.gone)
-        elif finding.kind == "late" and wait is not None and self._told != since and waited >= settings().stall_after_s:
-            self._told = since
-            _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
+        self._next_ask = time.monotonic() + (1.0 if finding.kind == "unclear" else _AGAIN_S)
+        if finding.is_fault:
+            self.fail(finding.text)
+        elif finding.kind == "late" and wait is not None and self._told != wait.since:
+            waited = time.monotonic() - wait.since
+            if waited >= settings().stall_after_s:
+                self._told = wait.since
+                _log.warning("waiting for other ranks since %.0f s: %s", waited, finding.text)
         self.num_rounds = self._num_begun
 
-    def _fail(self, why: str, gone: Sequence[int] = ()) -> None:
-        """End all waits of this process that are ours, or for one of these ranks, with this error."""
+    def fail(self, why: str) -> None:
+        """End all waits of this process with this error."""
         if current.failure is None and self.is_alive:  # else there may be new groups, which are not to blame
-            ours = {group for group, _ in trails()}
-            groups = [
-                group
-                for group in all_groups()
-                if group.size() > 1 and (group in ours or not set(gone).isdisjoint(dist.get_process_group_ranks(group)))
-            ]
+            groups = [group for group in all_groups() if group.size() > 1]
             backends = [dist.get_backend_config(group) for group in groups]
             current.failure = why  # from now on the program may destroy them
             if not _end_waits(groups, backends):
@@ -259,9 +249,12 @@ def _past(trail: Trail) -> Past:
     return Past(trail.ranks, position - len(numbers), tuple(map(entry_of, numbers)))
 
 
-def _stack_of_main() -> list[str]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [f"{each.filename}:{each.lineno} ({each.name})" for each in traceback.extract_stack(frame)]
+def _line_of_main() -> str:
+    """Where the main thread is: its innermost line outside of libraries."""
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    own = [each for each in frames if "/lib/python3" not in each.filename and "/fsdp2/" not in each.filename]
+    at = (own or frames)[-1]
+    return f"{at.filename}:{at.lineno} ({at.name})"
 
 
 def _why_it_ends() -> str:

@@ -18,6 +18,7 @@ import fsdp2
 from fsdp2 import agree_on_step
 from fsdp2.comm.base import Pending
 from fsdp2.comm.memory import FlatAllGather
+from fsdp2.watch import joint_step
 from fsdp2.watch import watchdog as watchdog_module
 from fsdp2.watch.board import Board
 from fsdp2.watch.trail import trails
@@ -194,7 +195,8 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool, bool]:
     refuses further communication."""
     os.chdir(folder)
     watchdog_module._FAST_S = 0.2  # it would be refused before the error by chance
-    fsdp2.safety(stall_after_s=0.5, give_up_after_s=2.0, report_folder=folder)
+    joint_step._LIMIT_S = 2.0
+    fsdp2.safety(stall_after_s=0.5)
     training = Training("tp" if what == "one of two" else "fsdp", rank, 4)
     if what != "first step":
         assert training.step(0) == ""

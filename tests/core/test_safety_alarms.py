@@ -4,7 +4,6 @@ without (docs/safety.md). Real processes, because a false alarm would break thei
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import time
@@ -91,7 +90,7 @@ PAUSES: dict[str, Callable[[Job], None] | None] = {
 def pausing(rank: int, folder: str, what: str) -> tuple[list[list[float]], list[str]]:
     """The parameters in the end, and what was logged."""
     # 12 ranks run at the same time: on a busy machine a step takes some tenths of a second.
-    fsdp2.safety(stall_after_s=1.0, answer_within_s=0.5, report_folder=folder)
+    fsdp2.safety(stall_after_s=1.0, answer_within_s=0.5)
     told: list[str] = []
     logging.getLogger("fsdp2").addHandler(Told(told, Path(folder) / "told"))
     job = Job(rank, Fault("none", victim=-1), folder)
@@ -122,6 +121,3 @@ def test_pauses_are_no_faults(tmp_path: Path) -> None:
             assert outcome.value[0] == undisturbed.value[0], what
         told = [text for outcome in outcomes for text in outcome.value[1]]
         assert any("rank 1 is alive" in text for text in told) == (PAUSES[what] is not None), (what, told)
-        reports = [json.loads(path.read_text())["text"] for path in folders[what].glob("*.json")]
-        assert not reports or PAUSES[what] is not None
-        assert len(set(reports)) == len(reports), reports  # each pause once, however long it is

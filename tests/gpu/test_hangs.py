@@ -29,8 +29,8 @@ def test_another_number_of_microbatches(tmp_path: Path) -> None:
     fault = next(each for each in FAULTS if each.what == "micro")
     none = replace(NONE["fsdp"], device="cuda")
     found = run([none, fault], tmp_path, nccl.__name__)
-    outcomes = found[fault.name][0]
-    for outcome, right in zip(outcomes, found[none.name][0], strict=True):
+    outcomes = found[fault.name]
+    for outcome, right in zip(outcomes, found[none.name], strict=True):
         assert outcome.ok and right.ok, (outcome, right)
         assert outcome.value["values"][: GOOD_STEPS + 1] == right.value["values"][: GOOD_STEPS + 1]
         kind, text = outcome.value["error"]

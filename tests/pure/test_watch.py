@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import subprocess
@@ -18,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.watch import trail as trail_module
-from fsdp2.watch.current import Current
+from fsdp2.watch.collecting import identity, state_of
+from fsdp2.watch.current import Current, Waiting
 from fsdp2.watch.examine import Answer, Finding, Past, Wait, examine
-from fsdp2.watch.neighbours import Fate, fate_of, identity
-from fsdp2.watch.order import _is_due
-from fsdp2.watch.queued import Waiting
 from fsdp2.watch.trail import Entry, Trail, entry_of, number_of
 
 A, B, C = (Entry("all-gather", unit, 16, 64, "torch.float32") for unit in "abc")
@@ -37,8 +34,8 @@ def trail(monkeypatch: pytest.MonkeyPatch) -> Trail:
 
 
 def answer(rank: int, *entries: Entry, wait: str = "", first: int = 0, ranks: tuple[int, ...] = (0, 1)) -> Answer:
-    waits = Wait("g", wait, "a", 3.0) if wait else None
-    return Answer(rank, {"g": Past(ranks, first, entries)}, waits, ("/run/train.py:7 (main)",))
+    waits = Wait("g", wait, "a") if wait else None
+    return Answer(rank, {"g": Past(ranks, first, entries)}, waits, "/run/train.py:7 (main)")
 
 
 def found(*answers: Answer, gone: dict[int, str] | None = None, before: Finding | None = None) -> Finding:
@@ -84,15 +81,6 @@ def test_another_number_of_microbatches_is_new(trail: Trail) -> None:
     assert step(2) == [False, False, True]
 
 
-def test_positions_and_hashes(trail: Trail) -> None:
-    """The hash is of all entries, also of those that are no longer kept."""
-    trail.note(A)
-    first = trail.mark(ends_step=True)
-    trail.note(A)
-    assert trail.mark(ends_step=True)[:2] != first[:2]
-    assert trail.position == 2
-
-
 def test_a_trail_is_bounded(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a program without backwards."""
     monkeypatch.setattr(trail_module, "MAX_KEPT", 100)
@@ -105,14 +93,6 @@ def test_a_trail_is_bounded(trail: Trail, monkeypatch: pytest.MonkeyPatch) -> No
     assert trail.mark(ends_step=True)[0] == 1001 and trail.numbers[-1] == number_of(B)
 
 
-def test_growing_distances() -> None:
-    due = [number for number in range(1, 4000) if _is_due(number)]
-    assert due[:8] == [1, 2, 3, 4, 5, 6, 7, 8]
-    distances = [after - before for before, after in itertools.pairwise(due)]
-    assert distances == sorted(distances) and distances[-1] == 128
-    assert len(due) < 120
-
-
 def test_the_first_difference_is_named() -> None:
     finding = found(answer(0, A, B, C, wait="all-gather"), answer(1, A, C, wait="all-gather"))
     assert finding.kind == "differ" and finding.is_fault
@@ -120,7 +100,6 @@ def test_the_first_difference_is_named() -> None:
         "ranks did different things in group 'g' (ranks 0, 1), at entry 1:",
         "  rank 0: all-gather of unit 'b' (64 bytes, torch.float32)",
         "  rank 1: all-gather of unit 'c' (64 bytes, torch.float32)",
-        "  before it, all ranks: all-gather of unit 'a' (64 bytes, torch.float32)",
     ]
 
 
@@ -139,26 +118,11 @@ def test_groups_are_compared_each_for_itself() -> None:
     assert finding.kind == "fine" and finding.agreed == {"g": 1, "h": 1}
 
 
-def test_where_a_rank_is_names_the_program() -> None:
-    """A rank that was still formatting its traceback was said to be at a line of `traceback`, which told nobody what it
-    did."""
-    waiting, late = answer(0, B, A, wait="all-gather"), answer(1, B)
-    runner, script = "<frozen runpy>:198 (_run_module_as_main)", "/run/train.py:7 (main)"
-    inside = "/usr/lib/python3.11/traceback.py:261 (__init__)"
-    assert f"it is at {script}" in found(waiting, replace(late, stack=(runner, script, inside))).text
-    made = "<string>:8 (__init__)"  # of a dataclass; seen where a busy machine had just called one
-    assert f"it is at {script}" in found(waiting, replace(late, stack=(runner, script, made))).text
-    installed = "/usr/lib/python3.11/site-packages/torchtitan/train.py:9 (main)"
-    assert f"it is at {installed}" in found(waiting, replace(late, stack=(runner, installed))).text
-
-
 def test_a_late_rank_is_no_fault() -> None:
     finding = found(answer(0, B, A, wait="all-gather"), answer(1, B))
     assert finding.kind == "late" and not finding.is_fault
     assert finding.text.splitlines() == [
         "rank 1 is alive, but has not come; it is at /run/train.py:7 (main)",
-        "  missing in group 'g': all-gather of unit 'a' (64 bytes, torch.float32); its last there: all-gather of unit "
-        "'b' (64 bytes, torch.float32)",
         "  rank 0 waits for all-gather of unit 'a' in group 'g'",
     ]
     assert found(answer(0, A, wait="all-gather"), Answer(1)).kind == "late", "has done nothing yet"
@@ -177,20 +141,11 @@ def test_a_rank_that_has_not_gone_as_far_ahead_is_not_waited_for() -> None:
     assert found(zero, one, before=found(zero, one)).kind == "fine"
 
 
-def test_bytes_under_way_are_no_deadlock() -> None:
-    """Rank 0 has all of the first all-gather and waits for rank 1, which still waits for the bytes of the first, on a
-    slow network: nothing moves for seconds, and it is no fault. It was called a deadlock."""
-    zero = Answer(0, {"g": Past((0, 1), 0, (A, B))}, Wait("g", "all-gather", "b", 9.0))
-    one = Answer(1, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a", 9.0))
-    assert found(zero, one).kind == "fine"
-    assert found(zero, one, before=found(zero, one)).kind == "fine"
-
-
 def test_a_rank_that_has_ended_after_its_part_is_not_to_blame() -> None:
     """The last all-reduce of a job, on a machine that runs too much: rank 1 has sent its part and ended."""
     zero, one = answer(0, A, wait="all-gather"), answer(1, A)
     assert found(zero, one, gone={1: "has ended"}).kind == "fine"
-    failed = replace(zero, wait=Wait("g", "all-gather", "a", 0.0, has_failed=True))
+    failed = replace(zero, wait=Wait("g", "all-gather", "a", has_failed=True))
     assert found(failed, one, gone={1: "has ended"}).kind == "gone", "its message did not come after all"
 
 
@@ -198,11 +153,11 @@ def test_a_stream_waits_for_its_own_entry() -> None:
     """A process whose waits do not block it has begun the same all-gather again. Rank 1 has made the first one: as far
     as processes know; if it has ended, its device may not."""
     zero, one = answer(0, A, B, A, wait="all-gather"), answer(1, A)
-    of_stream = replace(zero, wait=Wait("g", "all-gather", "a", 3.0, place=0))
+    of_stream = replace(zero, wait=Wait("g", "all-gather", "a", place=0))
     assert found(zero, one).kind == "late"
     assert found(of_stream, one).kind == "fine"
     assert found(of_stream, one, gone={1: "has ended"}).kind == "gone"
-    assert found(replace(zero, wait=Wait("g", "all-gather", "a", 3.0, place=2)), one).kind == "late"
+    assert found(replace(zero, wait=Wait("g", "all-gather", "a", place=2)), one).kind == "late"
 
 
 def test_the_oldest_wait_is_what_is_waited_for() -> None:
@@ -254,18 +209,17 @@ def test_fates_of_processes() -> None:
     machine, _, _ = identity().split()
     stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     it = f"{machine} {process.pid} {stat[19]}"
-    assert fate_of(identity()) is fate_of(it) is Fate.RUNNING
-    assert fate_of("elsewhere/pid:[1] 1 1") is fate_of("") is Fate.UNKNOWN
-    assert fate_of(f"{machine} {process.pid} 1") is Fate.GONE
+    assert state_of(identity()) and state_of(it) not in ("", "T", None)
+    assert state_of("elsewhere/pid:[1] 1 1") is state_of("") is None
+    assert state_of(f"{machine} {process.pid} 1") == ""
     process.send_signal(signal.SIGSTOP)
-    while fate_of(it) is Fate.RUNNING:
+    while state_of(it) != "T":
         time.sleep(0.01)
-    assert fate_of(it) is Fate.STOPPED
     process.kill()
-    while fate_of(it) is not Fate.GONE:  # until its parent asks, it is a zombie
+    while state_of(it):  # until its parent asks, it is a zombie
         time.sleep(0.01)
     process.communicate()
-    assert fate_of(it) is Fate.GONE
+    assert state_of(it) == ""
 
 
 def test_a_dead_rank() -> None:
@@ -275,14 +229,10 @@ def test_a_dead_rank() -> None:
 
 def test_a_dead_rank_behind_a_waiting_one() -> None:
     """Rank 0 waits for rank 1, which waits for rank 2, which is dead."""
-    zero = Answer(0, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a", 3.0))
-    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((1, 2), 0, (B,))}, Wait("h", "all-reduce", "b", 3.0))
+    zero = Answer(0, {"g": Past((0, 1), 0, (A,))}, Wait("g", "all-gather", "a"))
+    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((1, 2), 0, (B,))}, Wait("h", "all-reduce", "b"))
     finding = examine({0: zero, 1: one}, {2: "was killed"})
     assert finding.kind == "gone" and finding.text.startswith("rank 2 was")
-
-
-def test_the_first_entries_differ() -> None:
-    assert found(answer(0, A), answer(1, B)).kind == "differ"
 
 
 def test_a_group_agrees_on_what_all_its_ranks_have_answered() -> None:
@@ -299,10 +249,10 @@ def test_a_rank_that_is_gone_waits_for_nobody() -> None:
 
 def test_a_deadlock_is_one_only_if_nothing_moves() -> None:
     """Two groups in another order: no trail differs, and each rank waits for the other. Seen once it is a moment."""
-    zero = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, Wait("g", "all-gather", "a", 3.0))
-    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B,))}, Wait("h", "all-gather", "b", 3.0))
+    zero = Answer(0, {"g": Past((0, 1), 0, (A,)), "h": Past((0, 1), 0, ())}, Wait("g", "all-gather", "a"))
+    one = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B,))}, Wait("h", "all-gather", "b"))
     first = found(zero, one)
     assert first.kind == "unclear" and not first.is_fault
     assert found(zero, one, before=first).kind == "deadlock"
-    moved = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B, B))}, Wait("h", "all-gather", "b", 3.0))
+    moved = Answer(1, {"g": Past((0, 1), 0, ()), "h": Past((0, 1), 0, (B, B))}, Wait("h", "all-gather", "b"))
     assert found(zero, moved, before=first).kind == "unclear"

@@ -11,15 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from fsdp2.watch import current, neighbours, settings, trail, watchdog
+from fsdp2.watch import collecting, current, settings, trail, watchdog
 from fsdp2.watch.board import Board
-from fsdp2.watch.collecting import Collector
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
 from fsdp2.watch.joint_step import JointStep
 from fsdp2.watch.settings import Settings
@@ -54,8 +52,7 @@ class Awaited:
 
 
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)  # for reports
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("failure", None), ("awaited", None), ("since", 0.0)):
         monkeypatch.setattr(current.current, name, value)
     monkeypatch.setattr(settings, "_settings", [OFF])
@@ -88,15 +85,15 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def identity_of(process: subprocess.Popen[bytes], machine: str | None = None) -> str:
-    begun = neighbours._stat(process.pid)
+    begun = collecting._stat(process.pid)
     assert begun is not None
-    return f"{machine or neighbours._machine()} {process.pid} {begun[1]}"
+    return f"{machine or collecting._machine()} {process.pid} {begun[1]}"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     identity = identity_of(process)
     process.send_signal(signal.SIGSTOP)
-    while neighbours.fate_of(identity) is neighbours.Fate.RUNNING:
+    while collecting.state_of(identity) != "T":
         time.sleep(0.01)
 
 
@@ -105,7 +102,7 @@ def put_answer(board: Board, number: int, answer: Answer) -> None:
 
 
 def waits(rank: int, ranks: tuple[int, ...] = (0, 1)) -> Answer:
-    return Answer(rank, {"mesh:g": Past(ranks, 0, (A,))}, Wait("mesh:g", "all-gather", "a", 3.0))
+    return Answer(rank, {"mesh:g": Past(ranks, 0, (A,))}, Wait("mesh:g", "all-gather", "a"))
 
 
 # --- the collector ----------------------------------------------------------------------------------------------------
@@ -113,34 +110,34 @@ def waits(rank: int, ranks: tuple[int, ...] = (0, 1)) -> Answer:
 
 def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subprocess.Popen[bytes]) -> None:
     boards = [Board(store, rank, 2) for rank in range(2)]
-    boards[1].arrive(identity_of(process))
+    boards[1].put("hello/1", identity_of(process))
     stop(process)
     put_answer(boards[0], 1, waits(0))
-    assert Collector(boards[0]).collect(1, None).text.startswith("rank 1 is stopped (SIGSTOP)")
+    assert collecting.collect(boards[0], 1, None).text.startswith("rank 1 is stopped (SIGSTOP)")
     process.kill()
     process.communicate()
     put_answer(boards[0], 2, waits(0))
-    assert Collector(boards[0]).collect(2, None).text.startswith("rank 1 was killed")
+    assert collecting.collect(boards[0], 2, None).text.startswith("rank 1 was killed")
 
 
 def test_last_words_are_read(store: Any, process: subprocess.Popen[bytes]) -> None:
     """A rank that has ended says why, and where it was; that it was killed is only what /proc says."""
     boards = [Board(store, rank, 2) for rank in range(2)]
-    boards[1].arrive(identity_of(process))
+    boards[1].put("hello/1", identity_of(process))
     process.kill()
     process.communicate()
     boards[1].put("ended/1", json.dumps(["has ended after ValueError: a bad file", Answer(1).to_json()]))
     put_answer(boards[0], 1, waits(0))
-    finding = Collector(boards[0]).collect(1, None)
+    finding = collecting.collect(boards[0], 1, None)
     assert finding.kind == "gone" and finding.text.startswith("rank 1 has ended after ValueError: a bad file")
 
 
 def test_a_machine_that_is_silent_as_a_whole(store: Any) -> None:
     """Nobody can say what has become of its ranks: they are given `answer_within_s`."""
     boards = [Board(store, rank, 2) for rank in range(2)]
-    boards[1].arrive("elsewhere 1 1")
+    boards[1].put("hello/1", "elsewhere 1 1")
     put_answer(boards[0], 1, waits(0))
-    finding = Collector(boards[0]).collect(1, None)
+    finding = collecting.collect(boards[0], 1, None)
     assert finding.kind == "gone" and "rank 1 does not answer within 0.3 s" in finding.text
 
 
@@ -149,11 +146,11 @@ def test_nobody_waits_for_a_collector_that_is_dead(
 ) -> None:
     monkeypatch.setattr(settings, "_settings", [replace(OFF, answer_within_s=60.0)])
     boards = [Board(store, rank, 2) for rank in range(2)]
-    boards[0].arrive(identity_of(process))
+    boards[0].put("hello/0", identity_of(process))
     process.kill()
     process.communicate()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(Collector(boards[1]).await_verdict, 1, 0).result(timeout=30) is None
+        assert pool.submit(collecting.await_verdict, boards[1], 1, 0).result(timeout=30) is None
 
 
 # --- the watchdog -----------------------------------------------------------------------------------------------------
@@ -176,7 +173,7 @@ def test_two_equal_findings_make_a_deadlock(dog: Watchdog, store: Any, monkeypat
     trail.trail_of(g).note(A)
     trail.trail_of(h)
     other = Answer(
-        1, {"mesh:g": Past((0, 1), 0, ()), "mesh:h": Past((0, 1), 0, (B,))}, Wait("mesh:h", "all-gather", "b", 3.0)
+        1, {"mesh:g": Past((0, 1), 0, ()), "mesh:h": Past((0, 1), 0, (B,))}, Wait("mesh:h", "all-gather", "b")
     )
     current.current.awaited = Awaited()
     kinds = []
@@ -200,7 +197,7 @@ def test_an_error_is_explained_although_the_collector_ends(
     group: Any = Group("g", (0, 1))
     trail.trail_of(group).note(A)
     other = Board(store, 1, 2)
-    other.arrive(identity_of(process))
+    other.put("hello/1", identity_of(process))
     other.put("ended/1", json.dumps(["has ended after ValueError: a bad batch", Answer(1).to_json()]))
     assert other.claim("collector/1", "1") == "1"
     process.kill()
@@ -213,31 +210,6 @@ def test_an_error_is_explained_although_the_collector_ends(
 def test_each_fault_ends_the_waits(dog: Watchdog, kind: str) -> None:
     dog._act(Finding(kind, "what happened"))
     assert dog.failure == "what happened"
-
-
-@pytest.mark.parametrize("give_up_after_s", [None, 1.0])
-def test_a_rank_that_lives_and_does_not_come(
-    dog: Watchdog, give_up_after_s: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is waited for, but no longer than the user wants."""
-    monkeypatch.setattr(settings, "_settings", [replace(OFF, give_up_after_s=give_up_after_s)])
-    current.current.awaited, current.current.since = Awaited(), time.monotonic() - 0.5
-    dog._act(Finding("late", "rank 1 is alive"))
-    assert dog.failure is None
-    current.current.since -= 10.0
-    dog._act(Finding("late", "rank 1 is alive"))
-    assert dog.failure == (None if give_up_after_s is None else "rank 1 is alive")
-
-
-def test_waits_for_a_dead_rank_end_in_every_group(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's own collectives too, if it is in their group; other groups of his go on."""
-    ours, with_it, without_it, alone = cast(Any, [Group(str(r), r) for r in ((0, 2), (0, 1), (0, 3), (0,))])
-    trail.trail_of(ours)
-    monkeypatch.setattr(watchdog, "all_groups", lambda: [ours, with_it, without_it, alone])
-    ended: set[Any] = set()
-    monkeypatch.setattr(watchdog, "_end_waits", lambda groups, backends: not ended.update(groups))
-    dog._act(Finding("gone", "rank 1 was killed", gone=(1,)))
-    assert ended == {ours, with_it}
 
 
 class Gloo(Group):
@@ -271,7 +243,7 @@ def test_groups_may_be_destroyed_while_waits_end(dog: Watchdog, monkeypatch: pyt
         return "cpu:gloo"
 
     monkeypatch.setattr(dist, "get_backend_config", backend_of)
-    dog._act(Finding("gone", "rank 1 was killed", gone=(1,)))
+    dog._act(Finding("gone", "rank 1 was killed"))
     assert [group.peers for group in groups] == [[1], [1]]
 
 
@@ -373,17 +345,6 @@ def test_an_error_is_explained_by_answers_after_it(dog: Watchdog, monkeypatch: p
     assert dog.explain() == "rank 1 was killed"
 
 
-def test_last_words(dog: Watchdog, store: Any) -> None:
-    """A process that ends tells the others, who would learn only from /proc that it is gone."""
-    trail.trail_of(cast(Any, group := Group("g", (0, 1)))).note(A)
-    dog.close("has ended after ValueError: a bad file")
-    text = Board(store, 1, 2).get("ended/0")
-    assert text is not None
-    why, content = json.loads(text)
-    assert why == "has ended after ValueError: a bad file"
-    assert Answer.from_json(content).pasts[f"mesh:{group.group_name}"].entries == (A,)
-
-
 def test_a_process_waits_for_the_last_words_of_its_watchdog(
     dog: Watchdog, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +370,7 @@ def test_a_process_that_ends_does_not_wait_for_other_machines(
     """Its watchdog collects answers, and one may come within 60 s."""
     monkeypatch.setattr(settings, "_settings", [replace(OFF, is_on=True, answer_within_s=60.0)])
     other = Board(store, 1, 2)
-    other.arrive("elsewhere 1 1")
+    other.put("hello/1", "elsewhere 1 1")
     dog.ask()
     deadline = time.monotonic() + 20
     while not other.has("collector/1") and time.monotonic() < deadline:

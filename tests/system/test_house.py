@@ -101,7 +101,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("watch.exchange",),
     ("watch.watchdog",),
     ("watch.collecting", "watch.current"),
-    ("watch.board", "watch.examine", "watch.neighbours", "watch.queued", "watch.settings"),
+    ("watch.board", "watch.examine", "watch.settings"),
     ("watch.trail",),
     ("watch",),
     ("comm",),
