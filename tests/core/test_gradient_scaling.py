@@ -48,15 +48,6 @@ def test_fp16_neither_overflows_nor_underflows(rank: int, world_size: int, hsdp:
     assert reduced(model, 2.0**-23) == 2.0**-23
 
 
-class TwoDots(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Dot(), Dot()
-
-    def forward(self, value: float) -> torch.Tensor:
-        return self.a(value) + self.b(value)
-
-
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
@@ -68,20 +59,6 @@ def test_custom_factor(rank: int, world_size: int, dtype: torch.dtype, hsdp: boo
         assert reduced(model, 3.0) == 3 * world_size / factor
     model.set_reduce_scatter_divide_factor(1.0)
     assert reduced(model, 3.0) == 3 * world_size
-
-
-@on_ranks(2)
-def test_factor_is_the_modules_own(rank: int, world_size: int) -> None:
-    """Behaviour 10, 129: neither children nor parents follow."""
-    model: Any = TwoDots()
-    fully_shard(model.a)
-    fully_shard(model.b)
-    fully_shard(model)
-    model.set_gradient_divide_factor(100)
-    model.b.set_gradient_divide_factor(1)
-    model(3.0).backward()
-    assert local(model.a.weights[0].grad)[0] == 3
-    assert local(model.b.weights[0].grad)[0] == 6
 
 
 @on_ranks(2, 4)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from tests.helpers.models import linears, reference_grads, run_step
-from tests.helpers.parity_models import Layers, Race, Stack, assert_gradients, batch, local, mesh_2d, shard_blocks
+from tests.helpers.parity_models import Layers, Stack, assert_gradients, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 
 ON_TORCH = os.environ.get("FSDP_API") == "torch"
@@ -70,17 +69,6 @@ def test_same_bits(rank: int, world_size: int, mode: str, hsdp: bool, raf: bool)
             assert torch.equal(local(one), local(other)) and torch.equal(local(one.grad), local(other.grad))
             for state, wanted in zip(optims[0].state[one].values(), optims[1].state[other].values(), strict=True):
                 assert torch.equal(local(state), local(wanted))
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("mode", MODES)
-def test_parity(rank: int, world_size: int, mode: str) -> None:
-    """Behaviour 156: training is that of torch's FSDP2 with the same policy, and of one process."""
-
-    def shard(which: ModuleType, model: nn.Module) -> None:
-        offloaded(which, model, mesh=mesh_2d(2, world_size // 2))
-
-    Race(rank, world_size, Stack, shard, MODES[mode]).run(3)
 
 
 @on_ranks(2, 4)
