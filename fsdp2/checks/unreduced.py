@@ -38,62 +38,60 @@ class Unreduced:
         self._find = WeakMethod(find)
         self._lacks = WeakMethod(lacks)
         self._some_wait = False
-        self._num_passes = 0
-        self._used_after = 0  # the number of passes when gradients were last used while some waited
+        self._num_backwards = 0
+        self._used_after = 0  # the number of backwards when gradients were last used while some waited
         self._num_uses = 0
         self._has_warned = False
 
     def after_forward(self) -> None:
         """A forward ran, and a backward may follow."""
         self.expects = True
-        self._num_passes += 1
         _waiting.add(self)
 
     def after_backward(self, some_wait: bool) -> None:
         """A backward has ended, or was finalised. `some_wait`: it may have left gradients."""
-        self._num_passes += 1
+        self._num_backwards += 1
         self._some_wait = some_wait
         (_waiting.add if some_wait or self.expects else _waiting.discard)(self)
 
     def after_partial_backward(self, left_out: list[str]) -> None:
         """Warn, once, if a backward for some inputs gave gradients to some units, and not to those of `left_out`."""
-        if left_out and not self._has_warned:
-            self._has_warned = True
+        if left_out:
             names = ", ".join(f"'{fqn}'" for fqn in left_out[:5])
-            warnings.warn(
+            self._warn(
                 f"backward(inputs=...) gave gradients to parameters that were unsharded, and none to those of {names}, "
-                "which were not. Call loss.backward(), without inputs.",
-                stacklevel=2,
+                "which were not. Call loss.backward(), without inputs."
             )
 
     def check(self, call: str, params: set[int], is_read: bool) -> None:
         """`call` is made with parameters of these ids: warn, once, if some of their gradients are unreduced.
 
         Args:
-            is_read: the call reads gradients, instead of only clearing them. Counts once per forward or
-                backward.
+            is_read: the call reads gradients, instead of only clearing them. Counts once per backward.
 
         Raises:
             OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
                 reduced.
         """
         find, lacks = self._find(), self._lacks()
-        if find is None or lacks is None:
-            return
-        if self._some_wait and (found := find(params)):
-            message = _message(call, found)
-        elif is_read and self.expects and lacks(params):
-            message = _NO_GRADIENTS.format(call=call)
-        else:
-            return
-        if is_read and self._used_after != self._num_passes:
-            self._used_after = self._num_passes
-            self._num_uses += 1
-            if self._num_uses > 1 and not self.has_reduced:
-                raise OrderError(f"{message} No gradient has reached a sharded parameter yet: nothing is trained.")
+        found = find(params) if self._some_wait and find is not None else []
+        if found:
+            if is_read and self._used_after != self._num_backwards:
+                self._used_after = self._num_backwards
+                self._num_uses += 1
+                if self._num_uses > 1 and not self.has_reduced:
+                    raise OrderError(
+                        f"{_message(call, found)} No gradient has reached a sharded parameter yet: nothing is trained."
+                    )
+            self._warn(_message(call, found))
+        elif is_read and self.expects and lacks is not None and lacks(params):
+            self._warn(_NO_GRADIENTS.format(call=call))
+
+    def _warn(self, message: str) -> None:
+        """Warn once."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)
 
 
 _NO_GRADIENTS = (

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import version
+from fsdp2._torch import is_fake, version
 from fsdp2.errors import OrderError
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
@@ -87,14 +87,16 @@ class Comparison:
     def __init__(self) -> None:
         self._exchange: Exchange | None = None
 
-    def agrees(self, params: Sequence[ManagedParameter], channel: Channel) -> bool:
+    def agrees(self, params: Sequence[ManagedParameter], channel: Channel, is_same: bool) -> bool:
         """Whether all ranks' shards have the values that were gathered. Collective: one number. The host waits for it,
-        since what is gathered next depends on it."""
+        since what is gathered next depends on it. `is_same`: what this rank knows without a look."""
         group, device = channel.roles.shard_group, channel.roles.device
         assert group is not None
         if self._exchange is None or self._exchange.fqn != channel.fqn:
             self._exchange = Exchange("comparison of kept values", channel.fqn, group, device=device)
-        differ = not all(map(_has_shard, params))
+        if is_fake(params[0].flat):
+            return is_same
+        differ = not (is_same and all(map(_has_shard, params)))
         flag = torch.tensor([differ], dtype=torch.int32, device=device)
         with at_once(self._exchange):
             dist.all_reduce(flag, dist.ReduceOp.MAX, group)

@@ -165,7 +165,8 @@ class Context(Generic[Unit]):
         with profiler_range("FSDP::root_post_backward_callback"):
             self.recomputed.clear()
             root = self.units[0]
-            if self.step.is_partial and any(unit.has_arrived for unit in self.units):
+            arrived = [unit for unit in self.units if unit.has_arrived] if self.step.is_partial else []
+            if arrived and not any(unit.settings.reshards_before_backward for unit in arrived):
                 self.unreduced.after_partial_backward([unit.fqn for unit in self.units if unit.is_unreached])
             self._finish_units()
             if self.is_last_backward:

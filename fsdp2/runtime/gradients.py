@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from fsdp2._torch import captures, grad_of, hooks_of, post_accumulate_grad_hooks, running_backward
+from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, post_accumulate_grad_hooks, running_backward
 from fsdp2.errors import ArgumentError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
@@ -63,6 +63,7 @@ class Gradients:
         self.were_taken = False
         self._missing: set[int] = set()
         self._backward: int | None = None
+        self._had_grads = False  # before this backward
         self.unsharded: list[torch.Tensor] = []
         self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
@@ -97,8 +98,9 @@ class Gradients:
     def find_captured(self) -> str | None:
         """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return."""
         if self._nodes is None:
-            found = zip(self._params, self.unsharded, strict=bool(self.unsharded))
-            self._nodes = [(param.fqn, get_gradient_edge(each).node) for param, each in found if each.requires_grad]
+            pairs = zip(self._params, self.unsharded, strict=bool(self.unsharded))
+            with outside_transforms():
+                self._nodes = [(param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad]
         return next((fqn for fqn, node in self._nodes if captures(node)), None)
 
     def _note_trainable(self, trainable: list[bool]) -> None:
@@ -135,6 +137,12 @@ class Gradients:
         return bool(self._missing) and len(self._missing) == sum(self._trainable)
 
     @property
+    def waits_for_another_use(self) -> bool:
+        """Whether all gradients that exist are of earlier microbatches: the unit ran several times, and gets the sum
+        over its uses in the backward of the first one."""
+        return self._had_grads and self.none_arrived
+
+    @property
     def some_arrived(self) -> bool:
         """Whether some parameter has received a gradient in this backward."""
         return self.were_taken or len(self._missing) < sum(self._trainable)
@@ -145,6 +153,8 @@ class Gradients:
 
     def begin_backward(self) -> None:
         """The unit's backward begins, in the current backward pass."""
+        if self._backward is None:
+            self._had_grads = any(map(_is_there, map(grad_of, self.unsharded)))
         self._backward = running_backward()
         self.keep_hooks_last()
 

@@ -340,13 +340,13 @@ class ParamGroup:
     def _kept_is_current(self) -> bool:
         """Whether the unsharded parameters that were kept equal what a gather would produce."""
         kept, self._kept_at = self._kept_at, None
-        if kept != self._versions():
+        is_same = kept == self._versions()
+        if self.keep is Keep.FROZEN and not self.gradients.has_trainable:
+            return is_same
+        if torch.is_grad_enabled():
             return False
-        is_frozen = self.keep is Keep.FROZEN and not self.gradients.has_trainable
-        if is_frozen or torch.is_grad_enabled():
-            return is_frozen
         self.settle()
-        return self._comparison.agrees(self.params, self.channel)
+        return self._comparison.agrees(self.params, self.channel, is_same)
 
     @property
     def _can_compare(self) -> bool:

@@ -452,8 +452,8 @@ def _hooked(param: ManagedParameter, local: torch.Tensor, spec: DTensorSpec) -> 
         grad = grad if changed is None else changed
     if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:
         raise ArgumentError(
-            f"a hook of '{param.fqn}' returned a {type(grad).__name__} of shape {tuple(grad.shape)}; expected None or "
-            "a DTensor of the shape and placements of the gradient that it was given"
+            f"a hook of '{param.fqn}' returned a {type(grad).__name__}; expected None or a DTensor of the shape and "
+            "placements of the gradient that it was given"
         )
     return local_tensor(grad).to(local.dtype)
 

@@ -34,7 +34,7 @@ from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
-from fsdp2.runtime.tree import map_tensors
+from fsdp2.runtime.tree import map_tensors, tensors_in
 
 
 class Stage(Enum):
@@ -127,7 +127,6 @@ class Unit:
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
         self._was_whole = False  # unsharded before the forward that runs
-        self._num_uses = 0  # forwards with gradients whose backward has not ended
         self._ran_for_backward = False  # since the last backward
         self._sees_end = False  # the last forward had inputs that need gradients
         self._first_node = 0  # `next_node_number()` at the beginning of the last forward
@@ -173,8 +172,10 @@ class Unit:
         """Whether a forward or a backward of the root runs."""
         return context.schedule.in_root_forward or backward_is_running()
 
-    def _reshard_after_forward(self) -> None:
+    def _reshard_after_forward(self, output: Any = None) -> None:
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
+        if how is None and for_backward and output is not None:  # of a method that turns gradients off itself?
+            for_backward = any(tensor.requires_grad for tensor in tensors_in(output))
         if how:
             self.reshard(to_smaller=for_backward and how is not True, within_step=for_backward)
         elif how is None and not for_backward and not self._was_whole:
@@ -363,7 +364,6 @@ class Unit:
         if is_first:
             self._first_node = next_node_number()
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
-            self._num_uses += 1
             self._ran_for_backward = True
             end, again = self.post_backward, self._pre_backward_again
             args, kwargs, self._sees_end = on_backward_end(end, again, args, kwargs)
@@ -403,7 +403,7 @@ class Unit:
                     self.context.recomputed.append(ref(self))
                 self.context.expect_end_of_backward()
             else:
-                self._reshard_after_forward()
+                self._reshard_after_forward(output)
         if self.context.root is self:
             self.context.end_forward()
         elif not (self.context.schedule.in_root_forward or backward_is_running()) and torch.is_grad_enabled():
@@ -548,17 +548,14 @@ class Unit:
         """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
         self._move(Stage.DONE)
-        self._num_uses -= 1
         settings = self.in_backward()
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", self.fqn):
                 self.reshard(within_step=not settings.ends_step)
-        # A unit that ran several times gets a parameter's gradient as a whole in the backward of the first use, or at
-        # the end. What is there before that is of earlier microbatches, or of some parameters only.
-        is_last_use = self._num_uses <= 0
-        if is_last_use and settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
+        if settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
             for group in reversed(self.groups):
-                self._reduce(group, settings)
+                if not group.gradients.waits_for_another_use:
+                    self._reduce(group, settings)
 
     def finish_backward(self) -> None:
         """The backward pass is over: reduce and reshard what is left. If another backward of the step follows,
@@ -570,7 +567,7 @@ class Unit:
             self.post_backward()
         elif self.stage is Stage.IDLE:
             self._adopt_changes()  # unsharded by hand, for a loss outside of the forward
-        self._num_uses, self._ran_for_backward = 0, False
+        self._ran_for_backward = False
         settings = self.in_backward()
         if settings.reshard_after_backward and self.context.is_last_backward:
             self.reshard(within_step=not settings.ends_step)
@@ -618,7 +615,6 @@ class Unit:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self._move(Stage.IDLE)
         self.left_by = ""
-        self._num_uses = 0
         for group in (*self.groups, *self.borrowed):
             group.abandon_gather()
             group.changes.forget()

@@ -25,11 +25,11 @@ PACKAGE = Path(fsdp2.__file__).parent
 NUM_UNITS = 64
 COUNTED_ON = (2, 13)  # other versions of torch make other calls
 
-MAX_PYTHON_CALLS = 689
-MAX_C_CALLS = 282
+MAX_PYTHON_CALLS = 690
+MAX_C_CALLS = 283
 # Of the Python calls: those of packages that a plain unit should not need.
 MAX_CALLS_OF = {"watch": 20, "checks": 0, "extras": 0, "disk": 0}
-MAX_CORE_LINES = 10_437
+MAX_CORE_LINES = 10_446
 # (module of the core, module outside of it)
 KNOWN_IMPORTS: list[tuple[str, str]] = [
     ("api", "checks.left_out"),
