@@ -65,7 +65,8 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
     dog = watchdog() if settings().is_on else None
     if dog is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         raise OrderError("agree_on_step: needs ranks that can ask each other: safety(True), and a store they share")
-    generators = _generators()
+    cpu_state = torch.get_rng_state()
+    device_state = torch.get_device_module().get_rng_state() if torch.accelerator.is_available() else None
 
     def reset() -> None:
         for model in models:
@@ -75,7 +76,9 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
                     context.reset()
             for param in model.parameters():
                 param.grad = None
-        _restore(generators)
+        torch.set_rng_state(cpu_state)
+        if device_state is not None:
+            torch.get_device_module().set_rng_state(device_state)
 
     step = None if dog is None else JointStep(dog)
     current.step = step
@@ -97,16 +100,3 @@ def agree_on_step(*models: nn.Module) -> Iterator[None]:
             raise StepError(step.stop("", reset))
     finally:
         current.step = None
-
-
-def _generators() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        states.append(torch.get_device_module().get_rng_state())
-    return states
-
-
-def _restore(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module().set_rng_state(state)
