@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.watch import trail as trail_module
-from fsdp2.watch.collecting import identity, state_of
 from fsdp2.watch.current import Current, Waiting
 from fsdp2.watch.examine import Answer, Finding, Past, Wait, examine
 from fsdp2.watch.trail import Entry, Trail, entry_of, number_of
@@ -201,30 +196,6 @@ def test_a_rank_that_runs_and_gives_no_answer_is_late() -> None:
     """A machine that runs too much at once is not a dead rank."""
     finding = found(answer(0, A, wait="all-gather"))
     assert finding.kind == "late" and "rank 1 is alive" in finding.text
-
-
-def test_fates_of_processes() -> None:
-    """A process that is stopped, or has died, is told from one that runs, and from one that has got its number."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    machine, _, _ = identity().split()
-    stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    it = f"{machine} {process.pid} {stat[19]}"
-    assert state_of(identity()) and state_of(it) not in ("", "T", None)
-    assert state_of("elsewhere/pid:[1] 1 1") is state_of("") is None
-    assert state_of(f"{machine} {process.pid} 1") == ""
-    process.send_signal(signal.SIGSTOP)
-    while state_of(it) != "T":
-        time.sleep(0.01)
-    process.kill()
-    while state_of(it):  # until its parent asks, it is a zombie
-        time.sleep(0.01)
-    process.communicate()
-    assert state_of(it) == ""
-
-
-def test_a_dead_rank() -> None:
-    finding = found(answer(0, A, wait="all-gather"), gone={1: "was killed"})
-    assert finding.kind == "gone" and finding.text.startswith("rank 1 was killed")
 
 
 def test_a_dead_rank_behind_a_waiting_one() -> None:

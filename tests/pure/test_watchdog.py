@@ -111,6 +111,8 @@ def waits(rank: int, ranks: tuple[int, ...] = (0, 1)) -> Answer:
 def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subprocess.Popen[bytes]) -> None:
     boards = [Board(store, rank, 2) for rank in range(2)]
     boards[1].put("hello/1", identity_of(process))
+    assert collecting.state_of(identity_of(process)) not in ("", "T", None)
+    assert collecting.state_of(f"{collecting._machine()} {process.pid} 1") == "", "another one with its number"
     stop(process)
     put_answer(boards[0], 1, waits(0))
     assert collecting.collect(boards[0], 1, None).text.startswith("rank 1 is stopped (SIGSTOP)")
@@ -118,18 +120,6 @@ def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subpro
     process.communicate()
     put_answer(boards[0], 2, waits(0))
     assert collecting.collect(boards[0], 2, None).text.startswith("rank 1 was killed")
-
-
-def test_last_words_are_read(store: Any, process: subprocess.Popen[bytes]) -> None:
-    """A rank that has ended says why, and where it was; that it was killed is only what /proc says."""
-    boards = [Board(store, rank, 2) for rank in range(2)]
-    boards[1].put("hello/1", identity_of(process))
-    process.kill()
-    process.communicate()
-    boards[1].put("ended/1", json.dumps(["has ended after ValueError: a bad file", Answer(1).to_json()]))
-    put_answer(boards[0], 1, waits(0))
-    finding = collecting.collect(boards[0], 1, None)
-    assert finding.kind == "gone" and finding.text.startswith("rank 1 has ended after ValueError: a bad file")
 
 
 def test_a_machine_that_is_silent_as_a_whole(store: Any) -> None:
