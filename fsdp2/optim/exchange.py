@@ -59,8 +59,7 @@ class Bucket:
         self._theirs: list[Pieces] = [[(m, m.piece_of(each)) for m in self._owned] for each in crew.ranks]
         # The same without pieces of other replicas than the owner's.
         self._given = [[piece for piece in each if piece[0].sends(rank)] for each in self._mine]
-        taken = zip(crew.ranks, self._theirs, strict=True)
-        self._taken = [[piece for piece in each if piece[0].sends(sender)] for sender, each in taken]
+        self._taken = [[(m, m.piece_of(each)) for m in self._owned if m.sends(each)] for each in crew.ranks]
         self._sizes: Sequence[list[int]] = []  # of what is received, by rank of the crew
         self._work: dist.Work | None = None
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -93,7 +92,7 @@ class Bucket:
             flags.append(next(tensors))
             for matrix, piece in pieces:
                 if piece is not None:
-                    index = matrix.within_whole(piece)
+                    index = piece.within(matrix.box).slices()
                     to += [each[index] for each in reversed(wholes[matrix])]
                     what += [next(tensors).view(piece.shape) for _ in range(2)]
         foreach_copy(to, what)
@@ -109,7 +108,7 @@ class Bucket:
         """Start the second collective, with what is in the matrices now."""
         values = {whole.matrix: whole.values for whole in wholes}
         sent = [
-            [values[m][m.within_whole(piece)] for m, piece in pieces if piece is not None] for pieces in self._theirs
+            [values[m][piece.within(m.box).slices()] for m, piece in each if piece is not None] for each in self._theirs
         ]
         self._start(sent, [_numels(each) for each in self._mine])
 

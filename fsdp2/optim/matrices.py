@@ -19,15 +19,7 @@ from math import prod
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import Box, whole
 
-__all__ = [
-    "Split",
-    "boxes_of_matrices",
-    "buckets_of",
-    "choose_owners",
-    "cost_of",
-    "most_expensive_first",
-    "shape_of_matrix",
-]
+__all__ = ["Split", "boxes_of_matrices", "buckets_of", "choose_owners", "cost_of", "shape_of_matrix"]
 
 # How the rows of a matrix are divided: into that many equal parts, or into parts of these sizes; None: not at all.
 Split = int | Sequence[int] | None
@@ -84,15 +76,6 @@ def cost_of(box: Box) -> int:
     return prod(shape) * (min(shape) if len(shape) == 2 else 1)
 
 
-def most_expensive_first(costs: Sequence[int]) -> list[int]:
-    """The indices in the order of falling cost; equal ones stay in their order.
-
-    >>> most_expensive_first([1, 3, 2, 3])
-    [1, 3, 2, 0]
-    """
-    return sorted(range(len(costs)), key=lambda index: -costs[index])
-
-
 def choose_owners(costs: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """The rank that owns each matrix.
 
@@ -101,7 +84,7 @@ def choose_owners(costs: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """
     loads = [0] * len(ranks)
     owners = [0] * len(costs)
-    for index in most_expensive_first(costs):
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):  # the most expensive first
         position = min(range(len(ranks)), key=loads.__getitem__)
         owners[index] = ranks[position]
         loads[position] += costs[index]

@@ -109,8 +109,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(given)
         group = self.param_groups[-1]
         try:
-            options = self._options if kind is self._kind else {}
-            stepper = Stepper.of(kind, group, len(self._steppers), options)
+            stepper = Stepper.of(kind, group, len(self._steppers), self._options if kind is self._kind else {})
         except BaseException:
             self.param_groups.pop()
             raise
@@ -181,8 +180,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 return matrix.owned(None, shape, dtype)
         return None
 
-    # --- groups ------------------------------------------------------------------------------------------------------
-
     def _check_groups(self) -> None:
         """A state dict of another optimizer may have been loaded: options would come from the wrong group."""
         for index, (group, stepper) in enumerate(zip(self.param_groups, self._steppers, strict=True)):
@@ -204,8 +201,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self._plan is None or not identical(planned, self._planned):
             self._plan, self._planned = Plan(self.param_groups, self._steppers), planned
         return self._plan
-
-    # --- the step ----------------------------------------------------------------------------------------------------
 
     def _step_all(self, plan: Plan) -> None:
         grads = {

@@ -25,15 +25,7 @@ from fsdp2.comm.groups import group_of_all
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.optim.exchange import Bucket
 from fsdp2.optim.local import ELEMENTWISE, local_optimizer, without_hooks
-from fsdp2.optim.matrices import (
-    Split,
-    boxes_of_matrices,
-    buckets_of,
-    choose_owners,
-    cost_of,
-    most_expensive_first,
-    shape_of_matrix,
-)
+from fsdp2.optim.matrices import Split, boxes_of_matrices, buckets_of, choose_owners, cost_of, shape_of_matrix
 from fsdp2.optim.owned import Crew, Matrix, form_of
 from fsdp2.placement.tiling import replicated, tiling_of
 
@@ -43,10 +35,6 @@ Kind = type[torch.optim.Optimizer]
 
 # About how much each rank owns of a bucket, in bytes of parameters.
 BUCKET_BYTES = 16 << 20
-
-
-# Keys of a param group that are not the optimizer's own options.
-NOT_OPTIONS = frozenset({"params", "param_names", "kind", "split"})
 
 
 @dataclass(frozen=True)
@@ -161,7 +149,14 @@ class Plan:
             for matrix, owner in zip(matrices, choose_owners(costs, crew.ranks), strict=True):
                 matrix.owner = owner
             self._agree(crew, matrices)
-            self._put_in_buckets(crew, [matrices[index] for index in most_expensive_first(costs)])
+            by_dtype: dict[torch.dtype, list[Matrix]] = {}
+            for matrix in sorted(matrices, key=lambda matrix: -cost_of(matrix.box)):
+                if matrix.param.requires_grad:
+                    by_dtype.setdefault(torch.promote_types(matrix.param.dtype, matrix.grad_dtype), []).append(matrix)
+            for dtype, trained in by_dtype.items():
+                sizes = [matrix.box.numel * matrix.param.dtype.itemsize for matrix in trained]
+                parts = buckets_of(sizes, len(crew.ranks), BUCKET_BYTES)
+                self.buckets += [Bucket(crew, [trained[index] for index in part], dtype) for part in parts]
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -183,8 +178,7 @@ class Plan:
         described = [self._describe(matrix) for matrix in matrices]
         if len(set(crew.said_by_all(hashlib.sha256("\n".join(described).encode()).hexdigest()))) == 1:
             return
-        said = crew.said_by_all(described)
-        for rank, theirs in zip(crew.ranks, said, strict=True):
+        for rank, theirs in zip(crew.ranks, said := crew.said_by_all(described), strict=True):
             for one, other in zip([*said[0], "nothing more"], [*theirs, "nothing more"], strict=False):
                 if one != other:
                     raise MisuseError(
@@ -201,16 +195,6 @@ class Plan:
             f"of {matrix.num_matrices} {matrix.box}, cut {tiling.cuts} over {tiling.grid.shape} {tiling.grid.ranks}, "
             f"owned by rank {matrix.owner}"
         )
-
-    def _put_in_buckets(self, crew: Crew, matrices: Sequence[Matrix]) -> None:
-        by_dtype: dict[torch.dtype, list[Matrix]] = {}
-        for matrix in matrices:
-            if matrix.param.requires_grad:
-                by_dtype.setdefault(torch.promote_types(matrix.param.dtype, matrix.grad_dtype), []).append(matrix)
-        for dtype, trained in by_dtype.items():
-            sizes = [matrix.box.numel * matrix.param.dtype.itemsize for matrix in trained]
-            for part in buckets_of(sizes, len(crew.ranks), BUCKET_BYTES):
-                self.buckets.append(Bucket(crew, [trained[index] for index in part], dtype))
 
 
 def _crew(param: torch.Tensor) -> Crew:
@@ -230,8 +214,8 @@ def as_param(values: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of the optimizer in a param group."""
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+    """The optimizer's own options in a param group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", "kind", "split")}
 
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:

@@ -10,12 +10,11 @@ if it is distributed in another way: then it is gathered, on all ranks alike.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec, mesh_of_one
@@ -43,7 +42,6 @@ class Crew:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     device_type: str
-    _meshes: dict[int, DeviceMesh] = field(default_factory=dict, repr=False)
 
     @property
     def rank(self) -> int:
@@ -56,12 +54,6 @@ class Crew:
         if self.group is not None:
             dist.all_gather_object(said, what, group=self.group)
         return said
-
-    def mesh_of(self, owner: int) -> DeviceMesh:
-        """The mesh of one rank."""
-        if owner not in self._meshes:
-            self._meshes[owner] = mesh_of_one(self.device_type, owner)
-        return self._meshes[owner]
 
 
 class OwnedTensor(DTensor):
@@ -86,7 +78,7 @@ class OwnedTensor(DTensor):
         Args:
             local: on the owner the whole tensor, elsewhere an empty one of the same dtype.
         """
-        spec = make_spec(crew.mesh_of(owner), (Replicate(),), shape, strides(shape), local.dtype)
+        spec = make_spec(mesh_of_one(crew.device_type, owner), (Replicate(),), shape, strides(shape), local.dtype)
         tensor = make_dtensor(local, spec, kind=OwnedTensor)
         assert isinstance(tensor, OwnedTensor)
         tensor.owner, tensor.crew = owner, crew
@@ -167,8 +159,6 @@ class Matrix:
     inside: State | None = None
     _shown: State | None = None  # by the optimizer's own names
 
-    # --- where it is -------------------------------------------------------------------------------------------------
-
     @property
     def suffix(self) -> str:
         """Of the names under which its state is shown."""
@@ -195,18 +185,12 @@ class Matrix:
         assert box is not None
         return piece.within(box).slices()
 
-    def within_whole(self, piece: Box) -> tuple[slice, ...]:
-        """The index of a piece in a tensor of the matrix's box."""
-        return piece.within(self.box).slices()
-
     def sends(self, rank: int) -> bool:
         """Whether the owner takes the piece of `rank`: of several replicas, those of its own."""
         grid = self.tiling.grid
         at, home = grid.coordinates(rank), grid.coordinates(self.owner)
         assert at is not None and home is not None
         return all(at[axis] == home[axis] for axis in self.tiling.free_axes)
-
-    # --- its state ---------------------------------------------------------------------------------------------------
 
     @property
     def is_new(self) -> bool:
@@ -224,8 +208,8 @@ class Matrix:
             if shown:
                 self.inside = self._shown = None
             return
-        names = [name for name in outer if name.endswith(self.suffix)]
-        found = {name.removesuffix(self.suffix): outer[name] for name in names}
+        suffix = self.suffix
+        found = {name.removesuffix(suffix): value for name, value in outer.items() if name.endswith(suffix)}
         if shown and found.keys() == shown.keys() and all(found[name] is shown[name] for name in found):
             return
         got = {name: tuple(torch.as_tensor(value).shape) for name, value in found.items()}
@@ -248,10 +232,7 @@ class Matrix:
             UnsupportedError: it has other things than tensors, or another form than it had at first, which other ranks
                 cannot know.
         """
-        found = {
-            name: tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            for name, value in inside.items()
-        }
+        found = {name: getattr(value, "shape", type(value)) for name, value in inside.items()}
         can_be_shown = all(isinstance(value, torch.Tensor) and "[" not in name for name, value in inside.items())
         if not can_be_shown or (self._shown is not None and form_of(self._shown) != form_of(inside)):
             raise UnsupportedError(
@@ -285,9 +266,7 @@ class Matrix:
         """The whole value on the owner. Collective if a DTensor is not the owner's."""
         if not isinstance(value, DTensor):
             return value
-        if self.crew.group is not None and value.device_mesh == self.crew.mesh_of(self.owner):
-            return local_tensor(value)
-        return full_tensor(value)
+        return local_tensor(value) if value.device_mesh.mesh.tolist() == [self.owner] else full_tensor(value)
 
 
 def form_of(state: State) -> Form:

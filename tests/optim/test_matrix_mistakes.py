@@ -185,7 +185,7 @@ class Eager(Shampoo):
     ("kind", "expected"),
     [
         (Measuring, r"a step of Measuring changes \['numel'\] in its param group"),
-        (Counting, r"its optimizer keeps .*'count': 'int'}: expected tensors, a count of steps as a 0-dim one"),
+        (Counting, r"its optimizer keeps .*'count': <class 'int'>}: expected tensors, a count of steps as a 0-dim one"),
     ],
 )
 def test_optimizers_that_do_not_step_one_matrix(rank: int, world_size: int, kind: Any, expected: str) -> None:
