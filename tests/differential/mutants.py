@@ -82,7 +82,7 @@ MISSED_BEFORE = (
     Mutant(
         "gradients-by-hand",
         "runtime.gradients",
-        (("any(map(_is_there, map(grad_of, self.unsharded)))", "not self.none_arrived"),),
+        (("partials or any(map(_is_there, map(grad_of, self.unsharded)))", "partials or not self.none_arrived"),),
     ),
     Mutant(
         "inner-backwards-reduce",
