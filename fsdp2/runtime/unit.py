@@ -34,7 +34,7 @@ from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
-from fsdp2.runtime.tree import map_tensors, tensors_in
+from fsdp2.runtime.tree import map_tensors, tensors_within
 
 
 class Stage(Enum):
@@ -175,7 +175,7 @@ class Unit:
     def _reshard_after_forward(self, output: Any = None) -> None:
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
         if how is None and for_backward and output is not None:  # of a method that turns gradients off itself?
-            for_backward = any(tensor.requires_grad for tensor in tensors_in(output))
+            for_backward = any(tensor.requires_grad for found in tensors_within(output) for tensor in found)
         if how:
             self.reshard(to_smaller=for_backward and how is not True, within_step=for_backward)
         elif how is None and not for_backward and not self._was_whole:
