@@ -227,9 +227,15 @@ class Between:
         self.make.add("backward", f"({code}).backward({options})", needs=slots)
 
     def _kept(self, path: str) -> None:
-        """A loss reads what a module kept, alone, with the output's loss, before it or after it."""
+        """A loss reads what a module kept: alone, with the output's loss or before it.
+
+        Not after it, and with it where a unit around the module reshards after forward: see the row of `KEPT`.
+        """
         model = next(each for each in self.make.models if path.startswith(each.name))
-        way = self.rng.choice(("alone", "with", "before", "after"))
+        around = any(path.startswith(f"{unit}.") for unit in self.make.sharded if unit != model.name)
+        around |= "reshard_after_forward" in (model.options or "")
+        around |= any(action.kind == "set_reshard_after_forward" for action in self.make.actions)
+        way = "with" if around else self.rng.choice(("alone", "with", "before"))
         if way == "alone":
             self._backward((self._run(model, f"loss_of({path}.kept)"),))
             return
@@ -238,9 +244,8 @@ class Between:
         if way == "with":
             self._backward((whole, kept))
         else:
-            first, second = (kept, whole) if way == "before" else (whole, kept)
-            self._backward((first,), "retain_graph=True")
-            self._backward((second,))
+            self._backward((kept,), "retain_graph=True")
+            self._backward((whole,))
 
     def _outside(self) -> None:
         """A loss of the output and a weight that the user unsharded."""

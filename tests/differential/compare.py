@@ -184,7 +184,8 @@ def compare_with_whole(seen: Observation, plain: OneProcess, rank: int, program:
             if whole.grad is not None:
                 assert isinstance(param.grad, DTensor)
                 local = local_part(whole.grad, param)
-                if not _close(param.grad.to_local(), local, loose, loose * 1e-1):
+                rtol = 0.25 if coarse else loose  # edits and steps make what bfloat16 rounds off larger
+                if not _close(param.grad.to_local(), local, rtol, loose * 1e-1):
                     return "grad", f"{name}.grad: sharded {_show(param.grad.to_local())}, one process {_show(local)}"
         for path, module in plain.namespaces[0][model.name].named_modules():
             for name, _ in module.named_buffers(recurse=False):

@@ -22,6 +22,7 @@ __all__ = [
     "calls_part",
     "is_evaluation",
     "made_by",
+    "runs_twice",
     "table",
 ]
 
@@ -72,7 +73,7 @@ def _shard_size(program: Program) -> int:
     return program.mesh[program.axes.index("shard")]
 
 
-def _runs_twice(program: Program) -> bool:
+def runs_twice(program: Program) -> bool:
     """Whether some unit may run twice before a backward."""
     if program.kinds() & {"Repeat", "Teacher", "Recursive"}:
         return True
@@ -133,7 +134,7 @@ KNOWN = (
     Known(
         "an edit of an unsharded parameter outside of forward and backward",
         "lost at the next reshard",
-        "reaches the shards",
+        "reaches the shards; through `.data` it is lost too (not generated)",
         at_action=lambda program, action, situation: situation.unsharded and action.kind == "edit",
     ),
     Known(
@@ -145,7 +146,7 @@ KNOWN = (
     Known(
         KEPT + ", and a backward that reaches a unit by no output of it",
         "gradients may be left unreduced",
-        "trains",
+        "trains; where a unit was resharded since, as with torch an error or a segmentation fault (not generated)",
         at_action=lambda program, action, situation: action.kind == "backward" and ".kept" in made_by(program, action),
     ),
     Known(
@@ -175,7 +176,7 @@ KNOWN = (
     Known(
         "`step_in_backward`",
         "none",
-        "steps units in backward",
+        "steps units in backward; an error where a unit runs twice in reentrant checkpoints",
         in_program=lambda program: any(action.kind == "step_in_backward" for action in program.actions),
     ),
     Known(
@@ -332,7 +333,7 @@ KNOWN = (
         "reentrant checkpoint around a unit that runs twice in a step",
         "gradients differ from one process; the unit stays unsharded",
         "gradients as in one process",
-        in_program=lambda program: "reentrant=True" in program.source() and _runs_twice(program),
+        in_program=lambda program: "reentrant=True" in program.source() and runs_twice(program),
     ),
     Known(
         "a net that calls itself",
