@@ -490,6 +490,11 @@ class Unit:
                         unit.unshard(prefetching=True)
 
     def _check_not_captured(self) -> None:
+        """Raise within `torch.autograd.grad` with respect to an unsharded parameter, unless gradients are finalised by
+        hand: pipelines that split backward do that, and set the gradients themselves."""
+        root = self.ready_context().root
+        if not self.settings.requires_gradient_sync or (root is not None and root.settings.manual_finalization):
+            return
         for group in self.groups:
             if (fqn := group.gradients.find_captured()) is not None:
                 raise OrderError(
