@@ -18,7 +18,7 @@ from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
 from tests.helpers.meshes import shared_mesh
 from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_units import STAYS, assert_same_values, backward, layers, loss, pair, shard
+from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair, shard
 
 # --- backwards that reach a unit by no output of it -------------------------------------------------------------------
 
@@ -159,6 +159,7 @@ def test_gradients_with_respect_to_parameters(rank: int, world_size: int, how: s
     _, model = pair()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     params = list(model.parameters())
+    evaluate(model, rank)  # makes it the root
     value = loss(model[0] if how.endswith("alone") else model, rank)
     if how == "inputs":
         value.backward(inputs=params)
