@@ -456,7 +456,8 @@ class Unit:
             OrderError: parameters were converted since the forward, when `_conversions` was `conversions`.
         """
         assert self.context is not None
-        if not self.settings.reshard_after_forward:  # the user may have got unsharded parameters
+        is_known_whole = self._sees_end and backward_is_whole()
+        if not (is_known_whole or self.settings.reshard_after_forward):  # the user may have unsharded parameters
             self._check_not_captured()
         self.context.expect_end_of_backward()
         if order is not None:
@@ -466,7 +467,7 @@ class Unit:
                 self.unshard()  # a second forward in this backward may need other guests than the first
             return
         self._check_not_stepped()
-        if self._sees_end and not backward_is_whole():
+        if self._sees_end and not is_known_whole:
             self.context.step.is_partial = True
         emit("pre_backward", self.fqn)
         self._move(Stage.BACKWARD)
@@ -478,8 +479,8 @@ class Unit:
             if self._conversions() != conversions:
                 raise OrderError(
                     f"unit '{self.fqn or '(root)'}': parameters were converted between forward and backward. Run the "
-                    "backward "
-                    "before to(dtype), or the forward again after it. After this error call model.reset_iter_state()."
+                    "backward before to(dtype), or the forward again after it. After this error call "
+                    "model.reset_iter_state()."
                 )
             self.wait_for_unshard()
         if order is not None:
