@@ -13,13 +13,12 @@ from os import PathLike
 from typing import Any
 
 from fsdp2.errors import ArgumentError, OrderError
-from fsdp2.parallel.files import fields_from, read_section
+from fsdp2.parallel.files import as_field, read_section
 
 __all__ = ["AXES", "ParallelConfig"]
 
 # The kinds of parallelism and the names of their mesh axes, outermost first: ranks that talk most are neighbours.
 AXES = {"pipeline": "pp", "replicate": "dp_replicate", "shard": "dp_shard", "context": "cp", "tensor": "tp"}
-_DATA = ("replicate", "shard")
 
 _CHECKPOINTING = {"none": 0, "full": 1, "selective": 2}
 _MIXED_PRECISION = ("no", "bf16", "fp16")
@@ -89,19 +88,17 @@ class ParallelConfig:
     def load(cls, path: str | PathLike[str], section: str | None = None) -> "ParallelConfig":
         """The config in a TOML or YAML file, whose keys are the fields.
 
-        If the file has a section ``parallel`` (a TOML table, a YAML mapping; also Accelerate's ``parallelism_config``
-        and torchtitan's ``parallelism``), only that is read, and other sections are ignored. Otherwise the keys at the
-        top level are. The names that Accelerate, Axolotl and torchtitan use for the degrees are accepted. A warning
-        names the keys that were not read.
+        If the file has a section ``parallel`` (a TOML table, a YAML mapping), only that is read, and other sections are
+        ignored. Otherwise the keys at the top level are.
 
         Args:
             path: ends in .toml, .yaml or .yml. YAML needs PyYAML: ``pip install "fsdp2[yaml]"``.
             section: the section to read, if it has a different name.
 
         Raises:
-            ArgumentError: the file cannot be read, a key is misspelt, two keys contradict each other, or a value is
-                invalid. The message names file and key.
-            UnsupportedError: another tool's key asks for a kind of parallelism that there is not here.
+            ArgumentError: the file is not TOML or YAML, has no such section, or has a key that is no field, or a value
+                that is invalid. The message names file and key.
+            OSError: the file cannot be read.
 
         Example::
 
@@ -118,15 +115,17 @@ class ParallelConfig:
         """The config in a dict with the keys of a file. A value of None counts as absent.
 
         Args:
-            values: the keys, by any of the names that `load` understands.
+            values: by the names of the fields.
             source: the beginning of error messages.
 
         Raises:
             ArgumentError: as for `load`.
         """
-        known = fields_from(values, [each.name for each in fields(cls)], source)
+        names = [each.name for each in fields(cls)]
+        if unknown := [str(key) for key in values if key not in names]:
+            raise ArgumentError(f"{source}: unknown keys: {', '.join(unknown)}. The keys are {', '.join(names)}")
         try:
-            return cls(**known)
+            return cls(**{name: as_field(name, value) for name, value in values.items() if value is not None})
         except ArgumentError as error:
             raise ArgumentError(f"{source}: {error}") from None
 
@@ -138,17 +137,14 @@ class ParallelConfig:
         Raises:
             ArgumentError: the degrees do not multiply to `world_size`; the message does the arithmetic.
         """
-        if not _is_count(world_size):
-            raise ArgumentError(f"world_size: expected a number of ranks, 1 or more; got {world_size!r}")
         given = {name: getattr(self, name) for name in AXES if getattr(self, name) != "auto"}
         product, is_auto = prod(given.values()), self.shard == "auto"
         if world_size % product if is_auto else world_size != product:
             shown = " x ".join(f"{degree} ({name})" for name, degree in given.items() if degree > 1) or "1 (shard)"
             text = f"{_ranks(world_size)}, but {shown}" + (f" = {product}" if " x " in shown else "")
-            if is_auto:
-                text += ', so nothing whole is left for shard = "auto"'
-            multiple = ", or a multiple of that" if is_auto else ""
-            raise ArgumentError(f"{text}. Change a degree, or start {_ranks(product)}{multiple}.")
+            left, more = (', so nothing whole is left for shard = "auto"', ", or a multiple of that")
+            text += f"{left * is_auto}. Change a degree, or start {_ranks(product)}{more * is_auto}."
+            raise ArgumentError(text)
         return replace(self, shard=world_size // product) if is_auto else self
 
     @property
@@ -171,25 +167,7 @@ class ParallelConfig:
     def data_ranks(self) -> int:
         """How many different batches a step has, in a resolved config: one for each replica and shard. The ranks of
         tensor, context and pipeline parallelism work on the same one."""
-        return prod(self.degrees[name] for name in _DATA)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of a global rank on each axis of a resolved config.
-
-        Raises:
-            ArgumentError: there is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise ArgumentError(f"rank: expected 0 to {self.world_size - 1}, got {rank}")
-        place = {}
-        for name, degree in reversed(self.degrees.items()):
-            rank, place[name] = divmod(rank, degree)
-        return {name: place[name] for name in AXES}
-
-    def data_rank(self, rank: int) -> int:
-        """Which of the `data_ranks` batches a global rank works on, in a resolved config."""
-        place = self.coordinates(rank)
-        return place["replicate"] * self.degrees["shard"] + place["shard"]
+        return self.degrees["replicate"] * self.degrees["shard"]
 
     @property
     def checkpoint_every(self) -> int:
@@ -200,8 +178,7 @@ class ParallelConfig:
 
 def _check(config: Any) -> None:
     """Check that every field has a valid value: a file may contain anything."""
-    wanted, reshard, tier = config.activation_checkpointing, config.reshard_after_forward, config.offload_tier
-    tiers, compiler = [tier] if isinstance(tier, str) else tier, config.compile
+    wanted, reshard, blocks = config.activation_checkpointing, config.reshard_after_forward, config.blocks
     rules = {
         **{name: ("a number of ranks, 1 or more", _is_count(getattr(config, name))) for name in AXES},
         "shard": ('a number of ranks, 1 or more, or "auto"', _is_count(config.shard) or config.shard == "auto"),
@@ -209,30 +186,23 @@ def _check(config: Any) -> None:
             '"none", "full", "selective" or an int n for every n-th block',
             wanted in _CHECKPOINTING if isinstance(wanted, str) else isinstance(wanted, int) and wanted >= 0,
         ),
-        "reshard_after_forward": (
-            "true, false or a number of ranks",
-            reshard is None or isinstance(reshard, bool) or _is_count(reshard),
-        ),
+        "reshard_after_forward": ("true, false or a number of ranks", reshard is None or isinstance(reshard, int)),
         "mixed_precision": ('one of "no", "bf16", "fp16"', config.mixed_precision in _MIXED_PRECISION),
-        "compile": ("true, false or the name of a backend", isinstance(compiler, bool) or _are_names([compiler])),
+        "compile": ("true, false or the name of a backend", isinstance(config.compile, (bool, str))),
         "cpu_offload": ("true or false", isinstance(config.cpu_offload, bool)),
         "offload": (f"one of {', '.join(map(repr, OFFLOADS))}", config.offload in tuple(OFFLOADS)),
-        "offload_tier": ('"cpu", a folder or a list of folders', tiers != [] and _are_names(tiers)),
-        "blocks": ("names of classes or modules", isinstance(config.blocks, tuple) and _are_names(config.blocks)),
+        "blocks": (
+            "names of classes or modules",
+            isinstance(blocks, tuple) and all(isinstance(each, str) and each for each in blocks),
+        ),
     }
     for name, (expected, is_valid) in rules.items():
         if not is_valid:
             raise ArgumentError(f"{name}: expected {expected}; got {getattr(config, name)!r}")
     if config.cpu_offload and config.offload != "none":
         raise ArgumentError(f'offload: got "{config.offload}", and cpu_offload, which is torch\'s "all"; give one')
-    if tier == "cpu" and config.offload == "files":
-        raise ArgumentError('offload: got "files" without a folder for them; set offload_tier = "/a/fast/disk"')
-    if tier != "cpu" and config.offload == "none":
-        raise ArgumentError(f'offload_tier: got "{tier}", but offload is "none"; set offload too')
-
-
-def _are_names(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and all(isinstance(value, str) and value for value in values)
+    if config.offload_tier != "cpu" and config.offload == "none":
+        raise ArgumentError(f'offload_tier: got "{config.offload_tier}", but offload is "none"; set offload too')
 
 
 def _ranks(number: int) -> str:

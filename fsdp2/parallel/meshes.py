@@ -12,7 +12,7 @@ rank with its own data: parameters are sharded over shard x context, and gradien
 Accelerate do the same.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ class Meshes:
 
     Attributes:
         config: resolved: `shard` is a number.
-        rank: this rank among all ranks.
         root: all ranks; its axes are those of the module's table.
         data: for `fully_shard`: 1-D, or 2-D (replicate, shard), with context folded into the shard axis.
         loss: 1-D, the ranks of `data`: those over which losses and token counts are averaged.
@@ -43,7 +42,6 @@ class Meshes:
     """
 
     config: ParallelConfig
-    rank: int
     root: DeviceMesh
     data: DeviceMesh
     loss: DeviceMesh
@@ -60,7 +58,7 @@ class Meshes:
     def data_rank(self) -> int:
         """Which of these batches this rank works on. It is the same on ranks that differ only in tensor, context and
         pipeline parallelism."""
-        return self.config.data_rank(self.rank)
+        return self.loss.get_local_rank() // self.config.context
 
     @property
     def only_replicates(self) -> bool:
@@ -70,7 +68,7 @@ class Meshes:
     @property
     def stage(self) -> int:
         """This rank's position in its pipeline; 0 without one."""
-        return self.config.coordinates(self.rank)["pipeline"]
+        return 0 if self.pipeline is None else self.pipeline.get_local_rank()
 
     def stage_indices(self, num_stages: int | None = None, style: str = "loop") -> tuple[int, ...]:
         """The stages of a pipeline that this rank runs.
@@ -122,9 +120,7 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
         model = parallelize(model, meshes.config)
     """
     if not dist.is_initialized():
-        raise ArgumentError(
-            "build_meshes: there is no process group; call torch.distributed.init_process_group() first"
-        )
+        raise ArgumentError("build_meshes: there is no process group; call torch.distributed.init_process_group()")
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = accelerator.type if accelerator else "cpu"
@@ -137,8 +133,7 @@ def build_meshes(config: ParallelConfig, device_type: str | None = None) -> Mesh
         agree(world, "build_meshes", facts, "Start all ranks with the same config.")
         with real_tensors():
             _known[key] = _make(config, device_type)
-    known = _known[key]
-    return known if known.config == config else Meshes(**{**vars(known), "config": config})
+    return _known[key] if _known[key].config == config else replace(_known[key], config=config)
 
 
 def _make(config: ParallelConfig, device_type: str) -> Meshes:
@@ -155,5 +150,4 @@ def _make(config: ParallelConfig, device_type: str) -> Meshes:
     replicate, shard, loss = part("dp_replicate"), part("dp_shard", "cp"), part("dp_replicate", "dp_shard", "cp")
     data = concatenate_meshes([replicate, shard]) if replicate and shard else replicate or shard
     assert data is not None and loss is not None
-    rank = dist.get_rank()
-    return Meshes(config, rank, root, data, loss, tensor=part("tp"), context=part("cp"), pipeline=part("pp"))
+    return Meshes(config, root, data, loss, tensor=part("tp"), context=part("cp"), pipeline=part("pp"))

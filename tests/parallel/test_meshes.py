@@ -34,6 +34,12 @@ def test_combinations_are_all() -> None:
     assert [len(combinations(ranks)) for ranks in (1, 2, 4)] == [1, 5, 15]
 
 
+def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+    """The position of a rank on each axis, outermost first."""
+    places = [*itertools.product(*map(range, config.degrees.values()))]
+    return dict(zip(AXES, places[rank], strict=True))
+
+
 def ranks_of(mesh: Any) -> list[int] | None:
     """The ranks of this rank's group of a 1-D mesh, as the process group itself says."""
     return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
@@ -44,11 +50,11 @@ def test_groups_are_what_the_coordinates_say(rank: int, world_size: int) -> None
     """Ranks are in one group of an axis exactly if they differ in that coordinate alone."""
     for config in configs(world_size):
         meshes = build_meshes(config, "cpu")
-        here = config.coordinates(rank)
+        here = coordinates(config, rank)
 
         def expected(*axes: str, here: Any = here, config: Any = config) -> list[int]:
             others = [name for name in AXES if name not in axes]
-            places = {other: config.coordinates(other) for other in range(world_size)}
+            places = {other: coordinates(config, other) for other in range(world_size)}
             return [other for other, place in places.items() if all(place[name] == here[name] for name in others)]
 
         for name, mesh in (("tensor", meshes.tensor), ("context", meshes.context), ("pipeline", meshes.pipeline)):
@@ -139,7 +145,7 @@ def test_each_sample_is_seen_once_by_the_right_ranks(rank: int, world_size: int,
             dist.all_gather_object(everyone, (meshes.data_rank, seen))
             by_data_rank: dict[int, Any] = {}
             for other, (data_rank, batches) in enumerate(everyone):
-                place = config.coordinates(other)
+                place = coordinates(config, other)
                 assert data_rank == place["replicate"] * config.degrees["shard"] + place["shard"]
                 assert by_data_rank.setdefault(data_rank, batches) == batches, (config, other)
             samples = Counter(sample for batches in by_data_rank.values() for batch in batches for sample in batch)

@@ -91,7 +91,7 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[parallel]\ntensr = 2\n", "unknown key 'tensr' (did you mean 'tensor'?)"),
+        ("[parallel]\ntensr = 2\n", "[parallel]: unknown keys: tensr. The keys are"),
         ("[train]\nstep = 2\n", "[train]: unknown key 'step'; the keys are auto_resume, batch_size"),
         ("[trian]\nsteps = 2\n", "unknown trian; it has the tables [parallel] and [train]"),
         ("[train]\nsteps = true\n", "[train]: steps wants a value, got True"),
