@@ -4,7 +4,6 @@ Everything that depends only on config and model is checked before the model cha
 identically on all ranks.
 """
 
-import logging
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any, TypeVar
@@ -15,9 +14,9 @@ from torch import nn
 from fsdp2.api import fully_shard
 from fsdp2.arguments import parameter_set
 from fsdp2.errors import ArgumentError, MisuseError
-from fsdp2.parallel.blocks import Blocks, Treated, recompute_and_compile, units_of
+from fsdp2.parallel.blocks import Blocks, recompute_and_compile, units_of
 from fsdp2.parallel.config import OFFLOADS, ParallelConfig
-from fsdp2.parallel.context import replace_attention
+from fsdp2.parallel.context import apply_context_parallel
 from fsdp2.parallel.meshes import Meshes, build_meshes
 from fsdp2.parallel.tensor import TensorPlan, apply_tensor_parallel, check_tensor_plan
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, ZeroPolicy
@@ -27,7 +26,6 @@ __all__ = ["parallelize"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_logger = logging.getLogger("fsdp2")
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,8 +91,6 @@ def parallelize(
     signature(fully_shard).bind(model, **options)  # an unknown option is a TypeError now, not later
     units = units_of(model, (config.blocks or None) if blocks is None else blocks)
     chosen = [model.get_submodule(unit.fqn) for unit in units[:-1]]
-    if any(isinstance(block, Treated) for block in chosen):
-        raise MisuseError("parallelize: blocks are checkpointed or compiled already; pass a plain model")
     styles = None
     if config.tensor > 1:
         styles = check_tensor_plan(model, tp_plan, config.tensor, is_stage=config.pipeline > 1)
@@ -106,24 +102,20 @@ def parallelize(
         )
     options = _shard_options(config, meshes, options)
 
-    if styles is not None:
-        assert meshes.tensor is not None
+    if styles is not None and meshes.tensor is not None:
         apply_tensor_parallel(model, meshes.tensor, styles)
     if meshes.context is not None:
-        replace_attention(model, meshes.context, is_stage=meshes.pipeline is not None)
+        apply_context_parallel(model, meshes.context, is_stage=meshes.pipeline is not None)
     recompute_and_compile(chosen, config.checkpoint_every, config.compile)
     for unit in units:
         fully_shard(model.get_submodule(unit.fqn), **{**options, **unit.options})
-    shown = ", ".join(f"{name} {degree}" for name, degree in meshes.config.degrees.items() if degree > 1)
-    _logger.info("parallelize: %s, %d blocks, %s", type(model).__name__, len(chosen), shown or "one rank")
     return model
 
 
 def _shard_options(config: ParallelConfig, meshes: Meshes, given: dict[str, Any]) -> dict[str, Any]:
     """The options of `fully_shard`: those of the config, replaced by those given."""
-    for name in ("mesh", "dp_mesh_dims"):
-        if name in given:
-            raise ArgumentError(f"parallelize: makes the mesh from the config's degrees; leave {name} out")
+    if own := {"mesh", "dp_mesh_dims"}.intersection(given):
+        raise ArgumentError(f"parallelize: makes the mesh from the config's degrees; leave {', '.join(own)} out")
     options: dict[str, Any] = {"mesh": meshes.data}
     if config.mixed_precision != "no":
         options["mp_policy"] = MixedPrecisionPolicy(_COMPUTE[config.mixed_precision], torch.float32)

@@ -16,8 +16,9 @@ nothing refers back to the block (a forward set on the object would, and so keep
 Source: Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,36 +27,24 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2.errors import ArgumentError
 from fsdp2.runtime.unit import has_forward
-from fsdp2.wrap import Policy, Rule, Wrapped, auto_shard, classes_of, transformer_blocks
+from fsdp2.wrap import Policy, Rule, Wrapped, auto_shard, by_class, classes_of, transformer_blocks
 
-__all__ = ["Blocks", "Treated", "matches", "recompute_and_compile", "units_of"]
+__all__ = ["Blocks", "matches", "recompute_and_compile", "units_of"]
 
 Blocks = Policy | nn.Module | type[nn.Module] | str
 """A policy, a module, a class, or the name of a class or of modules (a pattern, such as ``layers.*``)."""
 
 
 def units_of(model: nn.Module, spec: Blocks | Sequence[Blocks] | None) -> tuple[Wrapped, ...]:
-    """The units of `model`: its blocks, children before their parents, and last the root. Changes nothing.
-
-    Args:
-        spec: None for `transformer_blocks()`; or a specification, or a list of these.
-
-    Raises:
-        ArgumentError: a specification matches nothing.
-    """
-    specs = spec if isinstance(spec, (list, tuple)) else [transformer_blocks() if spec is None else spec]
-    policies = [each if isinstance(each, Policy) else _by_name(each) for each in specs]
-    if not policies:
-        raise ArgumentError("parallelize: expected some blocks, got an empty list; None finds them")
+    """The units of `model`: its blocks, children before their parents, and last the root. Changes nothing. Without a
+    `spec`: those of `transformer_blocks()`. Raises ArgumentError if a specification matches nothing."""
+    specs = spec if spec is None or isinstance(spec, (list, tuple)) else [spec]
+    policies = [each if isinstance(each, Policy) else _by_name(each) for each in specs or [transformer_blocks()]]
 
     def rule_for(whole: nn.Module) -> Rule:
         rules = [policy.rule_for(whole) for policy in policies]
-
-        def rule(fqn: str, module: nn.Module, numel: int) -> tuple[str, Mapping[str, Any]]:
-            answers = [each(fqn, module, numel) for each in rules]
-            return max(answers, key=lambda answer: (bool(answer[0]), bool(answer[1])))  # the first of equal ones
-
-        return rule
+        decided = lambda answer: (bool(answer[0]), bool(answer[1]))  # noqa: E731
+        return lambda *about: max((rule(*about) for rule in rules), key=decided)  # the first of equal ones
 
     return auto_shard(model, Policy(", ".join(policy.name for policy in policies), rule_for), dry_run=True).units
 
@@ -68,17 +57,13 @@ def matches(pattern: str, fqn: str) -> bool:
 
 def _by_name(spec: Any) -> Policy:
     """The modules that one specification selects; a list of modules, which has no forward, stands for its elements."""
-    is_class = isinstance(spec, type) and issubclass(spec, nn.Module)
-    if not is_class and not isinstance(spec, (nn.Module, str)):
-        raise ArgumentError(
-            f"parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got {spec!r}"
-        )
-    name = repr(spec) if isinstance(spec, str) else spec.__name__ if is_class else f"this {type(spec).__name__}"
+    if isinstance(spec, type):
+        return by_class(spec)
+    name = f"this {type(spec).__name__}" if isinstance(spec, nn.Module) else repr(spec)
 
     def is_meant(fqn: str, module: nn.Module) -> bool:
-        if isinstance(spec, str):
-            return matches(spec, fqn) or any(base.__name__ == spec for base in type(module).__mro__)
-        return isinstance(module, spec) if is_class else module is spec
+        classes = [base.__name__ for base in type(module).__mro__]
+        return module is spec or (isinstance(spec, str) and (matches(spec, fqn) or spec in classes))
 
     def rule_for(model: nn.Module) -> Rule:
         found = [module for fqn, module in model.named_modules() if is_meant(fqn, module)]
@@ -93,34 +78,23 @@ def _by_name(spec: Any) -> Policy:
     return Policy(name, rule_for)
 
 
-class Treated(nn.Module):
-    """Mixed into the class of a block whose forward is checkpointed, compiled or both."""
-
-
-_classes: dict[tuple[type[nn.Module], bool, bool | str], type[nn.Module]] = {}
-
-
 def recompute_and_compile(blocks: Sequence[nn.Module], every: int, compile: bool | str) -> None:
-    """Recompute every `every`-th of the blocks in backward, from the first (0: none), and compile each.
+    """Recompute every `every`-th of the blocks in backward, from the first (0: none), and compile each; a string names
+    the backend of `torch.compile`.
 
     Only the innermost blocks are treated and counted. Nothing is traced before the first forward; blocks of one class
     share their graphs.
-
-    Args:
-        compile: False does nothing; a string names the backend of `torch.compile`.
     """
     innermost = [block for block in blocks if not any(m in blocks for m in block.modules() if m is not block)]
     for index, block in enumerate(innermost):
         recompute = every > 0 and index % every == 0
         if recompute or compile:
-            block.__class__ = _treated_class(type(block), recompute, compile)
+            block.__class__ = _treated_class(type(block), recompute, compile)  # type: ignore[arg-type]
 
 
-def _treated_class(cls: type[nn.Module], recompute: bool, compile: bool | str) -> type[nn.Module]:
+@cache
+def _treated_class(cls: type[nn.Module], recompute: bool, compile: bool | str) -> Any:
     """A subclass whose forward is that of `cls`, compiled, checkpointed or both."""
-    key = (cls, recompute, compile)
-    if key in _classes:
-        return _classes[key]
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(super(treated, self).__call__, *args, use_reentrant=False, **kwargs)
@@ -130,6 +104,5 @@ def _treated_class(cls: type[nn.Module], recompute: bool, compile: bool | str) -
         names["__call__"] = call
     if compile:
         names["forward"] = torch.compile(cls.forward, backend=compile if isinstance(compile, str) else "inductor")
-    treated: Any = type(cls.__name__, (Treated, cls), names)
-    _classes[key] = treated
-    return _classes[key]
+    treated: Any = type(cls.__name__, (cls,), names)
+    return treated

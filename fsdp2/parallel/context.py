@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fsdp2.errors import MisuseError, UnsupportedError
 from fsdp2.parallel.ring_attention import context_group, num_ring_attentions, ring_attention_over
 
-__all__ = ["apply_context_parallel", "replace_attention"]
+__all__ = ["apply_context_parallel"]
 
 
 class _Active:
@@ -39,14 +39,15 @@ _NO_ATTENTION = (
     "transformers load the model with attn_implementation='sdpa'; give nn.MultiheadAttention need_weights=False; in "
     "models of your own call fsdp2.parallel.ring_attention"
 )
-_MASKS = (
-    "Padding on the right needs no mask under a causal one: give the model an attention_mask of ones, and ignore the "
-    "padding's labels. transformers makes a mask from position_ids alone (on some ranks; it takes a sequence that was "
-    "cut for several packed ones): pass an attention_mask of ones with them."
+_NEITHER = (
+    "ring attention takes is_causal only. Set the model's attention dropout to 0. Padding on the right needs no mask "
+    "under a causal one: give the model an attention_mask of ones, and ignore the padding's labels. transformers makes "
+    "a mask from position_ids alone (on some ranks; it takes a sequence that was cut for several packed ones): pass an "
+    "attention_mask of ones with them."
 )
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, *, is_stage: bool = False) -> None:
     """Make `F.scaled_dot_product_attention` ring attention over `mesh` whenever a module of `model` runs its forward:
     in the model's own forward, and when a checkpointed part of it is recomputed during backward.
 
@@ -56,6 +57,7 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: its inputs are cut along the sequence by `shard_sequence`, position ids and labels included.
         mesh: the 1-D context axis, such as ``mesh["cp"]``.
+        is_stage: `model` is a stage of a pipeline, which may have no attention: there that is a warning.
 
     Raises:
         MisuseError: at the model's first forward, if no attention ran in it; or another context axis is active.
@@ -68,11 +70,6 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             fully_shard(block, mesh=data_mesh)  # shard x context, flattened
         fully_shard(model, mesh=data_mesh)
     """
-    replace_attention(model, mesh)
-
-
-def replace_attention(model: nn.Module, mesh: DeviceMesh, is_stage: bool = False) -> None:
-    """See `apply_context_parallel`. A stage of a pipeline may have no attention: there it is a warning."""
     group_name = context_group(mesh)
     if not group_name:
         return
@@ -90,10 +87,8 @@ def _enter(group_name: str, module: nn.Module, args: Any) -> None:
     """Activate the group when the outermost module of the model runs."""
     if _active.group_name != group_name:
         if _active.group_name:
-            raise MisuseError(
-                f"context parallelism over group '{_active.group_name}' is active, so that over '{group_name}' cannot "
-                "be; a model has one context axis"
-            )
+            both = f"groups '{_active.group_name}' and '{group_name}'"
+            raise MisuseError(f"context parallelism over {both} at once; a model has one context axis")
         _active.group_name, _active.owner = group_name, module
 
 
@@ -129,16 +124,9 @@ def _attention(
     """`F.scaled_dot_product_attention`, or ring attention while a context group is active."""
     if not _active.group_name:
         return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is not None:
-        raise UnsupportedError(
-            f"context parallelism: attention got a mask {list(attn_mask.shape)}; ring attention takes is_causal only. "
-            f"{_MASKS}"
-        )
-    if dropout_p > 0:
-        raise UnsupportedError(
-            f"context parallelism: attention got dropout_p={dropout_p}; ring attention has none. Set the model's "
-            "attention dropout to 0."
-        )
+    if attn_mask is not None or dropout_p > 0:
+        given = f"dropout_p={dropout_p}" if attn_mask is None else f"a mask {list(attn_mask.shape)}"
+        raise UnsupportedError(f"context parallelism: attention got {given}; {_NEITHER}")
     heads = [each.unsqueeze(0) if each.ndim == 3 else each for each in (query, key, value)]
     output = ring_attention_over(_active.group_name, heads[0], heads[1], heads[2], is_causal, scale, enable_gqa)
     return output.squeeze(0) if query.ndim == 3 else output

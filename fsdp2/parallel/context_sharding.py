@@ -18,16 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._torch import all_gather_flat
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel.agreement import agree
-from fsdp2.parallel.ring_attention import check_length, context_group, rank_slices
+from fsdp2.parallel.ring_attention import context_group, rank_slices
 
 __all__ = ["next_token_labels", "positions", "shard_sequence", "token_mean", "unshard_sequence"]
 
 Batch = TypeVar("Batch", bound=torch.Tensor | Mapping[str, torch.Tensor])
 Dims = int | Mapping[str, int | None]
 
+_ONE_BATCH = (
+    "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
+    "shard), not by the global one, and shuffle with the same seed."
+)
 _compared: WeakSet[dist.ProcessGroup] = WeakSet()  # groups whose ranks have had the same contents once
 
 
@@ -56,12 +59,15 @@ def shard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
         batch = shard_sequence(batch, mesh["cp"])
     """
     named, wanted = _cut_along(batch, mesh, dims)
-    for name, dim in wanted.items():
-        check_length(f"shard_sequence: '{name}' {list(named[name].shape)}", named[name].shape[dim], mesh.size())
     if mesh.size() > 1:
-        _compare(named, wanted, mesh.get_group())
+        group, whole = mesh.get_group(), {name: named[name] for name in wanted}
+        facts = {f"'{name}'": f"{list(each.shape)} {each.dtype} dim {wanted[name]}" for name, each in whole.items()}
+        if group not in _compared:
+            facts |= {f"contents of '{name}'": _digest(each) for name, each in whole.items()}
+        agree(group, "shard_sequence", facts, _ONE_BATCH)
+        _compared.add(group)
     cut = {name: _rows(named[name], dim, mesh) for name, dim in wanted.items()}
-    return _as_given(batch, named, cut)
+    return cast(Batch, cut[""] if isinstance(batch, torch.Tensor) else {**named, **cut})
 
 
 def unshard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
@@ -74,7 +80,7 @@ def unshard_sequence(batch: Batch, mesh: DeviceMesh, dims: Dims = 1) -> Batch:
     """
     named, wanted = _cut_along(batch, mesh, dims)
     whole = {name: _gather(named[name].detach(), dim, mesh) for name, dim in wanted.items()}
-    return _as_given(batch, named, whole)
+    return cast(Batch, whole[""] if isinstance(batch, torch.Tensor) else {**named, **whole})
 
 
 def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None = None) -> torch.Tensor:
@@ -89,7 +95,6 @@ def positions(length: int, mesh: DeviceMesh, device: torch.device | str | None =
         tensor([ 4,  5,  6,  7,  8,  9, 10, 11])
     """
     context_group(mesh)
-    check_length("positions: a sequence", length, mesh.size())
     return _rows(torch.arange(length, device=device), 0, mesh)
 
 
@@ -154,25 +159,6 @@ def _cut_along(batch: Any, mesh: DeviceMesh, dims: Dims) -> tuple[dict[str, torc
     return named, wanted
 
 
-def _as_given(batch: Batch, named: dict[str, torch.Tensor], made: dict[str, torch.Tensor]) -> Batch:
-    return cast(Batch, made[""] if isinstance(batch, torch.Tensor) else {**named, **made})
-
-
-def _compare(named: Mapping[str, torch.Tensor], wanted: Mapping[str, int], group: dist.ProcessGroup) -> None:
-    """Check that the ranks have the same batch: its form always, its contents the first time."""
-    facts = {f"'{name}'": f"{list(named[name].shape)} {named[name].dtype} dim {dim}" for name, dim in wanted.items()}
-    if group not in _compared:
-        facts |= {f"contents of '{name}'": _digest(named[name]) for name in wanted}
-    agree(
-        group,
-        "shard_sequence",
-        facts,
-        "The ranks of a context group share one batch: let the data loader go by the data-parallel rank (replicate x "
-        "shard), not by the global one, and shuffle with the same seed.",
-    )
-    _compared.add(group)
-
-
 def _digest(tensor: torch.Tensor) -> str:
     """A checksum of the contents: the bytes, weighted by their positions, modulo 2**64."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
@@ -190,11 +176,7 @@ def _gather(tensor: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
     """All ranks' rows, in the sequence's order."""
     if mesh.size() == 1:
         return tensor
-    source = tensor.movedim(dim, 0).contiguous()
-    whole = source.new_empty((mesh.size() * len(source), *source.shape[1:]))
-    gathered = torch.empty_like(whole)
-    all_gather_flat(gathered.view(-1), source.view(-1), mesh.get_group()).wait()
-    cuts = [cut for rank in range(mesh.size()) for cut in rank_slices(len(whole), rank, mesh.size())]
-    for cut, part in zip(cuts, gathered.chunk(len(cuts)), strict=True):
-        whole[cut] = part
-    return whole.movedim(0, dim).contiguous()
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(mesh.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=mesh.get_group())
+    chunks = [part.chunk(2, dim) for part in parts]
+    return torch.cat([head for head, _ in chunks] + [tail for _, tail in reversed(chunks)], dim)

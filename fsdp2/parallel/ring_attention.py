@@ -22,12 +22,8 @@ With 2 ranks (a row is a rank's query chunk, ``.`` is masked, ``\\`` half masked
     rank 1   q1     #    .   | \\    .         step 1: all queries see the    step 0: own keys, causal
              q2     #    .   | #    \\                 first half of the keys of rank 0
 
-Every step is half a full block, on every rank. Without a mask each step is a full block. The layout is the same, so it
-need not be known by which one a sequence was cut.
-
-Messages are `batch_isend_irecv`, in the same order on every rank. On NCCL the kernels of a step are launched after its
-messages and run concurrently. A received buffer is used after `wait`, and a sent one is kept until then.
-
+Every step is half a full block, on every rank. Without a mask the layout is the same, and each step is a full block.
+Messages are `batch_isend_irecv`, in the same order on every rank; on NCCL a step's kernels run concurrently with them.
 Two torch operators (``fsdp2::ring_attention`` and its backward) let `torch.compile` and policies of selective
 checkpointing see one node each.
 
@@ -53,15 +49,12 @@ from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.agreement import agree
 from fsdp2.parallel.ring_attention_blocks import accumulation_dtype, block_forward, block_gradients, merge
 
-__all__ = [
-    "check_length",
-    "context_group",
-    "num_ring_attentions",
-    "rank_slices",
-    "ring_attention",
-    "ring_attention_over",
-]
+__all__ = ["context_group", "num_ring_attentions", "rank_slices", "ring_attention", "ring_attention_over"]
 
+_ONE_BATCH = (
+    "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; ranks "
+    "with batches of their own belong on the data axes of the mesh."
+)
 _KEYS_TAG = 0x46530003  # unlikely to be a tag of the user's messages in this group
 _GRADIENTS_TAG = 0x46530004
 
@@ -145,14 +138,13 @@ def ring_attention_over(
 def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> None:
     tensors = {"query": query, "key": key, "value": value}
     shown = ", ".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in tensors.items())
-    one_dtype = query.dtype == key.dtype == value.dtype and query.is_floating_point()
-    if not one_dtype or not query.ndim == key.ndim == value.ndim == 4:
-        raise ArgumentError(f"ring_attention: expected [batch, heads, rows, head dim] of one float dtype, got {shown}")
-    fits = key.shape[:3] == value.shape[:3] and query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1]
+    fits = query.dtype == key.dtype == value.dtype and query.is_floating_point()
+    fits = fits and query.ndim == key.ndim == value.ndim == 4 and key.shape[:3] == value.shape[:3]
+    fits = fits and query.shape[0] == key.shape[0] and query.shape[-1] == key.shape[-1]
     if not fits or (query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0)):
         raise ArgumentError(
-            f"ring_attention: batches, heads, key rows or head dims do not fit: {shown}. With enable_gqa=True the "
-            "number of key heads may divide that of query heads"
+            "ring_attention: expected [batch, heads, rows, head dim] of one float dtype, with equal batches, heads, "
+            f"key rows and head dims (with enable_gqa=True, key heads may divide query heads), got {shown}"
         )
     if is_causal and (query.shape[2] != key.shape[2] or query.shape[2] % 2 != 0):
         raise ArgumentError(
@@ -165,14 +157,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
 
 
 class Block(NamedTuple):
-    """One step of a rank's ring: some of its queries attend to some keys of rank `source`.
-
-    Attributes:
-        source: the rank whose keys and values are used in this step.
-        queries: the rows of this rank that take part.
-        keys: the rows of `source` that they see.
-        is_causal: row i only sees rows up to i.
-    """
+    """One step of a rank's ring: its rows `queries` attend to the rows `keys` of rank `source`, all of them, or, if
+    `is_causal`, row i to those up to i."""
 
     source: int
     queries: slice
@@ -189,39 +175,30 @@ def rank_blocks(rank: int, size: int, is_causal: bool, num_queries: int, num_key
     everyone, seen = slice(0, num_queries), slice(0, num_keys)
     blocks = [Block(rank, everyone, seen, is_causal)]
     for source in ((rank - step) % size for step in range(1, size)):
-        if not is_causal:
-            blocks.append(Block(source, everyone, seen, False))
-        elif source < rank:
-            blocks.append(Block(source, everyone, slice(0, num_keys // 2), False))
-        else:
-            blocks.append(Block(source, slice(num_queries // 2, num_queries), seen, False))
+        keys = slice(0, num_keys // 2) if is_causal and source < rank else seen
+        queries = slice(num_queries // 2, num_queries) if is_causal and source > rank else everyone
+        blocks.append(Block(source, queries, keys, False))
     return blocks
 
 
 def rank_slices(length: int, rank: int, size: int) -> list[slice]:
-    """The rows of a sequence of `length` that `rank` of `size` has, in its order. The length must be valid.
+    """The rows of a sequence of `length` that `rank` of `size` has, in its order.
+
+    Raises:
+        ArgumentError: it cannot be cut into equal chunks; the message says what to pad it to.
 
     >>> rank_slices(16, 1, 2)
     [slice(4, 8, None), slice(8, 12, None)]
     """
     if size == 1:
         return [slice(0, length)]
-    chunk = length // (2 * size)
-    return [slice(first * chunk, (first + 1) * chunk) for first in (rank, 2 * size - 1 - rank)]
-
-
-def check_length(what: str, length: int, size: int) -> None:
-    """Check that a sequence can be cut into equal chunks.
-
-    Raises:
-        ArgumentError: it cannot; the message says what to pad it to.
-    """
-    chunks = 2 * size
-    if size > 1 and length % chunks:
+    chunk, rest = divmod(length, 2 * size)
+    if rest:
         raise ArgumentError(
-            f"{what} has {length} rows along the sequence, which cannot be cut into 2 x {size} = {chunks} equal chunks "
-            f"for {size} context ranks: pad it to {length + -length % chunks}"
+            f"a sequence of {length} rows cannot be cut into 2 x {size} = {2 * size} equal chunks for {size} context "
+            f"ranks: pad it to {(chunk + 1) * 2 * size}"
         )
+    return [slice(first * chunk, (first + 1) * chunk) for first in (rank, 2 * size - 1 - rank)]
 
 
 # --- the ring ---------------------------------------------------------------------------------------------------------
@@ -246,11 +223,8 @@ class _Message:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            ranks, rank = dist.get_process_group_ranks(self.group), self.group.rank()
-            raise CollectiveError(
-                f"ring_attention: rank {ranks[rank]} could not send to rank {ranks[(rank + 1) % len(ranks)]} or "
-                f"receive from rank {ranks[rank - 1]}: {error}"
-            ) from error
+            ranks = dist.get_process_group_ranks(self.group)
+            raise CollectiveError(f"ring_attention: a neighbour in the ring of {ranks} failed: {error}") from error
         return self.received
 
     def __del__(self) -> None:
@@ -266,13 +240,7 @@ def ring_forward(
     group = group_named(group_name)
     tensors = {"query": query, "key": key, "value": value}
     facts = {name: f"{list(each.shape)} {each.dtype}" for name, each in tensors.items()}
-    agree(
-        group,
-        "ring_attention",
-        facts | {"is_causal": str(is_causal), "scale": f"{scale:.9g}"},
-        "All ranks of a context group work on the same batch, cut by shard_sequence, with the same model and dtypes; "
-        "ranks with batches of their own belong on the data axes of the mesh.",
-    )
+    agree(group, "ring_attention", facts | {"is_causal": is_causal, "scale": f"{scale:.9g}"}, _ONE_BATCH)
     num_ring_attentions[group_name] += 1
     blocks = rank_blocks(group.rank(), group.size(), is_causal, query.shape[2], key.shape[2])
     both, sizes = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]  # travel as one message
@@ -289,9 +257,7 @@ def ring_forward(
 
 
 @ring_forward.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float, group_name: str
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((*query.shape[:-1], 1), dtype=accumulation_dtype(query.dtype))
     return query.new_empty((*query.shape[:-1], value.shape[-1])), lse
 
@@ -328,18 +294,13 @@ def ring_backward(
         if message is not None:
             both, message = message.wait(), None
     assert gradients is not None
-    dk, dv = gradients.wait().to(key.dtype).split(sizes, -1)  # this rank's own, after a full round
-    return (
-        dq.to(query.dtype),
-        dk.clone(memory_format=torch.contiguous_format),
-        dv.clone(memory_format=torch.contiguous_format),
-    )
+    own = gradients.wait().to(key.dtype).split(sizes, -1)  # after a full round
+    dk, dv = (each.clone(memory_format=torch.contiguous_format) for each in own)
+    return dq.to(query.dtype), dk, dv
 
 
 @ring_backward.register_fake
-def _(
-    grad: Tensor, saved: Sequence[Tensor], is_causal: bool, scale: float, group_name: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, saved: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (each.new_empty(each.shape) for each in saved[:3])
     return query, key, value
 

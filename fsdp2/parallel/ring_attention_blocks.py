@@ -68,7 +68,14 @@ def block_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: floa
     if (kind := _kernel(*inputs)) == "math":
         dq, dk, dv = _math_gradients(rows, inputs, is_causal, scale)
     else:
-        dq, dk, dv = _fused_gradients(kind, rows, inputs, is_causal, scale)
+        grad, output, lse = rows
+        state: list[Any] = [0.0, is_causal]  # and no dropout
+        if kind == "flash":
+            # The state of the random generator, in the form that the forward returns; it is not read without dropout.
+            seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
+            state = [None, None, query.shape[2], key.shape[2], *state, seed, offset]
+        op = attention_op("flash_attention_for_cpu_backward" if kind == "flash_cpu" else "flash_attention_backward")
+        dq, dk, dv = op(grad, *inputs, output, lse.squeeze(-1).contiguous(), *state, scale=scale)[:3]
     if query.shape[1] != heads:  # the sum over the query heads that share a key head
         dtype = accumulation_dtype(query.dtype)
         dk, dv = (each.unflatten(1, (heads, -1)).sum(2, dtype=dtype) for each in (dk, dv))
@@ -94,18 +101,6 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
     return "flash" if fits and is_new else "math"
 
 
-def _fused_gradients(kind: str, rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:
-    grad, output, lse = rows
-    state: list[Any] = [0.0, is_causal]  # and no dropout
-    if kind == "flash":
-        # The state of the random generator, in the form that the forward returns; it is not read without dropout.
-        seed, offset = (torch.empty(size, dtype=torch.uint64, device=grad.device) for size in ((2,), ()))
-        state = [None, None, inputs[0].shape[2], inputs[1].shape[2], *state, seed, offset]
-    op = attention_op("flash_attention_for_cpu_backward" if kind == "flash_cpu" else "flash_attention_backward")
-    found: Tensors = op(grad, *inputs, output, lse.squeeze(-1).contiguous(), *state, scale=scale)
-    return found[:3]
-
-
 # --- without a fused kernel -------------------------------------------------------------------------------------------
 
 
@@ -125,14 +120,11 @@ def _pieces(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Iterat
 
 
 def _math_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    dtype = accumulation_dtype(query.dtype)
-    output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
-    lse = torch.empty((*query.shape[:-1], 1), dtype=dtype, device=query.device)
-    values = value.to(dtype)
-    for rows, scores in _pieces(query, key, is_causal, scale):
-        lse[:, :, rows] = scores.logsumexp(-1, keepdim=True)
-        output[:, :, rows] = (torch.exp(scores - lse[:, :, rows]) @ values).to(query.dtype)
-    return output, lse
+    outputs, lses, values = [], [], value.to(accumulation_dtype(query.dtype))
+    for _, scores in _pieces(query, key, is_causal, scale):
+        lses.append(scores.logsumexp(-1, keepdim=True))
+        outputs.append((torch.exp(scores - lses[-1]) @ values).to(query.dtype))
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
 
 
 def _math_gradients(rows: Tensors, inputs: Tensors, is_causal: bool, scale: float) -> Tensors:

@@ -45,14 +45,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def check_tensor_plan(
-    model: nn.Module, plan: TensorPlan | None, degree: int, *, is_stage: bool = False
+    model: nn.Module, plan: TensorPlan | None, degree: int, is_stage: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of each module that the plan names, by FQN. Changes nothing.
-
-    Args:
-        plan: None for the model's own attribute `tp_plan` (transformers models have it).
-        degree: number of ranks over which layers are split.
-        is_stage: `model` is a pipeline stage: a plan for the whole model may name modules of other stages.
+    """The style of each module that the plan names, by FQN. Changes nothing. Without a plan: by the model's own
+    `tp_plan`. The plan of a stage may be that of the whole model, and name modules of other stages.
 
     Raises:
         ArgumentError: there is no plan, a name in it matches nothing, or a module cannot be split in this way.
@@ -60,7 +56,7 @@ def check_tensor_plan(
         MisuseError: a module is tensor parallel already.
     """
     is_own = plan is None
-    plan = getattr(model, "tp_plan", None) if plan is None else plan
+    plan = getattr(model, "tp_plan", None) if is_own else plan
     if not plan:
         raise ArgumentError(
             f"parallelize: tensor = {degree} needs a plan, and {type(model).__name__} brings none along; pass "
@@ -70,13 +66,26 @@ def check_tensor_plan(
         _check_heads(model, degree)
     styles: dict[str, ParallelStyle] = {}
     for pattern, given in plan.items():
-        style = _style(pattern, given)
-        found = [fqn for fqn, _ in model.named_modules() if (matches(pattern, fqn) if pattern else not fqn)]
+        if not isinstance(given, ParallelStyle):
+            if given not in _STYLES:
+                raise UnsupportedError(
+                    f"tp_plan: '{pattern}' wants the style {given!r}, which is not one of {', '.join(_STYLES)}. Pass a "
+                    "tp_plan with torch's styles, or your own, in its place."
+                )
+            given = _STYLES[given]()
+        found = {fqn: each for fqn, each in model.named_modules() if (matches(pattern, fqn) if pattern else not fqn)}
         if not found and not is_stage and not is_own:
             raise ArgumentError(f"tp_plan: no module of this {type(model).__name__} is named '{pattern}'")
-        for fqn in found:
-            _check_module(fqn, model.get_submodule(fqn), style)
-            styles[fqn] = style
+        for fqn, module in found.items():
+            if isinstance(given, (ColwiseParallel, RowwiseParallel)) and not isinstance(
+                module, (nn.Linear, nn.Embedding)
+            ):
+                raise ArgumentError(
+                    f"tp_plan: '{fqn}' is a {type(module).__name__}; {type(given).__name__} splits Linear and Embedding"
+                )
+            if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
+                raise MisuseError(f"tp_plan: '{fqn}' has DTensors for parameters already; pass a plain model, once")
+            styles[fqn] = given
     if not styles:
         raise ArgumentError(
             f"tp_plan: none of its names ({', '.join(map(repr, plan))}) is a module of this {type(model).__name__}"
@@ -116,26 +125,6 @@ def _take_from_first(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     dense = tensor.to(mesh.device_type).contiguous()
     dist.broadcast(dense.view(-1).view(torch.uint8), group=mesh.get_group(), group_src=0)  # of any dtype
     tensor.copy_(dense)
-
-
-def _style(pattern: str, given: ParallelStyle | str | Any) -> ParallelStyle:
-    if isinstance(given, ParallelStyle):
-        return given
-    if given not in _STYLES:
-        raise UnsupportedError(
-            f"tp_plan: '{pattern}' wants the style {given!r}, which is not one of {', '.join(_STYLES)}. Pass a tp_plan "
-            "with torch's styles, or your own, in its place."
-        )
-    return _STYLES[given]()
-
-
-def _check_module(fqn: str, module: nn.Module, style: ParallelStyle) -> None:
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise ArgumentError(
-            f"tp_plan: '{fqn}' is a {type(module).__name__}; {type(style).__name__} splits Linear and Embedding"
-        )
-    if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
-        raise MisuseError(f"tp_plan: '{fqn}' has DTensors for parameters already; parallelize a plain model, once")
 
 
 def _check_heads(model: nn.Module, degree: int) -> None:

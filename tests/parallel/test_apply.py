@@ -67,6 +67,7 @@ def units(model: nn.Module) -> list[str]:
 ATTENTIONS = [f"blocks.{i}.attention" for i in range(3)]
 TOLD: dict[str, tuple[Any, list[str]]] = {
     "found": (None, ["", "blocks.0", "blocks.1", "blocks.2"]),
+    "empty": ([], ["", "blocks.0", "blocks.1", "blocks.2"]),
     "class": (DecoderBlock, ["", "blocks.0", "blocks.1", "blocks.2"]),
     "class name": ("DecoderBlock", ["", "blocks.0", "blocks.1", "blocks.2"]),
     "pattern": ("blocks.[01]", ["", "blocks.0", "blocks.1"]),
@@ -134,12 +135,11 @@ BAD_BLOCKS: dict[str, tuple[Any, str]] = {
         "3 x DecoderBlock",
     ),
     "deeper": ("blocks.*.mlp", "parallelize: the model has no module 'blocks.*.mlp'"),
-    "class": (nn.LSTM, "parallelize: the model has no module LSTM. At its top"),
+    "class": (nn.LSTM, "by_class: the model has no module of class LSTM. It has 3 x DecoderBlock"),
     "class name": ("DecoderBlok", "parallelize: the model has no module 'DecoderBlok'"),
     "module": (nn.Linear(1, 1), "parallelize: the model has no module this Linear. At its top"),
     "one of several": (["blocks.*", "none"], "parallelize: the model has no module 'none'"),
-    "empty": ([], "parallelize: expected some blocks, got an empty list"),
-    "number": (3, "parallelize: expected blocks as a policy, classes, modules, or names of classes or modules; got 3"),
+    "number": (3, "parallelize: the model has no module 3. At its top"),
     "policy": (by_size(1e9), "auto_shard: by_size(1,000,000,000) chooses no module below the root"),
 }
 
@@ -277,13 +277,6 @@ def test_offload_and_zero(rank: int, world_size: int, degrees: dict[str, int], t
     for offload in ("states", "files"):
         race(config_of(degrees, offload=offload, offload_tier=[str(tmp_path / "a"), str(tmp_path / "b")]), steps=2)
     race(config_of(degrees), steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False), zero=ZeroPolicy(stage=2))
-
-
-@on_ranks(2)
-def test_ignored_parameters(rank: int, world_size: int) -> None:
-    model = Lm()
-    parallelize(model, ParallelConfig(), ignored_params={model.embed.weight})
-    assert not isinstance(model.embed.weight, DTensor) and isinstance(model.head.weight, DTensor)
 
 
 @on_ranks(2)
@@ -443,6 +436,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         lambda model: parallelize(model, ParallelConfig(), mesh=None),
         ArgumentError,
         "parallelize: makes the mesh from the config's degrees; leave mesh out",
+    ),
+    "tier": (
+        lambda model: parallelize(model, ParallelConfig(tensor=2, offload="files"), tp_plan=tensor_plan()),
+        ArgumentError,
+        'Offload: params="files" needs a folder: tier="/a/fast/disk"',
     ),
     "zero": (
         lambda model: parallelize(model, config_of({"replicate": 2}), zero=ZeroPolicy(stage=2)),
