@@ -126,8 +126,7 @@ class _Held:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.now = False
-        self._is_stale = False  # the shards have been stepped since
-        self._keeps = any(word in program.options() for word in ("reshard_after_forward=False", "=2", "ZeroPolicy"))
+        self._keeps = any(word in program.options() for word in ("reshard_after_forward=False", "ZeroPolicy"))
 
     def loses(self, action: Action, waiting: bool) -> bool:
         """Whether an action of one process is another one with parameters that are unsharded."""
@@ -137,9 +136,7 @@ class _Held:
             return True  # what the module holds then is compared, and the next forward makes it new
         if action.kind == "zero_grad" and "optimizer" not in action.code:
             return waiting or any(model.options is None for model in self.program.models)
-        roots = [root for model in self.program.models for root in model.roots()]
-        calls_unit = action.makes is not None and not any(f"{root}(" in action.code for root in roots)
-        return needs_shards(action) or (self._is_stale and calls_unit)
+        return needs_shards(action)
 
     def after(self, action: Action, has_unsharded: bool) -> None:
         if action.kind.startswith("set_reshard_after_") or action.kind == "set_is_last_backward":
@@ -150,7 +147,6 @@ class _Held:
             self.now |= self._keeps
         elif action.makes is not None or action.kind in ("backward", "unshard", "wait"):
             self.now = True
-        self._is_stale = has_unsharded and (self._is_stale or action.kind in ("step", "scaler", "load_state_dict"))
 
 
 class _Run:

@@ -19,7 +19,7 @@ from tests.helpers.source_tree import ROOT
 
 FOUND = Path(__file__).parent / "found"
 SAMPLE = {2: range(16), 4: range(2)}  # ranks: seeds
-BETWEEN = {2: range(3_000_000, 3_000_100)}
+BETWEEN = {n: range(3_000_000, 3_000_100) for n in (2, 4)}
 # The first of the campaign that docs/testing.md describes.
 CAMPAIGN = {2: range(2_000_000, 2_000_500), 4: range(2_000_000, 2_000_200)}
 AT_ONCE = 100
