@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -64,10 +63,3 @@ def test_channels_last_state_dict(rank: int, world_size: int) -> None:
     other = shard_children(fsdp2, Convolutions())
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(batch(0, rank)), plain(batch(0, rank)))
-
-
-@on_ranks(2)
-def test_torch_and_channels_last(rank: int, world_size: int) -> None:
-    """Behaviour 185: torch refuses."""
-    with pytest.raises(NotImplementedError, match="non-contiguous"):
-        torch_fsdp.fully_shard(Convolutions().second)

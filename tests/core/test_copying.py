@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -29,12 +28,6 @@ from tests.helpers.ranks import on_ranks
 
 def forward_backward(model: nn.Module, step: int, rank: int) -> None:
     model(batch(step, rank, dim=next(iter(model.children())).weight.shape[-1])).square().mean().backward()
-
-
-@on_ranks(2)
-def test_torch_refuses(rank: int, world_size: int) -> None:
-    with pytest.raises(AssertionError):
-        copy.deepcopy(torch_fsdp.fully_shard(nn.Linear(2, 2)))
 
 
 @on_ranks(2, 4)

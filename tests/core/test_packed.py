@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests.helpers.parity_models import batch, full
+from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks
 from tests.helpers.refused_by_torch import (
     Packed,
     PackedLinear,
-    packed_refused_by_torch,
 )
 from tests.helpers.trained_alike import SETTINGS, one_step, options, shard_children, train
 
@@ -49,23 +47,6 @@ def test_packed(rank: int, world_size: int, setting: str, storage: torch.dtype) 
             assert torch.equal(layer.weight.view(torch.uint8), plain_layer.weight.view(torch.uint8))
             assert not layer.weight.requires_grad
             layer.reshard()
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-def test_packed_in_mixed_precision(rank: int, world_size: int, storage: torch.dtype) -> None:
-    """Behaviour 113, 119: what is packed in integers, or in param_dtype, is not touched by the cast of its
-    neighbours."""
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plain = PackedLinear(storage, rows=10)
-    model: Any = fsdp2.fully_shard(copy.deepcopy(plain), mp_policy=policy)
-    for step in range(2):
-        model(batch(step, rank)).sum().backward()
-        model.unshard()
-        assert torch.equal(model.weight.view(torch.uint8), plain.weight.view(torch.uint8))
-        assert model.lora_a.dtype == torch.bfloat16
-        model.reshard()
-    assert model.lora_b.grad.dtype == torch.float32
 
 
 @on_ranks(2, 4)
@@ -127,10 +108,3 @@ def test_rare_integers(rank: int, world_size: int) -> None:
     for name, param in Table(*rare).named_parameters():
         assert model.get_parameter(name).dtype == param.dtype
         assert param.is_floating_point() or torch.equal(model.get_parameter(name), param)
-
-
-@on_ranks(2)
-def test_torch_and_packed(rank: int, world_size: int) -> None:
-    """torch makes a plain parameter of it, so that forward does not find what it needs."""
-    with packed_refused_by_torch():
-        torch_fsdp.fully_shard(PackedLinear(torch.uint8))(batch(0, rank))

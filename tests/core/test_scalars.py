@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -16,7 +15,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.refused_by_torch import (
     Scaled,
 )
-from tests.helpers.trained_alike import SETTINGS, accumulate, one_step, options, shard_children, train
+from tests.helpers.trained_alike import SETTINGS, one_step, options, shard_children, train
 
 
 class Scalar(nn.Module):
@@ -51,21 +50,6 @@ def test_scalars(rank: int, world_size: int, setting: str) -> None:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("setting", ["reshard", "hsdp"])
-@pytest.mark.parametrize("mode", ["no_sync", "no_all_reduce"])
-def test_scalars_accumulate(rank: int, world_size: int, setting: str, mode: str) -> None:
-    """Behaviour 96, 107, 184: with gradients that wait for sync, or for the all-reduce of HSDP."""
-    given = options(setting, world_size)
-    train(
-        rank,
-        world_size,
-        scaled,
-        lambda api, m: shard_children(api, m, **given),
-        backward=lambda model, step, which: accumulate(model, step, which, mode),
-    )
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("setting", ["reshard", "hsdp"])
 def test_scalars_are_clipped_saved_and_loaded(rank: int, world_size: int, setting: str) -> None:
     """Behaviour 184: `clip_grad_norm_`, `state_dict` and meta init treat them as any other parameter."""
     plain = scaled()
@@ -83,10 +67,3 @@ def test_scalars_are_clipped_saved_and_loaded(rank: int, world_size: int, settin
     other.load_state_dict(model.state_dict())
     assert set(other[0].scale.placements) == {Replicate()}
     assert torch.equal(other(batch(1, rank)), model(batch(1, rank)))
-
-
-@on_ranks(2)
-def test_torch_and_scalars(rank: int, world_size: int) -> None:
-    """Behaviour 184: torch refuses."""
-    with pytest.raises(ValueError, match="scalar"):
-        torch_fsdp.fully_shard(Scaled())

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-import fsdp2
-from tests.helpers.parity_models import batch
 from tests.helpers.ranks import on_ranks
 from tests.helpers.refused_by_torch import (
     Experts,
@@ -51,24 +46,3 @@ def test_fp32_router_beside_bf16_experts(rank: int, world_size: int, setting: st
         atol=1e-2,
         optim=lambda params: torch.optim.Adam(params, lr=1e-3),
     )
-
-
-@on_ranks(2, 4)
-def test_mixed_dtypes_under_a_policy(rank: int, world_size: int) -> None:
-    """Behaviour 113, 114, 120: param_dtype and reduce_dtype hold for all; the sharded side keeps its dtypes."""
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = fsdp2.fully_shard(Experts(torch.float32, torch.bfloat16), mp_policy=policy)
-    seen: set[torch.dtype] = set()
-    model.router.register_forward_hook(lambda *_: seen.update(param.dtype for param in model.parameters()))
-    model(batch(0, rank)).sum().backward()
-    assert seen == {torch.bfloat16}
-    assert [param.grad.dtype for param in model.parameters()] == [param.dtype for param in model.parameters()]
-    assert {param.dtype for param in model.parameters()} == {torch.float32, torch.bfloat16}
-
-
-@on_ranks(2)
-def test_torch_and_mixed_dtypes(rank: int, world_size: int) -> None:
-    """Behaviour 120: torch refuses at the first forward."""
-    model = torch_fsdp.fully_shard(Experts(torch.float32, torch.bfloat16))
-    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
-        model(batch(0, rank))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
@@ -20,9 +19,8 @@ from tests.helpers.refused_by_torch import (
     ORDERS,
     Tied,
     shard_in_order,
-    tied_refused_by_torch,
 )
-from tests.helpers.trained_alike import SETTINGS, accumulate, one_step, options, train
+from tests.helpers.trained_alike import one_step, train
 from tests.helpers.two_layers import X, backward_of
 
 
@@ -64,34 +62,6 @@ def test_tied(rank: int, world_size: int, order: str, root_raf: bool | None, rec
     model = train(rank, world_size, lambda: Tied(recompute), shard, backward=step_and_check_ties)
     assert_tied(model)
     assert isinstance(model.head.weight, DTensor)
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("order", ["embed", "head_embed"])
-def test_tied_settings(rank: int, world_size: int, setting: str, order: str) -> None:
-    """Behaviour 72, 87, 106: under every way to reshard, and with replicas."""
-    given = options(setting, world_size)
-    train(
-        rank,
-        world_size,
-        Tied,
-        lambda api, m: shard_in_order(api, m, order, **given),
-        backward=step_and_check_ties,
-    )
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("order", ["embed", "embed_head"])
-def test_tied_accumulation(rank: int, world_size: int, order: str) -> None:
-    """Behaviour 87, 96: two uses a microbatch, three microbatches, one reduction."""
-    train(
-        rank,
-        world_size,
-        Tied,
-        lambda api, m: shard_in_order(api, m, order),
-        backward=lambda model, step, which: accumulate(model, step, which, "no_sync"),
-    )
 
 
 @on_ranks(2)
@@ -171,31 +141,6 @@ def test_three_names(rank: int, world_size: int, units: list[str], root_raf: boo
     model = train(rank, world_size, ThreeNames, shard)
     assert model.encoder[0].weight is model.decoder[0].weight is model.head.weight
     assert len(list(model.parameters())) == len(list(ThreeNames().parameters()))
-
-
-@on_ranks(2)
-def test_tied_in_mixed_precision(rank: int, world_size: int) -> None:
-    """Behaviour 87, 113: gradients are those of a model that has one unit for everything."""
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plain = Tied()
-    models: list[Any] = [copy.deepcopy(plain), copy.deepcopy(plain)]
-    fsdp2.fully_shard(models[0], mp_policy=policy)
-    shard_in_order(fsdp2, models[1], "embed_head", mp_policy=policy)
-    for model in models:
-        model(batch(0, rank)).float().square().mean().backward()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one.grad.to_local(), other.grad.to_local())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("order", ["embed", "head", "embed_head"])
-def test_torch_and_tied(rank: int, world_size: int, order: str) -> None:
-    """Behaviour 87: torch tears the names apart, and refuses at the first forward."""
-    model: Any = Tied()
-    shard_in_order(torch_fsdp, model, order)
-    assert model.embed.weight is not model.head.weight
-    with tied_refused_by_torch():
-        model(batch(0, rank)).sum().backward()
 
 
 def tied() -> Any:

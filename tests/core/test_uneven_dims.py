@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -41,10 +40,3 @@ def test_uneven_dims(rank: int, world_size: int, setting: str, dim: int) -> None
     for param in model.parameters():
         assert local(param).shape == shard_like(full(param), param).shape
         assert param.placements[-1].dim == place(param).dim % param.ndim
-
-
-@on_ranks(4)
-def test_torch_and_uneven_dims(rank: int, world_size: int) -> None:
-    """Behaviour 186: torch refuses."""
-    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
-        torch_fsdp.fully_shard(Cube(), shard_placement_fn=lambda param: Shard(param.ndim - 1 and 1))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.parity_models import TORCH_VERSION, Block
+from tests.helpers.parity_models import Block
 
 
 class Experts(nn.Module):
@@ -109,13 +107,6 @@ class PackedLinear(nn.Module):
         return torch.tanh(linear(x, weight) + linear(linear(x, self.lora_a), self.lora_b))
 
 
-def packed_refused_by_torch() -> Any:
-    """Torch 2.11 refuses packed parameters when they are sharded, later versions in forward."""
-    if TORCH_VERSION < (2, 12):
-        return pytest.raises(RuntimeError, match="can require gradients")
-    return pytest.raises(AttributeError, match="quant_state")
-
-
 class Tied(nn.Module):
     """Embedding and head of one weight, 7 x 8, and two blocks between them."""
 
@@ -153,10 +144,3 @@ def shard_in_order(api: Any, model: nn.Module, order: str, root_raf: bool | None
     for name in ORDERS[order]:
         raf = {} if name or root_raf is None else {"reshard_after_forward": root_raf}
         api.fully_shard(model.get_submodule(name), **{**given, **raf})
-
-
-def tied_refused_by_torch() -> Any:
-    """Torch 2.11 does not notice: it trains the two names apart."""
-    if TORCH_VERSION < (2, 12):
-        return contextlib.nullcontext()
-    return pytest.raises(ValueError, match=r"embed\.weight|head\.weight")
