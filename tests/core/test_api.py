@@ -3,23 +3,15 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import pickle
 
 import pytest
-import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp2
 from fsdp2 import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from tests.helpers.models import (
@@ -28,17 +20,6 @@ from tests.helpers.models import (
 )
 from tests.helpers.ranks import on_ranks
 
-EXPORTED = [
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
 RECURSIVE = [
     "set_requires_gradient_sync",
     "set_requires_all_reduce",
@@ -62,24 +43,6 @@ NOT_RECURSIVE = [
     "set_symm_mem_for_comm",
     "set_unshard_in_backward",
 ]
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_name_is_exported(name: str) -> None:
-    """Behaviour 1: the names of torch.distributed.fsdp that belong to FSDP2."""
-    assert getattr(fsdp2, name) is not None
-    assert name in fsdp2.__all__
-
-
-@on_ranks(2)
-def test_arguments_are_keyword_only(rank: int, world_size: int) -> None:
-    """Behaviour 2: a positional mesh is a TypeError, and changes nothing."""
-    module = nn.Linear(2, 2)
-    with pytest.raises(TypeError):
-        fully_shard(module, init_device_mesh("cpu", (world_size,)))
-    assert type(module) is nn.Linear
-    kinds = {p.kind for name, p in inspect.signature(fully_shard).parameters.items() if name != "module"}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 class Special(nn.Linear):
@@ -130,27 +93,6 @@ def test_state(rank: int, world_size: int) -> None:
 def test_pickling_is_refused(rank: int, world_size: int) -> None:
     """Behaviour 7: pickle fails early, and says what to do."""
     assert "state_dict" in error_of(AssertionError, lambda: pickle.dumps(fully_shard(nn.Linear(2, 2))))
-
-
-def test_mixed_precision_policy() -> None:
-    """Behaviour 8: frozen, hashable, with this positional order."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
-    assert policy.param_dtype == torch.bfloat16
-    assert policy.reduce_dtype == torch.float32
-    assert policy.output_dtype == torch.float16
-    assert policy.cast_forward_inputs is False
-    assert MixedPrecisionPolicy() == MixedPrecisionPolicy(None, None, None, True)
-    assert {policy: 1}[copy.copy(policy)] == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.param_dtype = torch.float32  # type: ignore[misc]
-
-
-def test_offload_policies() -> None:
-    """Behaviour 8: CPUOffloadPolicy is an OffloadPolicy, pinned by default."""
-    assert issubclass(CPUOffloadPolicy, OffloadPolicy)
-    assert CPUOffloadPolicy().pin_memory is True
-    assert CPUOffloadPolicy(pin_memory=False).pin_memory is False
-    assert CPUOffloadPolicy() == CPUOffloadPolicy() and OffloadPolicy() != CPUOffloadPolicy()
 
 
 def test_data_parallel_mesh_dims() -> None:

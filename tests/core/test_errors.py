@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import (
     DataParallelMeshDims,
-    FSDPModule,
     OrderError,
     ShardPlacementResult,
     UnsupportedError,
@@ -21,30 +19,8 @@ from fsdp2 import (
     fully_shard,
 )
 from tests.helpers.models import check_step, error_of, is_sharded, linears, sharded_copy, wrapped
-from tests.helpers.parity_models import expect, full, mesh_2d
+from tests.helpers.parity_models import expect
 from tests.helpers.ranks import on_ranks
-
-
-@on_ranks(2)
-def test_twice(rank: int, world_size: int) -> None:
-    """Behaviour 181: a module is sharded once."""
-    model = fully_shard(nn.Linear(2, 2))
-    expect(
-        rank,
-        wrapped(error_of(AssertionError, lambda: fully_shard(model))),
-        """\
-fully_shard: this FSDPLinear is sharded already; call it once a module
-""",
-    )
-    linear = nn.Linear(2, 2)
-    expect(
-        rank,
-        wrapped(error_of(AssertionError, lambda: fully_shard([linear, nn.ReLU(), linear]))),
-        """\
-fully_shard: a module appears twice in the list
-""",
-    )
-    assert type(linear) is nn.Linear
 
 
 @on_ranks(2)
@@ -93,59 +69,6 @@ on its elements, or on a list of them
     check_step(sharded_copy(plain, fully_shard), plain, rank, world_size)
 
 
-@on_ranks(2)
-def test_not_a_module(rank: int, world_size: int) -> None:
-    """Behaviour 2, 19: the argument is a module or a list of modules."""
-    expect(
-        rank,
-        wrapped(error_of(ValueError, lambda: fully_shard([nn.Linear(2, 2), "head"]))),
-        """\
-fully_shard: expected an nn.Module, got <class 'str'>
-""",
-    )
-    expect(
-        rank,
-        wrapped(error_of(ValueError, lambda: fully_shard([]))),
-        """\
-fully_shard: expected at least one module, got an empty list
-""",
-    )
-
-
-@on_ranks(4)
-def test_mesh_of_three_axes(rank: int, world_size: int) -> None:
-    """Behaviour 183: a mesh has one or two axes; the error shows the mesh."""
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
-    model = nn.Linear(2, 2)
-    text = error_of(ValueError, lambda: fully_shard(model, mesh=mesh))
-    assert str(mesh) in text
-    expect(
-        rank,
-        wrapped(text.replace("((), 2, 1)", "(4, 2, 1)")),  # the strides from torch 2.13 on, and before
-        """\
-fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got DeviceMesh((a=1, b=2, c=2),
-'cpu', stride=(4, 2, 1)). With model-parallel axes in one mesh, pass the data-parallel part
-(mesh['dp']) or name its axes with dp_mesh_dims.
-""",
-    )
-    assert not isinstance(model, FSDPModule)
-
-
-@on_ranks(4)
-def test_unnamed_2d_mesh(rank: int, world_size: int) -> None:
-    """Behaviour 106: without names nobody can see which axis is which."""
-    mesh = DeviceMesh("cpu", mesh_2d(2, 2).mesh)
-    expect(
-        rank,
-        wrapped(error_of(AssertionError, lambda: fully_shard(nn.Linear(2, 2), mesh=mesh))),
-        """\
-fully_shard: a 2-D mesh needs mesh_dim_names, the first for the replicate axis and the second for
-the shard axis; got DeviceMesh((2, 2), 'cpu', stride=(2, 1)) without names. Pass
-mesh_dim_names=('replicate', 'shard') to init_device_mesh.
-""",
-    )
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("by_name", [False, True])
 def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_name: bool) -> None:
@@ -163,41 +86,6 @@ def test_mesh_in_another_order_than_its_groups(rank: int, world_size: int, by_na
         fully_shard(nn.Linear(2, 2), mesh=replicas)  # the order of replicas does not matter, unless they share shards
         policy = ZeroPolicy(3, shard_replicas=True)
         error_of(UnsupportedError, lambda: fully_shard(nn.Linear(2, 2), mesh=replicas, zero=policy))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dim", [2, -3])
-def test_shard_dim_out_of_range(rank: int, world_size: int, dim: int) -> None:
-    """Behaviour 186: with the dim, the number of dims and the shape."""
-    text = error_of(AssertionError, lambda: fully_shard(linears(1), shard_placement_fn=lambda param: Shard(dim)))
-    expect(
-        rank,
-        wrapped(text.replace(str(dim), "DIM", 1)),
-        """\
-shard_placement_fn: Shard(DIM) for '0.weight', which has 2 dims: (4, 4)
-""",
-    )
-
-
-@on_ranks(2, 4)
-def test_uneven_dim_other_than_the_first(rank: int, world_size: int) -> None:
-    """Behaviour 186, 28: FSDP2 refuses to cut 5 columns over 2 ranks; here it works, and pads."""
-    plain = nn.Linear(5, 3)
-    placement = {2: Shard(1), 1: None}
-    model = sharded_copy(plain, lambda m: fully_shard(m, shard_placement_fn=lambda param: placement[param.ndim]))
-    wanted = plain.weight.detach().chunk(world_size, dim=1)
-    assert torch.equal(model.weight.to_local(), wanted[rank] if rank < len(wanted) else torch.empty(3, 0))
-    assert torch.equal(full(model.weight), plain.weight)
-    check_step(model, plain, rank, world_size, dim=5)
-    assert model.weight.grad.to_local().is_contiguous()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("placement", [0, "0", Replicate()], ids=["int", "str", "replicate"])
-def test_placement_fn_results(rank: int, world_size: int, placement: object) -> None:
-    """Behaviour 186: a placement function returns a Shard, a result with a mesh, or None."""
-    call: Callable[[], object] = lambda: fully_shard(linears(1), shard_placement_fn=lambda param: placement)  # noqa: E731
-    assert "0.weight" in error_of(ValueError, call) and repr(placement) in error_of(ValueError, call)
 
 
 @on_ranks(4)

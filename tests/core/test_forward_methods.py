@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard, register_fsdp_forward_method
-from tests.helpers.models import error_of, is_sharded, linears, units, wrapped
-from tests.helpers.parity_models import assert_gradients, batch, expect, mean_gradients
+from tests.helpers.models import is_sharded, linears, units
+from tests.helpers.parity_models import assert_gradients, batch, mean_gradients
 from tests.helpers.ranks import on_ranks
 
 
@@ -173,29 +173,6 @@ def test_callables_that_are_not_methods(rank: int, world_size: int, name: str) -
     else:
         out.sum().backward()
         assert model.linear.weight.grad is not None
-
-
-@on_ranks(2)
-def test_missing_method(rank: int, world_size: int) -> None:
-    """Behaviour 177: ValueError on a sharded module."""
-    model = fully_shard(Encoder())
-    expect(
-        rank,
-        wrapped(error_of(ValueError, lambda: register_fsdp_forward_method(model, "decode"))),
-        """\
-register_fsdp_forward_method: <class 'tests.core.test_forward_methods.Encoder'> has no method
-'decode'
-""",
-    )
-
-
-@on_ranks(2)
-def test_plain_module_is_left_alone(rank: int, world_size: int) -> None:
-    """Behaviour 177: a no-op, for a missing method as well."""
-    model = Encoder()
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "decode")
-    assert "encode" not in vars(model) and model.encode.__func__ is Encoder.encode
 
 
 @on_ranks(2)

@@ -72,22 +72,6 @@ def test_same_bits(rank: int, world_size: int, mode: str, hsdp: bool, raf: bool)
 
 
 @on_ranks(2, 4)
-def test_mixed_precision(rank: int, world_size: int) -> None:
-    """Behaviour 113, 155: gathered in param_dtype, reduced in reduce_dtype, as without offload; the rest stays fp32."""
-    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plain = Stack(depth=2)
-    models = [
-        offloaded(api, copy.deepcopy(plain), mp_policy=policy),
-        shard_blocks(api, copy.deepcopy(plain), mp_policy=policy),
-    ]
-    for model in models:
-        run_step(model, rank, 0, 8)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert one.grad.dtype == torch.float32
-        assert torch.equal(local(one.grad), local(other.grad))
-
-
-@on_ranks(2, 4)
 def test_everything_is_in_host_memory(rank: int, world_size: int) -> None:
     """Behaviour 155: parameters and gradients, and so the state that the optimizer makes of them; not pinned, as
     asked."""
@@ -113,14 +97,6 @@ def test_models_in_sequence(rank: int, world_size: int) -> None:
         model.zero_grad()
         run_step(model, rank, step)
         assert_gradients(model, reference_grads(plain, world_size, step))
-
-
-@on_ranks(2)
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning works here")
-def test_pinning_without_an_accelerator(rank: int, world_size: int) -> None:
-    """Behaviour 155: `pin_memory`, the default, needs an accelerator."""
-    with pytest.raises(RuntimeError):
-        api.fully_shard(nn.Linear(4, 4), offload_policy=api.CPUOffloadPolicy())
 
 
 @on_ranks(2)

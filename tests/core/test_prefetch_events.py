@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2 import FSDPModule, events, fully_shard
+from fsdp2 import events, fully_shard
 from tests.helpers.parity_models import (
     Layers,
     assert_gradients,
@@ -104,25 +104,6 @@ reshard (root)
     for layer in layers:
         layer.set_modules_to_backward_prefetch([])
     assert run_logged(model, rank, *FORMS) == run_logged(sharded(4), rank, *FORMS)
-
-
-@on_ranks(2)
-def test_backward_prefetch_overrides_one_module_only(rank: int, world_size: int) -> None:
-    """Behaviour 68: layer 3 names layer 1; layer 2 and the others keep the implicit prefetch."""
-    model = sharded(4)
-    model.layers[3].set_modules_to_backward_prefetch([model.layers[1]])
-    _, backward = run_logged(model, rank, "unshard")
-    assert backward.split()[1::2] == ["(root)", "layers.3", "layers.1", "layers.2", "layers.0"]
-
-
-@on_ranks(2)
-def test_prefetch_setters_check_their_lists(rank: int, world_size: int) -> None:
-    """Behaviour 70: anything but a sharded module is a ValueError that names the type."""
-    model = sharded(2)
-    for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="Linear"):
-            setter([model.layers[0], nn.Linear(2, 2)])
-    assert isinstance(model, FSDPModule)
 
 
 @on_ranks(2)

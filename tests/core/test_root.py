@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import events, fully_shard
 from tests.helpers.models import (
-    check_step,
     error_of,
     is_sharded,
     is_unsharded,
@@ -25,7 +23,7 @@ from tests.helpers.models import (
     units,
     wrapped,
 )
-from tests.helpers.parity_models import Layers, assert_gradients, batch, expect, lines, mean_gradients
+from tests.helpers.parity_models import Layers, assert_gradients, batch, expect, lines
 from tests.helpers.ranks import on_ranks
 
 
@@ -45,19 +43,6 @@ def test_first_to_run_is_root_of_all_below(rank: int, world_size: int) -> None:
         run_step(model, rank)
     assert units(log, "root_pre_forward") == [""] and units(log, "root_post_backward") == [""]
     assert set(units(log, "pre_forward")) == {"", "0", "0.0", "0.1"}
-
-
-@on_ranks(2)
-def test_nothing_happens_before_the_first_forward(rank: int, world_size: int) -> None:
-    """Behaviour 37: sharding and settings communicate nothing and touch no parameter."""
-    with events.record() as log:
-        model = shard_layers(linears(2))
-        model.set_requires_gradient_sync(True)
-        model[0].set_modules_to_forward_prefetch([model[1]])
-        model.state_dict()
-        model.reset_iter_state()
-    assert log == []
-    assert is_sharded(model)
 
 
 @on_ranks(2)
@@ -197,65 +182,6 @@ def test_prefetch_does_not_cross_roots(rank: int, world_size: int) -> None:
     assert ("unshard", "b0") in order[:second_root]
     assert ("unshard", "a0") not in order[:second_root]
     assert_gradients(model, reference_grads(plain, world_size))
-
-
-@on_ranks(2)
-def test_child_alone_after_the_root_ran(rank: int, world_size: int) -> None:
-    """Behaviour 42: a child's own forward and backward gather and reduce only its own parameters."""
-    plain = linears(3)
-    model = sharded_copy(plain, shard_layers)
-    check_step(model, plain, rank, world_size)
-    model.zero_grad()
-    with events.record() as log:
-        run_step(model[1], rank)
-    assert set(units(log, "all_gather")) == {"1"} and units(log, "reduce_scatter") == ["1"]
-    assert is_sharded(model)
-    assert model[0].weight.grad is None and model[2].weight.grad is None
-    expected = mean_gradients(plain[1], world_size, run_step)
-    assert_gradients(model[1], expected)
-    check_step(model, plain, rank, world_size)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("value", [None, True, False])
-def test_reshard_after_forward_of_the_root(rank: int, world_size: int, value: bool | None) -> None:
-    """Behaviour 43: None means False for the root and True for the others."""
-    model = linears(2)
-    fully_shard(model[0], reshard_after_forward=value)
-    fully_shard(model, reshard_after_forward=value)
-    with events.record() as log:
-        model(batch(0, rank, 4))
-    assert units(log, "reshard") == {None: ["0"], True: ["0", ""], False: []}[value]
-    assert isinstance(model[0].weight, DTensor) == (value is not False)
-    assert isinstance(model[1].weight, DTensor) == (value is True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("value", [None, 2, 1.0, "yes"])
-def test_set_reshard_after_forward_values(rank: int, world_size: int, value: object) -> None:
-    """Behaviour 43: a bool, nothing else."""
-    model = fully_shard(nn.Linear(4, 4))
-    text = error_of(ValueError, lambda: model.set_reshard_after_forward(value))
-    assert repr(value) in text and "bool" in text
-
-
-class NoInputs(nn.Module):
-    """A forward without arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(4.0))
-
-    def forward(self) -> Tensor:
-        return self.weight.square().sum()
-
-
-@on_ranks(2)
-def test_forward_without_inputs(rank: int, world_size: int) -> None:
-    """Behaviour 44: the root's forward needs no arguments."""
-    model = fully_shard(NoInputs())
-    model().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), 2 * torch.arange(4.0))
 
 
 class AnyInputs(nn.Module):
