@@ -19,7 +19,7 @@ import torch.distributed.fsdp
 from fsdp2 import UnsupportedError
 from fsdp2.compat import is_installed
 from fsdp2.compat.__main__ import BOOTSTRAP, main
-from fsdp2.compat.installing import IMPLEMENTATION, PUBLIC, _check_accelerate
+from fsdp2.compat.installing import PUBLIC, _check_accelerate
 from tests.helpers.interpreters import python, succeeds
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
@@ -358,33 +358,3 @@ def test_all_public_names() -> None:
         for alias in node.names
     }
     assert exported <= set(PUBLIC)
-
-
-@pytest.mark.exhaustive
-def test_all_readers_in_torch_are_known() -> None:
-    """Every module of torch that imports an FSDP2 name, by whatever path, is in a table of docs/compat.md."""
-    page = (ROOT / "docs" / "compat.md").read_text()
-    package = Path(torch.__file__).parent
-    private = "torch.distributed.fsdp._fully_shard"
-    readers = set()
-    for path in package.rglob("*.py"):
-        name = ".".join(("torch", *path.relative_to(package).with_suffix("").parts)).removesuffix(".__init__")
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if name.startswith((*IMPLEMENTATION, "torch.testing")) or name == "torch.distributed.fsdp":
-            continue
-        if "torch.distributed.fsdp" not in text and "_composable.fsdp" not in text:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module is not None:
-                taken = {alias.name for alias in node.names}
-                if node.module.startswith(private) or (
-                    node.module in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
-                    and taken & {*PUBLIC, "_fully_shard"}
-                ):
-                    readers.add(name)
-            elif (isinstance(node, ast.Import) and any(a.name.startswith(private) for a in node.names)) or (
-                isinstance(node, ast.Attribute) and ast.unparse(node).startswith(private)
-            ):
-                readers.add(name)
-    assert "torch.distributed.pipelining.stage" in readers and "torch._dynamo.guards" in readers
-    assert not {name for name in readers if f"`{name}`" not in page}

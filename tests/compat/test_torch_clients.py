@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,11 +35,8 @@ import fsdp2
 from fsdp2 import fully_shard
 from tests.helpers.parity_models import (
     Stack,
-    TiedLm,
     assert_gradients,
-    batch,
     full,
-    local,
     mean_gradients,
     mesh_2d,
     one_batch,
@@ -154,33 +150,6 @@ def test_full_state_dicts(rank: int, world_size: int, how: str, layout: str) -> 
 
 
 @on_ranks(2)
-def test_full_state_dict_of_one_process(rank: int, world_size: int) -> None:
-    """Behaviour 170: whole states are those of an unsharded model, both ways."""
-    plain = SMALL()
-    plain_optim = adam(plain)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
-    optim = adam(model)
-    assert_equal_states(get_model_state_dict(model, options=FULL), plain.state_dict())
-    for step in range(2):  # the same data on all ranks: both see the same mean
-        for each, each_optim in ((plain, plain_optim), (model, optim)):
-            one_batch(each, step, 0)
-            each_optim.step()
-            each_optim.zero_grad()
-    states = [get_optimizer_state_dict(*pair, options=FULL) for pair in ((model, optim), (plain, plain_optim))]
-    ours, theirs = flat(states[0]), flat(states[1])
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        if isinstance(value, Tensor):
-            assert_close(value, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
-        else:
-            assert value == theirs[name], name
-    other, other_optim = fresh()
-    set_model_state_dict(other, plain.state_dict(), options=FULL)
-    set_optimizer_state_dict(other, other_optim, copy.deepcopy(states[1]), options=FULL)
-    assert_trains_alike(0, (plain, plain_optim), (other, other_optim))
-
-
-@on_ranks(2)
 def test_state_dict_options(rank: int, world_size: int) -> None:
     """Behaviour 167: frozen parameters left out, and a part of a model loaded with `strict=False`."""
     model: Any = shard_blocks(fsdp2, Stack())
@@ -193,20 +162,6 @@ def test_state_dict_options(rank: int, world_size: int) -> None:
     assert result.missing_keys == ["inp.weight"]
     assert torch.equal(full(other.inp.weight), before)
     assert torch.equal(full(other.out.weight), full(model.out.weight))
-
-
-@on_ranks(2)
-def test_tied_weights_in_full_state_dicts(rank: int, world_size: int) -> None:
-    """Behaviour 170: a tied weight stands under both names, and stays tied."""
-    model, optim = trained(rank, build=TiedLm)
-    state = get_model_state_dict(model, options=FULL)
-    assert torch.equal(state["embed.weight"], state["head.weight"])
-    other, other_optim = fresh(build=TiedLm)
-    set_model_state_dict(other, state, options=FULL)
-    optim_state = copy.deepcopy(get_optimizer_state_dict(model, optim, options=FULL))
-    set_optimizer_state_dict(other, other_optim, optim_state, options=FULL)
-    assert other.embed.weight is other.head.weight
-    assert_trains_alike(rank, (model, optim), (other, other_optim))
 
 
 # --- torch.distributed.checkpoint -------------------------------------------------------------------------------------
@@ -251,24 +206,6 @@ def test_checkpoint_of_torchs_fsdp2(rank: int, world_size: int, tmp_path: Path, 
 # --- norms and counters -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
-def test_total_norm_and_clip(rank: int, world_size: int, hsdp: bool) -> None:
-    """Behaviour 171: `get_total_norm` of the gradients, then `clip_grads_with_norm_`: the two halves of clipping."""
-    plain = Stack()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, world_size // 2) if hsdp else None)
-    one_batch(model, 0, rank)
-    for name, grad in mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)).items():
-        plain.get_parameter(name).grad = grad
-    expected = nn.utils.get_total_norm([param.grad for param in plain.parameters() if param.grad is not None])
-    norm = nn.utils.get_total_norm([param.grad for param in model.parameters()])
-    assert isinstance(norm, DTensor)
-    assert_close(full(norm), expected, rtol=1e-5, atol=1e-7)
-    nn.utils.clip_grads_with_norm_(plain.parameters(), 0.1 * expected.item(), expected)
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1 * expected.item(), full(norm))
-    assert_gradients(model, {name: param.grad for name, param in plain.named_parameters()})
-
-
 @on_ranks(2)
 def test_comm_debug_mode(rank: int, world_size: int) -> None:
     """Behaviour 171: training and clipping run under `CommDebugMode`; the norm takes one all-reduce a mesh axis."""
@@ -296,47 +233,7 @@ def test_flop_counter(rank: int, world_size: int) -> None:
     assert flops[0] == flops[1] > 0
 
 
-@on_ranks(2)
-def test_anomaly_mode(rank: int, world_size: int) -> None:
-    """`detect_anomaly` finds nothing to complain about, and the gradients are the same."""
-    plain = Stack()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
-    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        one_batch(model, 0, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)))
-
-
 # --- averaging and parametrizations -----------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["swa", "ema"])
-def test_averaged_model(rank: int, world_size: int, kind: str, when: str) -> None:
-    """Behaviour 7: an `AveragedModel` made before its model is sharded (and then sharded too) or after averages
-    shards."""
-    multi = get_ema_multi_avg_fn(0.5) if kind == "ema" else None
-    plain = Stack()
-    model: Any = copy.deepcopy(plain)
-    if when == "before":
-        average = AveragedModel(model, multi_avg_fn=multi)
-        shard_blocks(fsdp2, average.module)
-    shard_blocks(fsdp2, model)
-    if when == "after":
-        average = AveragedModel(model, multi_avg_fn=multi)
-    plain_average = AveragedModel(plain, multi_avg_fn=multi)
-    pairs = [(plain, plain_average), (model, average)]
-    optims = [torch.optim.SGD(each.parameters(), lr=0.1) for each, _ in pairs]
-    for step in range(3):
-        for (each, its_average), optim in zip(pairs, optims, strict=True):
-            one_batch(each, step, 0)  # the same data on all ranks
-            optim.step()
-            optim.zero_grad()
-            its_average.update_parameters(each)
-    for (name, param), expected in zip(average.named_parameters(), plain_average.parameters(), strict=True):
-        assert isinstance(param, DTensor)
-        assert_close(full(param.detach()), expected.detach(), rtol=1e-5, atol=1e-7, msg=name)
-    assert_close(average(batch(9, rank)), plain_average(batch(9, rank)))
 
 
 @on_ranks(2)
@@ -362,32 +259,3 @@ def test_parametrizations(rank: int, world_size: int, kind: Callable[[nn.Module]
     for (name, param), expected in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert name == expected[0]
         assert_close(full(param), expected[1], rtol=1e-4, atol=1e-6, msg=name)
-
-
-@on_ranks(2)
-def test_parameter_groups_and_schedulers(rank: int, world_size: int) -> None:
-    """Groups by name and a scheduler: each shard gets its group's own learning rate and decay."""
-    plain = Stack()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain))
-
-    def optimizer(each: nn.Module) -> torch.optim.Optimizer:
-        named = list(each.named_parameters())
-        return torch.optim.AdamW(
-            [
-                {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 1e-2},
-                {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.5, "lr": 1e-3},
-            ]
-        )
-
-    optims = [optimizer(each) for each in (plain, model)]
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 4) for each in optims]
-    for step in range(3):
-        for each, optim, scheduler in zip((plain, model), optims, schedulers, strict=True):
-            one_batch(each, step, 0)
-            optim.step()
-            optim.zero_grad()
-            scheduler.step()
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        wanted = expected.detach()
-        assert_close(full(param.detach()), wanted, rtol=1e-4, atol=1e-6, msg=name)
-        assert local(param).numel() < wanted.numel()
