@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
-from torch.testing import assert_close
 
 import fsdp2
 from tests.helpers.either_api import ON_TORCH, api, sharded, train
@@ -28,7 +27,6 @@ from tests.helpers.parity_models import (
     assert_gradients,
     batch,
     full,
-    local,
     mean_gradients,
     mesh_2d,
 )
@@ -141,21 +139,6 @@ def test_custom_reduce_scatter(rank: int, world_size: int, dim: int) -> None:
 
 
 @on_ranks(2, 4)
-def test_large_parameters_with_custom_collectives(rank: int, world_size: int) -> None:
-    """Behaviour 134, 135: parameters that would be gathered without a copy take the user's flat buffer, too."""
-    plain = linears(2, 128)
-    model = copy.deepcopy(plain)
-    api.fully_shard(model)
-    gather, reduce = ListGather(True), SumAndCut()
-    model.set_custom_all_gather(gather)
-    model.set_custom_reduce_scatter(reduce)
-    train(model, plain, rank, world_size, 128)
-    numel = 2 * (128 * 128 + 128)
-    assert [buffer.numel() for buffer in gather.allocated] == [numel] * 2
-    assert [buffer.numel() for buffer in reduce.allocated] == [numel, numel // world_size] * 2
-
-
-@on_ranks(2, 4)
 def test_reused_buffer(rank: int, world_size: int) -> None:
     """Behaviour 134: a collective may hand out the same buffer each time: nothing of a gather lives in it when the next
     one of this unit starts."""
@@ -164,20 +147,6 @@ def test_reused_buffer(rank: int, world_size: int) -> None:
     for module in (model, *model.layers):
         module.set_custom_all_gather(Reused())
     train(model, plain, rank, world_size, 5, steps=3)
-
-
-@on_ranks(2, 4)
-def test_custom_collectives_in_mixed_precision(rank: int, world_size: int) -> None:
-    """Behaviour 113, 114, 134, 135: buffers come in the dtypes on the wire."""
-    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = api.fully_shard(nn.Linear(4, 4), mp_policy=policy)
-    gather, reduce = ListGather(), SumAndCut()
-    model.set_custom_all_gather(gather)
-    model.set_custom_reduce_scatter(reduce)
-    model(batch(0, rank, 4)).sum().backward()
-    assert {buffer.dtype for buffer in gather.allocated} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in reduce.allocated} == {torch.float32}
-    assert_close(local(model.bias.grad), torch.full_like(local(model.bias.grad), 3.0))
 
 
 @on_ranks(4)
@@ -193,28 +162,6 @@ def test_custom_collectives_with_hsdp(rank: int, world_size: int) -> None:
     pair = [rank // 2 * 2, rank // 2 * 2 + 1]
     for call in gather.calls + reduce.calls:
         assert dist.get_process_group_ranks(call["group"]) == pair
-
-
-@on_ranks(2)
-def test_process_group_buffers_after_a_custom_collective(rank: int, world_size: int) -> None:
-    """Behaviour 136: refused, since the collective allocates by itself."""
-    model: Any = api.fully_shard(nn.Linear(4, 4))
-    model.set_custom_all_gather(ListGather())
-    with pytest.raises(AssertionError):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-    model = api.fully_shard(nn.Linear(4, 4))
-    model.set_custom_reduce_scatter(SumAndCut())
-    with pytest.raises(AssertionError):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-
-
-@on_ranks(2)
-def test_symmetric_memory_after_a_custom_collective(rank: int, world_size: int) -> None:
-    """Behaviour 136: refused for the same reason, before anything of NCCL is touched."""
-    model: Any = api.fully_shard(nn.Linear(4, 4))
-    model.set_custom_all_gather(ListGather())
-    with pytest.raises(AssertionError):
-        model.set_symm_mem_for_comm()
 
 
 @on_ranks(2)
@@ -259,39 +206,7 @@ def test_unit_with_several_groups(rank: int, world_size: int, setter: str) -> No
         assert sorted(seen) == [(2, 10), (4, 5)]
 
 
-# --- the all-reduce hook ----------------------------------------------------------------------------------------------
-
-
 # --- buffers, groups, streams -----------------------------------------------------------------------------------------
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("num", [1, 2, 5])
-@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
-def test_input_buffers(rank: int, world_size: int, num: int, hsdp: bool) -> None:
-    """Behaviour 139: how many are in flight changes no bit of the gradients; one unit with more counts for all."""
-    mesh = mesh_2d(2, world_size // 2) if hsdp else None
-    results = []
-    for value in (1, num):
-        torch.manual_seed(0)
-        model = sharded(Stack(depth=3), mesh=mesh)
-        model.blocks[1].set_reduce_scatter_max_input_buffers(value)
-        for step in range(2):
-            run_step(model, rank, step, 8)
-        results.append([local(param.grad) for param in model.parameters()])
-    for one, several in zip(*results, strict=True):
-        assert torch.equal(one, several)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("value", "kind"), [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), ("2", TypeError)]
-)
-def test_input_buffers_values(rank: int, world_size: int, value: object, kind: type[Exception]) -> None:
-    """Behaviour 139: a whole number, 1 or more."""
-    model: Any = api.fully_shard(linears(1))
-    with pytest.raises(kind):
-        model.set_reduce_scatter_max_input_buffers(value)
 
 
 def groups_used(model: Any, rank: int) -> tuple[list[Any], list[Any]]:
@@ -328,18 +243,6 @@ def test_separate_reduce_scatter_group(rank: int, world_size: int, hsdp: bool) -
     model.set_separate_reduce_scatter_group(False)
     assert groups_used(model, rank) == ([gather] * 2, [gather] * 2)
     assert_gradients(model, reference_grads(plain, world_size))
-
-
-@on_ranks(2)
-def test_separate_reduce_scatter_group_of_one_unit(rank: int, world_size: int) -> None:
-    """Behaviour 140: `recurse=False` is this unit only."""
-    model = sharded(Layers(2))
-    model.set_separate_reduce_scatter_group(True, recurse=False)
-    gathers, reduces = groups_used(model, rank)
-    assert reduces == gathers
-    model.layers[0].set_separate_reduce_scatter_group(True, recurse=False)
-    gathers, reduces = groups_used(model, rank)
-    assert reduces[0] != gathers[0] and reduces[1] == gathers[1]
 
 
 def pipeline(parts: Any, which: int, flagged: bool) -> None:
@@ -384,14 +287,6 @@ def test_share_comm_ctx(rank: int, world_size: int, when: str, flagged: bool) ->
         pipeline(chunks, rank, flagged)
         for index, chunk in enumerate(chunks):
             assert_gradients(chunk, {name[2:]: grad for name, grad in expected.items() if name[0] == str(index)})
-
-
-@on_ranks(2)
-def test_share_comm_ctx_arguments(rank: int, world_size: int) -> None:
-    """Behaviour 141: nothing to do for an empty list; every element must be sharded."""
-    api.share_comm_ctx([])
-    with pytest.raises(ValueError):
-        api.share_comm_ctx([api.fully_shard(linears(1)), nn.Linear(4, 4)])
 
 
 @on_ranks(2, 4)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, events, fully_shard
+from fsdp2 import events, fully_shard
 from tests.helpers.parity_models import Layers, batch, count, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 
@@ -60,48 +59,8 @@ def test_accumulation(rank: int, world_size: int, raf: bool | None, keep: bool, 
         assert counts(log) == (gathers, 4, 0)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("mode", ["no_all_reduce", "no_sync"])
-def test_hsdp_accumulation(rank: int, world_size: int, mode: str) -> None:
-    """Behaviour 107, 108: M microbatches: NM reduce-scatters (N without sync), N all-reduces either way."""
-    model = shard_blocks(fsdp2, Layers(3), mesh=mesh_2d(2, 2))
-    for _ in range(2):
-        with events.record() as log:
-            for micro in range(3):
-                if mode == "no_sync":
-                    model.set_requires_gradient_sync(micro == 2)
-                else:
-                    model.set_requires_all_reduce(micro == 2)
-                model(batch(micro, rank, 4)).sum().backward()
-        assert counts(log)[1:] == (12 if mode == "no_all_reduce" else 4, 4)
-
-
 def collectives(log: list[events.Event]) -> list[tuple[Any, ...]]:
     return [(e.kind, e.numel, e.nbytes, e.dtype, e.group_size) for e in log if e.kind in KINDS]
-
-
-@on_ranks(4)
-def test_sizes(rank: int, world_size: int) -> None:
-    """Behaviour 23: (3, 3) and (3,) over four ranks: one row each, the last rank's is padding: 4 x 4 gathered, 4
-    reduced."""
-    model = fully_shard(nn.Linear(3, 3), reshard_after_forward=True)
-    with events.record() as log:
-        model(batch(0, rank, 3)).sum().backward()
-    fp32 = torch.float32
-    gather = ("all_gather", 16, 64, fp32, 4)
-    assert collectives(log) == [gather, gather, ("reduce_scatter", 4, 16, fp32, 4)]
-
-
-@on_ranks(4)
-def test_sizes_in_mixed_precision(rank: int, world_size: int) -> None:
-    """Behaviour 113, 114: bytes on the wire are those of param_dtype and reduce_dtype; HSDP all-reduces the shard."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(nn.Linear(4, 3), mesh=mesh_2d(2, 2), mp_policy=policy, reshard_after_forward=True)
-    with events.record() as log:
-        model(batch(0, rank, 4)).sum().backward()
-    gather = ("all_gather", 20, 40, torch.bfloat16, 2)
-    reduced = (10, 40, torch.float32, 2)
-    assert collectives(log) == [gather, gather, ("reduce_scatter", *reduced), ("all_reduce", *reduced)]
 
 
 @on_ranks(4)
@@ -115,15 +74,6 @@ def test_sizes_of_a_smaller_group(rank: int, world_size: int) -> None:
         ("all_gather", 16, 2),
         ("reduce_scatter", 4, 4),
     ]
-
-
-@on_ranks(2, 4)
-def test_padded_storage(rank: int, world_size: int) -> None:
-    """Behaviour 22: one row over several ranks: every rank stores one row, all but the first show none."""
-    model: Any = fully_shard(nn.Linear(4, 1, bias=False))
-    shard = model.weight.to_local()
-    assert shard.shape == ((1, 4) if rank == 0 else (0, 4))
-    assert shard.untyped_storage().nbytes() == 16
 
 
 @on_ranks(2)

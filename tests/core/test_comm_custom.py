@@ -78,52 +78,6 @@ def filled_operand(rank: int, world_size: int, numel: int, dtype: torch.dtype) -
     return operand
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("gives_work", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_custom_all_gather(rank: int, world_size: int, dtype: torch.dtype, gives_work: bool) -> None:
-    """Behaviour 134: `allocate` for the flat output, then one call by keywords with this rank's slice of it."""
-    gathers = Gathers(gives_work)
-    comm = CustomComm(GlooComm(), all_gather=gathers)
-    operand = filled_operand(rank, world_size, 6, dtype)
-    pending = comm.all_gather([operand], world())
-    pending.wait()
-    assert operand.full.tolist() == [owner + 1 for owner in range(world_size) for _ in range(6)]
-    (allocated, asked), (called, arguments) = gathers.calls
-    assert (allocated, called) == ("allocate", "call")
-    assert asked == ((6 * world_size,), dtype, torch.device("cpu"))
-    assert set(arguments) == {"output_tensor", "input_tensor", "group", "async_op"}
-    assert arguments["output_tensor"] is gathers.tensors[0] and arguments["group"] is world()
-    slice_ = arguments["input_tensor"]
-    assert slice_.shape == (6,)
-    assert slice_.data_ptr() == arguments["output_tensor"][6 * rank :].data_ptr()
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("gives_work", [True, False])
-@pytest.mark.parametrize("average", [True, False])
-def test_custom_reduce_scatter(rank: int, world_size: int, average: bool, gives_work: bool) -> None:
-    """Behaviour 135: `allocate` for the input, then for the output, then one call by keywords; `op` says who
-    divides."""
-    scatters = Scatters(gives_work)
-    comm = CustomComm(GlooComm(), reduce_scatter=scatters)
-    source = torch.arange(5 * world_size, dtype=torch.float32) * (rank + 1)
-    before = source.clone()
-    scatter = Scatter(Operand(source, range(0, 5 * world_size + 1, 5)), torch.full((5,), -1.0))
-    comm.reduce_scatter([scatter], world(), average).wait()
-    factor = sum(range(1, world_size + 1)) / (world_size if average else 1)
-    assert scatter.output.tolist() == [value * factor for value in range(5 * rank, 5 * rank + 5)]
-    assert torch.equal(source, before)
-    first, second, (called, arguments) = scatters.calls
-    cpu = torch.device("cpu")
-    assert first == ("allocate", ((5 * world_size,), torch.float32, cpu))
-    assert second == ("allocate", ((5,), torch.float32, cpu))
-    assert called == "call" and set(arguments) == {"output_tensor", "input_tensor", "group", "op"}
-    assert arguments["input_tensor"] is scatters.tensors[0] and arguments["output_tensor"] is scatters.tensors[1]
-    assert arguments["group"] is world()
-    assert arguments["op"] == (dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
-
-
 class ForTorch:
     """As users write them for torch's FSDP2: its signatures, none of our classes, `async_op` passed on as it comes."""
 
@@ -187,18 +141,6 @@ def test_what_is_not_replaced_stays(rank: int, world_size: int) -> None:
     only_gather.all_reduce(tensor, world(), True).wait()
     assert tensor.tolist() == [0.5, 0.5]
     assert not gathers.calls and not scatters.calls
-
-
-@on_ranks(2)
-def test_several_under_way(rank: int, world_size: int) -> None:
-    """A prefetched unit gathers before the one before it has been copied out."""
-    comm = CustomComm(GlooComm(), Gathers(), Scatters())
-    operands = [filled_operand(rank, world_size, 4, torch.float32) for _ in range(3)]
-    operands[1].row(rank).add_(10)
-    pending = [comm.all_gather([operand], world()) for operand in operands]
-    for each in pending:
-        each.wait()
-    assert [operand.full[::4].tolist() for operand in operands] == [[1, 2], [11, 12], [1, 2]]
 
 
 def test_buffers_are_dropped_at_the_wait() -> None:

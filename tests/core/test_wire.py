@@ -18,12 +18,9 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from fsdp2.comm.base import Operand, Scatter
-from fsdp2.comm.flat import FlatComm
 from tests.helpers.models import error_of
 from tests.helpers.parity_models import Block, Stack, TiedLm, batch, full, local, mesh_2d, shard_blocks, shard_like
 from tests.helpers.ranks import on_ranks
-from tests.helpers.threads import run_threads
 
 BLOCK = 256
 BF16 = torch.bfloat16
@@ -178,59 +175,6 @@ def test_int8_with_hsdp_is_the_same_on_all_replicas(rank: int, world_size: int) 
     check_rounding(model, dict(plain.named_parameters()), 2)
 
 
-@on_ranks(2)
-def test_int8_from_the_meta_device(rank: int, world_size: int) -> None:
-    """Behaviour 31: sharded on meta, materialised, initialised; then as ever."""
-    with torch.device("meta"):
-        model = stack()
-    shard_blocks(fsdp2, model, mp_policy=INT8)
-    model.to_empty(device="cpu")
-    torch.manual_seed(1)
-    for param in model.parameters():
-        nn.init.normal_(local(param))
-    check_rounding(model, {name: full(param.detach()) for name, param in model.named_parameters()}, world_size)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "used_before",
-    [
-        False,
-        True,
-    ],
-)
-def test_int8_after_conversion_to_float64(rank: int, world_size: int, used_before: bool) -> None:
-    """Behaviour 33: the parameters are fp64 afterwards, sharded and unsharded, and near each other as before."""
-    torch.manual_seed(0)
-    plain = stack()
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8)
-    if used_before:
-        model(batch(0, rank))
-    model.to(torch.float64)
-    assert {param.dtype for param in unsharded(model).values()} == {torch.float64}
-    check_rounding(model, dict(plain.named_parameters()), world_size)
-    model(batch(0, rank, dtype=torch.float64)).square().mean().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
-
-
-@on_ranks(2, 4)
-def test_int8_deepcopy_is_independent(rank: int, world_size: int) -> None:
-    """A copy (EMA, teacher) gathers its own shards, also when the original has changed or gone."""
-    torch.manual_seed(0)
-    model = shard_blocks(fsdp2, stack(), mp_policy=INT8)
-    model(batch(0, rank))
-    model.reshard()
-    before = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    check_rounding(twin, before, world_size)
-    check_rounding(model, {name: value + 1.0 for name, value in before.items()}, world_size)
-    del model
-    check_rounding(twin, before, world_size)
-
-
 @on_ranks(4)
 def test_int8_backward_gather_from_the_smaller_mesh(rank: int, world_size: int) -> None:
     """Behaviour 74: what a smaller group gathers before backward is bit by bit what forward computed with: the copies
@@ -350,27 +294,6 @@ def test_training_is_one_process_that_rounds(rank: int, world_size: int, kind: s
         torch.testing.assert_close(full(param.detach()), plain.get_parameter(name).detach(), rtol=1e-3, atol=1e-3)
 
 
-@on_ranks(2, 4)
-def test_int8_loss_is_near_the_exact_one(rank: int, world_size: int) -> None:
-    """The change of the loss is, to first order, the sum of gradient times change. A change is at most half a step, and
-    even within it: variance ``scale ** 2 / 12``. So the loss changes by ``sum(|gradient| * scale) / 2`` at the very
-    most, and by the square root of ``sum((gradient * scale) ** 2) / 12`` on average, of which we allow five."""
-    torch.manual_seed(0)
-    plain = stack(hidden=300)
-    model = shard_blocks(fsdp2, copy.deepcopy(plain), mp_policy=INT8)
-    x = batch(0, rank)
-    exact = plain(x).square().mean()
-    exact.backward()
-    most, variance = 0.0, 0.0
-    for param in plain.parameters():
-        for shard, grad in zip(param.detach().chunk(world_size), param.grad.chunk(world_size), strict=True):
-            change = grad.flatten() * scales_of(shard.flatten())
-            most += change.abs().sum().item() / 2
-            variance += change.square().sum().item() / 12
-    difference = (model(x).square().mean() - exact).abs().item()
-    assert 0 < difference < 5 * variance**0.5 < most
-
-
 @on_ranks(4)
 def test_wire_with_hsdp(rank: int, world_size: int) -> None:
     """bf16 over the shard axis only; the all-reduce over the replicas stays in fp32, and so does the sum."""
@@ -419,57 +342,6 @@ def test_bytes_on_the_wire(rank: int, world_size: int, param_dtype: torch.dtype 
 
 
 # --- the error of a sum -----------------------------------------------------------------------------------------------
-
-
-def sums(rank: int, world_size: int) -> dict[str, float]:
-    """The largest error of this rank's mean gradient, over the largest mean, of three ways to reduce; against fp64.
-
-    Gradients of data-parallel ranks agree in part: a common direction and noise of the same size."""
-    numel = 4096
-    group = dist.group.WORLD
-    assert group is not None
-    common = torch.randn(numel * world_size, generator=torch.Generator().manual_seed(99))
-    everyone = [
-        common + torch.randn(numel * world_size, generator=torch.Generator().manual_seed(each))
-        for each in range(world_size)
-    ]
-    bounds = [index * numel for index in range(world_size + 1)]
-    exact = Operand(torch.stack(everyone).double().mean(0), bounds).row(rank)
-    errors = {}
-    for name, source, total in [
-        ("fp32", torch.float32, torch.float32),
-        ("bf16 wire", BF16, torch.float32),
-        ("bf16 sum", BF16, BF16),
-    ]:
-        scatter = Scatter(Operand(everyone[rank].to(source), bounds), torch.empty(numel, dtype=total))
-        FlatComm().reduce_scatter([scatter], group, True).wait()
-        errors[name] = ((scatter.output.double() - exact).norm() / exact.norm()).item()
-    return errors
-
-
-def check_order(errors: dict[str, float], world_size: int) -> None:
-    """Roundings are independent, so n of them add up to sqrt(n) of one. On the wire each rank rounds once, and the mean
-    makes it smaller: u / sqrt(3) / sqrt(n) at most (a rounding is even within +-u). A sum in bf16 rounds n - 1 times
-    more, at the size of the sum, so that its error grows with n."""
-    u = torch.finfo(BF16).eps / 2
-    assert errors["fp32"] < 1e-6
-    assert errors["fp32"] * 100 < errors["bf16 wire"] < 2 * u / (3 * world_size) ** 0.5
-    assert errors["bf16 sum"] > 1.3 * errors["bf16 wire"]
-    if world_size >= 8:
-        assert errors["bf16 sum"] > 3 * errors["bf16 wire"]
-
-
-@on_ranks(2, 4)
-def test_error_of_the_sum(rank: int, world_size: int) -> None:
-    """fp32 << bf16 wire << bf16 sum."""
-    check_order(sums(rank, world_size), world_size)
-
-
-@pytest.mark.parametrize("world_size", [8, 16])
-def test_error_of_the_sum_on_many_ranks(world_size: int) -> None:
-    """The more ranks, the better the wire's error and the worse the bf16 sum's."""
-    for errors in run_threads(world_size, sums):
-        check_order(errors, world_size)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
