@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import events, fully_shard
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.runtime import storage
 from tests.helpers.models import check_step, is_sharded, units
-from tests.helpers.parity_models import Layers, batch, expect, full, lines, mesh_2d, run_logged, shard_blocks
+from tests.helpers.parity_models import Layers, batch, expect, full, lines, run_logged, shard_blocks
 from tests.helpers.ranks import on_ranks
 from tests.races.detector import detecting
 from tests.races.models import make_model, train
@@ -349,43 +348,6 @@ def shard_all(model: nn.Module) -> Any:
     return fully_shard(model)
 
 
-@on_ranks(2)
-def test_two_units_alive_on_the_cpu(rank: int, world_size: int) -> None:
-    """docs/design.md, invariant 4: at most two units' unsharded parameters have memory at any time of a predicted
-    forward."""
-    alive: dict[int, int] = {}
-    most = 0
-    alloc, free = storage.FlatStorage.alloc, storage.FlatStorage.free
-
-    def watched_alloc(flat: storage.FlatStorage) -> None:
-        nonlocal most
-        alloc(flat)
-        alive[id(flat)] = flat.nbytes
-        most = max(most, sum(alive.values()))
-
-    def watched_free(flat: storage.FlatStorage) -> None:
-        free(flat)
-        alive.pop(id(flat), None)
-
-    dim = 512  # 1 MiB weights: shards of 512 KiB are in the direct lane, which has no buffer
-    torch.manual_seed(0)
-    model: Any = Layers(6, dim, root_weight=False)
-    shard_blocks(fsdp2, model, reshard_after_forward=True)
-    model.set_auto_forward_prefetch(True)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(storage.FlatStorage, "alloc", watched_alloc)
-        monkeypatch.setattr(storage.FlatStorage, "free", watched_free)
-        peaks = []
-        for step in range(4):
-            most = 0
-            loss = model(batch(step, rank, dim)).square().mean()
-            peaks.append(most)
-            loss.backward()
-    unit_bytes = dim * dim * 4
-    assert peaks == [unit_bytes, unit_bytes, 2 * unit_bytes, 2 * unit_bytes]
-    assert not alive
-
-
 # --- with other features ----------------------------------------------------------------------------------------------
 
 
@@ -402,81 +364,3 @@ def test_activation_checkpointing(rank: int, world_size: int, use_reentrant: boo
         if step >= 2:
             first_forward = log[: [event.kind for event in log].index("pre_backward")]
             assert unsharded_before_use(first_forward) == [f"layers.{index}" for index in range(4)]
-
-
-@on_ranks(2)
-def test_eval_forwards_between(rank: int, world_size: int) -> None:
-    """Forwards without backward count as iterations; one that stops earlier ends the prediction, no more."""
-    torch.manual_seed(0)
-    plain = Ordered()
-    model = sharded(plain)
-    for step in range(3):
-        check_step(model, plain, rank, world_size, step)
-        with torch.no_grad():
-            assert torch.allclose(model(batch(50, rank, 4)), plain(batch(50, rank, 4)), rtol=1e-5, atol=1e-6)
-        assert is_sharded(model)
-    assert unsharded_before_use(forward_log(model, rank)) == [f"layers.{index}" for index in range(4)]
-    model.order = plain.order = [0, 1]
-    with torch.no_grad():
-        assert torch.allclose(model(batch(50, rank, 4)), plain(batch(50, rank, 4)), rtol=1e-5, atol=1e-6)
-    assert is_sharded(model)
-
-
-@on_ranks(2)
-def test_two_roots(rank: int, world_size: int) -> None:
-    """Behaviour 41: each root predicts its own units only, also when they take turns."""
-    torch.manual_seed(0)
-    plains = [Ordered(3), Ordered(2)]
-    roots = [sharded(plain) for plain in plains]
-    for step in range(4):
-        for root, plain in zip(roots, plains, strict=True):
-            with events.record() as log:
-                check_step(root, plain, rank, world_size, step)
-            if step >= 2:
-                ahead = unsharded_before_use(log)
-                assert [unit for unit in ahead if unit][: len(plain.layers)] == [
-                    f"layers.{index}" for index in range(len(plain.layers))
-                ]
-
-
-@on_ranks(4)
-def test_hsdp(rank: int, world_size: int) -> None:
-    """The same prediction with replicas; the collectives are the same on all ranks."""
-    torch.manual_seed(0)
-    plain = Ordered()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), reshard_after_forward=True, mesh=mesh_2d(2, 2))
-    model.set_auto_forward_prefetch(True)
-    with events.record() as log:
-        for step in range(4):
-            check_step(model, plain, rank, world_size, step)
-    assert same_on_all_ranks(collectives(log))
-    assert len(unsharded_before_use(forward_log(model, rank))) == 4
-
-
-@on_ranks(2)
-def test_several_forwards_before_a_backward(rank: int, world_size: int) -> None:
-    """Behaviour 57: two forwards, one backward; each forward predicts, and the gradients are the sum's."""
-    torch.manual_seed(0)
-    plain = Ordered()
-    model = sharded(plain)
-    for step in range(3):
-        loss = model(batch(step, rank, 4)).sum() + model(batch(step + 10, rank, 4)).square().sum()
-        loss.backward()
-        wanted = []
-        for each in range(world_size):
-            plain.zero_grad()
-            (plain(batch(step, each, 4)).sum() + plain(batch(step + 10, each, 4)).square().sum()).backward()
-            wanted.append([param.grad.clone() for param in plain.parameters()])
-        for index, param in enumerate(model.parameters()):
-            mean = torch.stack([grads[index] for grads in wanted]).mean(0)
-            assert torch.allclose(full(param.grad), mean, rtol=1e-4, atol=1e-5)
-        model.zero_grad()
-    assert is_sharded(model)
-
-
-@on_ranks(2)
-def test_setter_wants_a_bool(rank: int, world_size: int) -> None:
-    """Anything but a bool is an error that names what it got."""
-    model = sharded()
-    with pytest.raises(ValueError, match="got 1"):
-        model.set_auto_forward_prefetch(1)

@@ -23,9 +23,7 @@ from tests.helpers.parity_models import (
     Stack,
     assert_gradients,
     batch,
-    local,
     mean_gradients,
-    mesh_2d,
     shard_blocks,
 )
 from tests.helpers.ranks import on_ranks
@@ -193,22 +191,6 @@ def test_an_error_at_the_end_of_backward(rank: int, world_size: int) -> None:
     assert_gradients(model, mean_gradients(plain, world_size, step))
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("blows_in", ["forward", "backward"])
-def test_hsdp(rank: int, world_size: int, blows_in: str) -> None:
-    """Behaviour 178: the same with HSDP, where all-reduces may be under way."""
-    plain = Fused()
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
-    model.fuse.blows_in = blows_in
-    with pytest.raises(Broken):
-        step(model, rank)
-    model.fuse.blows_in = None
-    model.reset_iter_state()
-    model.zero_grad()
-    step(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, step))
-
-
 @on_ranks(2)
 def test_unsynced_gradients_are_dropped(rank: int, world_size: int) -> None:
     """Behaviour 178: what had not been reduced belongs to the lost iteration; sharded gradients stay."""
@@ -219,35 +201,6 @@ def test_unsynced_gradients_are_dropped(rank: int, world_size: int) -> None:
     assert grads(model) == [5]
     add(model, 2)
     assert grads(model) == [7]
-
-
-@on_ranks(4)
-def test_partial_gradients_are_dropped(rank: int, world_size: int) -> None:
-    """Behaviour 178: so do HSDP's partial gradients."""
-    model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
-    add(model, 100, all_reduce=False)
-    model.reset_iter_state()
-    add(model, 2)
-    assert grads(model) == [2]
-
-
-@on_ranks(2)
-def test_optimizer_state_is_untouched(rank: int, world_size: int) -> None:
-    """Behaviour 178: parameters, as objects and as values, and so the optimizer, survive the reset."""
-    model: Any = shard_blocks(fsdp2, Fused())
-    optim = torch.optim.Adam(model.parameters(), lr=0.1)
-    step(model, rank)
-    optim.step()
-    optim.zero_grad()
-    params = list(model.parameters())
-    values = [local(param.detach()).clone() for param in params]
-    model.fuse.blows_in = "backward"
-    with pytest.raises(Broken):
-        step(model, rank)
-    model.reset_iter_state()
-    for param, now, value in zip(params, model.parameters(), values, strict=True):
-        assert now is param
-        assert torch.equal(local(param.detach()), value)
 
 
 @on_ranks(2)
@@ -283,26 +236,6 @@ def test_exception_in_a_recompute(rank: int, world_size: int, use_reentrant: boo
         model.zero_grad()
         step(model, rank)
         assert_gradients(model, mean_gradients(plain, world_size, step))
-
-
-@on_ranks(2)
-def test_forward_after_a_failed_backward_passed_for_a_recomputation(rank: int, world_size: int) -> None:
-    """A unit whose backward had raised was still "in backward"; the next forward took itself for the recomputation of a
-    checkpoint, hooked nothing, and its gradients were never reduced. Now it says what to do."""
-    model = fully_shard(nn.Linear(4, 4))
-
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError("from the user's hook")
-
-    hidden = model(torch.ones(2, 4, requires_grad=True))
-    hidden.register_hook(fail)
-    with pytest.raises(KeyError):
-        hidden.sum().backward()
-    with pytest.raises(OrderError, match="reset_iter_state"):
-        model(torch.ones(2, 4))
-    model.reset_iter_state()
-    model(torch.ones(2, 4)).sum().backward()
-    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
 
 
 @on_ranks(2)

@@ -149,42 +149,6 @@ def test_one_reduction_of_many_backwards(rank: int, world_size: int, raf: bool |
         assert_gradients(model, mean_of(plain, world_size, *steps))
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("last", [True, False])
-def test_supersedes_is_last_backward(rank: int, world_size: int, last: bool) -> None:
-    """Behaviour 193: whatever `set_is_last_backward` says, only `finalize_backward` ends it; with sync on
-    throughout."""
-    plain = Layers(2)
-    model = sharded(plain)
-    model.set_is_last_backward(last)
-    backwards(model, rank, 0, 1)
-    model.finalize_backward()
-    assert is_sharded(model)
-    assert_gradients(model, mean_of(plain, world_size, 0, 1))
-    model.zero_grad()
-    backwards(model, rank, 2)
-    model.finalize_backward()
-    assert_gradients(model, mean_of(plain, world_size, 2))
-
-
-@on_ranks(2, 4)
-def test_several_backwards_of_one_forward(rank: int, world_size: int) -> None:
-    """Behaviour 194, 146: a chunked loss: one forward, a backward for each chunk of its output."""
-    plain = Layers(2)
-    model = sharded(plain, reshard_after_forward=True)
-
-    def chunked(module: nn.Module, which: int) -> None:
-        losses = [row.square().sum() for row in module(batch(0, which, 4))]
-        for index, loss in enumerate(losses):
-            loss.backward(retain_graph=index + 1 < len(losses))
-
-    model.set_requires_gradient_sync(False)
-    chunked(model, rank)
-    model.set_requires_gradient_sync(True)
-    model.finalize_backward()
-    assert_gradients(model, mean_gradients(plain, world_size, chunked))
-
-
 @on_ranks(2)
 def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> None:
     """Behaviour 193: switching it off before finalising is refused, or waits; on again later it works as before."""
@@ -200,22 +164,6 @@ def test_mode_is_fixed_once_backward_has_begun(rank: int, world_size: int) -> No
     backwards(model, rank, 1)
     assert is_sharded(model)
     assert_gradients(model, mean_of(plain, world_size, 1))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("before_first_forward", [True, False])
-def test_manual_finalisation_of_a_child(rank: int, world_size: int, before_first_forward: bool) -> None:
-    """Behaviour 193: root only; found at once, or when it is clear which is the root."""
-    model = sharded(Layers(2), manual=False)
-    if not before_first_forward:
-        run_step(model, rank)
-
-    def enable_and_run() -> None:
-        model.layers[0].set_manual_backward_finalization(True)
-        model(batch(0, rank, 4))
-
-    with pytest.raises(RuntimeError, match=r"layers\.0"):
-        enable_and_run()
 
 
 @on_ranks(2, 4)
@@ -360,22 +308,6 @@ def test_reset_invalidates_the_handle(rank: int, world_size: int) -> None:
     assert_gradients(model, mean_of(plain, world_size, 1))
 
 
-@on_ranks(2)
-def test_reset_drops_what_was_not_finalised(rank: int, world_size: int) -> None:
-    """Behaviour 193, 180: it ends the mode's hold, too."""
-    plain = Layers(2)
-    model = sharded(plain)
-    model.set_requires_gradient_sync(False)
-    backwards(model, rank, 0)
-    model.reset_iter_state()
-    assert is_sharded(model)
-    model.set_manual_backward_finalization(False)
-    model.set_requires_gradient_sync(True)
-    model.zero_grad()
-    backwards(model, rank, 1)
-    assert_gradients(model, mean_of(plain, world_size, 1))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("case", ["all_reduce_off", "pending_partial"])
 def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> None:
@@ -395,9 +327,6 @@ def test_partial_reduction_of_hsdp(rank: int, world_size: int, case: str) -> Non
 
     with pytest.raises(RuntimeError, match=r"layers\.[01]"):
         run()
-
-
-# --- param_dtype_override_fn ------------------------------------------------------------------------------------------
 
 
 # --- gradient dtypes --------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ LEFT_OUT = {
     "tests/core/test_ignored_and_hooks.py::test_ddp_outside_fsdp_inside": DDP,
     "tests/core/test_extensions.py::test_memory": ON_CPU,
     "tests/core/test_finalization.py::test_kept_storage_of_one_unit": ON_CPU,
-    "tests/core/test_auto_prefetch.py::test_two_units_alive_on_the_cpu": ON_CPU,
     "tests/core/test_sharded_params.py::test_identity_and_storage": ON_CPU,
     "tests/core/test_zero_costs.py::test_memory_of_zero": ON_CPU,
     "tests/core/test_all_reduce_hook.py::test_stream_of_the_all_reduce_hook": ITS_OWN,
