@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import MixedPrecisionPolicy, UnshardHandle, events, fully_shard
+from fsdp2 import UnshardHandle, events, fully_shard
 from tests.helpers.models import (
     Transformer,
     check_step,
@@ -87,20 +87,6 @@ def test_int_gathers_in_the_smaller_group(rank: int, world_size: int, features: 
         assert {numel for _, numel, _ in gathers} == {20}
 
 
-@on_ranks(4)
-def test_int_over_several_steps(rank: int, world_size: int) -> None:
-    """Behaviour 74: an optimizer's changes are in the next forward; nothing stays from the last backward."""
-    plain = linears(2)
-    model = sharded_copy(plain, lambda m: shard_layers(m, reshard_after_forward=2))
-    optim, plain_optim = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
-    for step in range(3):
-        check_step(model, plain, rank, world_size, step)
-        for name, grad in reference_grads(plain, world_size, step).items():
-            plain.get_parameter(name).grad = grad
-        optim.step()
-        plain_optim.step()
-
-
 def _hsdp_step(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -160,21 +146,6 @@ def test_reshard_between_forward_and_backward(rank: int, world_size: int) -> Non
     assert_gradients(model, reference_grads(plain, world_size))
 
 
-@on_ranks(2)
-def test_updates_of_sharded_parameters_are_seen(rank: int, world_size: int) -> None:
-    """Behaviour 77: an in-place change of the sharded parameter is in the next unshard."""
-    plain = linears(1)
-    model = sharded_copy(plain, lambda m: fully_shard(m, reshard_after_forward=False))
-    model(batch(0, rank, 4))
-    model.reshard()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(3)
-    model.unshard()
-    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param, 3 * old)
-
-
 # --- unshard and reshard ----------------------------------------------------------------------------------------------
 
 
@@ -216,19 +187,6 @@ def test_async_unshard(rank: int, world_size: int, first: str) -> None:
 
 
 @on_ranks(2)
-def test_async_unshard_then_reshard(rank: int, world_size: int) -> None:
-    """Behaviour 78: a gather that nobody wants any more is dropped, and later steps are right."""
-    plain = linears(2)
-    model = sharded_copy(plain, shard_layers)
-    handle = model[1].unshard(async_op=True)
-    model[1].reshard()
-    assert is_sharded(model)
-    check_step(model, plain, rank, world_size)
-    handle.wait()
-    assert is_sharded(model)
-
-
-@on_ranks(2)
 def test_unshard_never_gathers_twice(rank: int, world_size: int) -> None:
     """Behaviour 79: neither again by hand, nor under way, nor in the forward that follows."""
     model = linears(1)
@@ -259,19 +217,6 @@ def test_unshard_without_parameters(rank: int, world_size: int) -> None:
         handle.wait()
         model.reshard()
     assert not any(event.kind == "all_gather" for event in log)
-
-
-@on_ranks(2)
-def test_unshard_follows_param_dtype(rank: int, world_size: int) -> None:
-    """Behaviour 79, 113: gathered and shown in the compute dtype."""
-    plain = linears(1)
-    model = sharded_copy(plain, lambda m: fully_shard(m, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
-    with events.record() as log:
-        model.unshard()
-    assert [(event.dtype, event.nbytes) for event in log if event.kind == "all_gather"] == [(torch.bfloat16, 40)]
-    assert torch.equal(model[0].weight, plain[0].weight.bfloat16())
-    model.reshard()
-    assert model[0].weight.dtype == torch.float32
 
 
 @on_ranks(2)
