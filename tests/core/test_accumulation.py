@@ -230,24 +230,3 @@ def test_divide_factor_applies_to_each_reduction(rank: int, world_size: int) -> 
     assert grads(model) == [2]
     add(model, 3)
     assert grads(model) == [6]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("raf", [True, False])
-def test_one_group_over_two_backwards_of_one_forward(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 96, 105: two losses of one forward, the first unsynced: the reduction has both."""
-    plain = Layers(2)
-    model = sharded_copy(plain, reshard_after_forward=raf)
-
-    def two_losses(m: nn.Module, r: int) -> None:
-        out = m(batch(0, r, 4))
-        for last, loss in ((False, out.sum()), (True, out.square().sum())):
-            if m is model:
-                model.set_requires_gradient_sync(last)
-                model.set_is_last_backward(last)
-            loss.backward(retain_graph=not last)
-
-    for _ in range(2):
-        model.zero_grad()
-        two_losses(model, rank)
-        assert_gradients(model, mean_gradients(plain, world_size, two_losses))

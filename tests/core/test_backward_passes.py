@@ -199,44 +199,6 @@ def test_not_the_last_backward(rank: int, world_size: int, raf: bool) -> None:
         assert_gradients(model, mean_gradients(plain, world_size, three))
 
 
-@on_ranks(2)
-def test_prefetch_in_every_backward(rank: int, world_size: int) -> None:
-    """Behaviour 49, 63: of two forwards with a backward each, both backwards prefetch; the first is not the last."""
-    model = sharded_copy(Layers(3))
-    losses = [model(batch(step, rank, 4)).sum() for step in range(2)]
-    for step, loss in enumerate(losses):
-        model.set_is_last_backward(step == 1)
-        with events.record() as log:
-            loss.backward()
-        text = lines(log, "unshard", "reshard")
-        assert text.index("unshard layers.1") < text.index("reshard layers.2")
-        assert text.index("unshard layers.0") < text.index("reshard layers.1")
-
-
-@on_ranks(2, 4)
-def test_interleaved_forwards_and_backwards(rank: int, world_size: int) -> None:
-    """Behaviour 105: one-forward-one-backward pipelining, two microbatches in flight, equals the plain average."""
-    plain = Layers(3)
-
-    def schedule(m: nn.Module, r: int) -> None:
-        losses: dict[int, Tensor] = {}
-        for action, micro in [("f", 0), ("f", 1), ("b", 0), ("f", 2), ("b", 1), ("f", 3), ("b", 2), ("b", 3)]:
-            if action == "f":
-                losses[micro] = m(batch(micro, r, 4)).square().sum()
-                continue
-            if isinstance(m, fsdp2.FSDPModule):
-                m.set_is_last_backward(micro == 3)
-                m.set_requires_gradient_sync(micro == 3)
-            losses.pop(micro).backward()
-
-    for raf in (True, False):
-        model = sharded_copy(plain, reshard_after_forward=raf)
-        for _ in range(2):
-            model.zero_grad()
-            schedule(model, rank)
-            assert_gradients(model, mean_gradients(plain, world_size, schedule))
-
-
 @on_ranks(2, 4)
 def test_async_unshard_is_the_same(rank: int, world_size: int) -> None:
     """Behaviour 64: `_set_unshard_async_op` changes when one waits, not what comes out."""

@@ -184,24 +184,6 @@ def test_wrappers(rank: int, world_size: int, kind: str, raf: bool) -> None:
     race.run(2)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_apply_activation_checkpointing_when(rank: int, world_size: int, when: str) -> None:
-    """Behaviour 175: `apply_activation_checkpointing` finds the blocks before and after they are sharded: `isinstance`
-    of the original class holds."""
-
-    def shard(api: Any, model: nn.Module) -> None:
-        wrap = partial(apply_activation_checkpointing, model, check_fn=lambda module: isinstance(module, Block))
-        if when == "before":
-            wrap()
-        shard_blocks(api, model)
-        if when == "after":
-            wrap()
-
-    model: Any = Race(rank, world_size, Stack, shard, exact=True, plain=False).run(2)
-    assert all("_checkpoint_wrapped_module" in dict(block.named_children()) for block in model.blocks)
-
-
 class Around(Stack):
     """One checkpoint around all blocks, or one for each segment of them, or checkpoints within one."""
 
@@ -235,37 +217,3 @@ def test_around_several_units(rank: int, world_size: int, how: str, raf: bool) -
         lambda api, model: shard_blocks(api, model, reshard_after_forward=raf),
     )
     race.run(2)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
-def test_mixed_precision(rank: int, world_size: int, kind: str) -> None:
-    """Behaviour 118: with bf16 compute and fp32 reduction, the recompute is the forward's: bit by bit as torch's."""
-    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    race = Race(
-        rank,
-        world_size,
-        lambda: Kinds(RUNS[kind], dropout=0.0),
-        lambda api, model: shard_blocks(api, model, mp_policy=api.MixedPrecisionPolicy(**policy)),
-        backward=seeded,
-        exact=True,
-        plain=False,
-    )
-    race.run(2)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant", "selective_ops", "save_on_cpu"])
-def test_accumulation(rank: int, world_size: int, kind: str) -> None:
-    """Behaviour 95, 96: backward passes without gradient sync recompute too, and their gradients wait for the last."""
-
-    def backward(model: Any, step: int, rank: int) -> Tensor:
-        losses = []
-        for microbatch in range(3):
-            if isinstance(model, torch.distributed.fsdp.FSDPModule):
-                model.set_requires_gradient_sync(microbatch == 2)
-            losses.append(seeded(model, 3 * step + microbatch, rank))
-        return torch.stack(losses).sum()
-
-    race = Race(rank, world_size, lambda: Kinds(RUNS[kind]), partial(shard_blocks), backward=backward, exact=True)
-    race.run(1)

@@ -1,6 +1,5 @@
-"""`torch.compile` of sharded modules, with torch's own backends (Behaviour 173). Which ways of compiling there are is
-tested in tests/core/test_clip_and_compile.py, with a backend that runs graphs as they are; here ahead-of-time autograd
-decides what is saved for backward, and the code is generated anew."""
+"""`torch.compile` of sharded modules, with torch's own backends (Behaviour 173). Ahead-of-time autograd decides what
+is saved for backward, and the code is generated anew."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, events
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.errors import UnsupportedError
 from tests.helpers.parity_models import (
     Block,
@@ -30,7 +29,6 @@ from tests.helpers.parity_models import (
     Stack,
     assert_gradients,
     batch,
-    count,
     mean_gradients,
     one_batch,
     shard_blocks,
@@ -61,11 +59,6 @@ def compile_model(model: Any, backend: Any) -> None:
 
 
 HOW: dict[str, Callable[[Any, Any], None]] = {"blocks": compile_blocks, "model": compile_model}
-
-
-def seeded(model: nn.Module, step: int, rank: int) -> Tensor:
-    torch.manual_seed(10 * step + rank)
-    return one_batch(model, step, rank)
 
 
 def race(rank: int, world_size: int, shard: Callable[[Any, Any], Any], **more: Any) -> Any:
@@ -187,42 +180,6 @@ def test_accumulation(rank: int, world_size: int) -> None:
             compile_blocks(model, compiled)
 
         race(rank, world_size, shard, backward=backward)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", HOW)
-def test_without_gradients(rank: int, world_size: int, how: str) -> None:
-    """Behaviour 173: evaluation under `no_grad` between training steps."""
-    plain = Stack(depth=2)
-    model: Any = copy.deepcopy(plain)
-    with counting() as backend:
-        shard_blocks(fsdp2, model)
-        HOW[how](model, backend)
-        for _ in range(2):
-            model.zero_grad()  # now: after the forward the module holds the root's unsharded parameters
-            with torch.no_grad():
-                assert_close(model(batch(0, rank)), plain(batch(0, rank)))
-            one_batch(model, 0, rank)
-            assert_gradients(model, mean_gradients(plain, world_size, lambda each, peer: one_batch(each, 0, peer)))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("raf", [True, False])
-def test_communication(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 173: what is compiled communicates as what is not, unit by unit and in the same order."""
-    kinds = ("all_gather", "reduce_scatter", "unshard", "reshard")
-    logs = []
-    with counting() as backend:
-        for compiled in (False, True):
-            model: Any = shard_blocks(fsdp2, Stack(depth=3), reshard_after_forward=raf)
-            if compiled:
-                compile_blocks(model, backend)
-            with events.record() as log:
-                one_batch(model, 0, rank)
-            logs.append([(event.kind, event.unit) for event in log if event.kind in kinds])
-            assert count(log, "reduce_scatter") == {"reduce_scatter": 4}
-        assert backend.frame_count == 1
-    assert logs[0] == logs[1]
 
 
 @on_ranks(2)

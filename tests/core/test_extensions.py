@@ -234,29 +234,6 @@ def test_mixed_precision(rank: int, world_size: int) -> None:
         assert torch.equal(local(one.grad), local(other.grad))
 
 
-@on_ranks(2, 4)
-def test_gradients_are_plain(rank: int, world_size: int) -> None:
-    """Behaviour 153: DTensors of plain tensors, in the original dtype."""
-    model, _ = extended(linears(8), InPieces)
-    run_step(model, rank, dim=8)
-    for param in model.parameters():
-        assert type(local(param.grad)) is Tensor and local(param.grad).dtype == torch.float32
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("dim", [8, 5], ids=["even", "uneven"])
-def test_meta_init(rank: int, world_size: int, dim: int) -> None:
-    """Behaviour 152, 31: built on meta, given memory, filled, trained."""
-    with torch.device("meta"):
-        plain = linears(dim)
-    model, _ = extended(plain, InPieces)
-    plain = linears(dim)
-    model.to_empty(device="cpu")
-    for param, value in zip(model.parameters(), plain.parameters(), strict=True):
-        inner(param).detach().copy_(rows_of(value.detach(), rank, world_size))
-    race(model, plain, rank, world_size, dim)
-
-
 # --- what the functions are given -------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard, tile
+from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.runtime.host_copy import HostCopy
 from tests.helpers.extensions import InPieces
@@ -204,20 +204,6 @@ def test_host_memory_is_that_of_the_frozen_parameters(rank: int, world_size: int
 def _host_bytes() -> int:
     """Of all copies in this process."""
     return sum(each.nbytes for each in gc.get_objects() if type(each) is HostCopy)
-
-
-@on_ranks(2)
-def test_tiles_of_a_frozen_layer(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    head = nn.Linear(DIM, 32, bias=False).requires_grad_(False)
-    model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), tile(head, 4)), zero=ON_HOST)
-    outputs = []
-    for count in (5, 1):
-        with events.record() as log:
-            outputs.append(model(batch(0, rank, DIM)))
-            outputs[-1].sum().backward()
-        assert sum(event.kind == "all_gather" for event in log) == count
-    assert torch.equal(*outputs)
 
 
 def changes_alone(rank: int) -> str:

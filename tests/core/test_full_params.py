@@ -87,41 +87,6 @@ def test_reads_and_writes_back(rank: int, world_size: int, layout: str) -> None:
 
 
 @on_ranks(2)
-def test_optimizer_goes_on(rank: int, world_size: int) -> None:
-    """An optimizer made before steps on what was written, with its state; as if sharded anew."""
-    plain = Stack()
-    changed = sharded(plain, world_size)
-    optim = torch.optim.SGD(changed.parameters(), lr=0.1, momentum=0.9)
-    expected = copy.deepcopy(plain)
-    with full_params(changed):
-        change(changed)
-    change(expected)
-    reference = sharded(expected, world_size)
-    other_optim = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        for model, each in ((changed, optim), (reference, other_optim)):
-            one_batch(model, step, rank)
-            each.step()
-            each.zero_grad()
-    for mine, theirs in zip(changed.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(local(mine), local(theirs))
-
-
-@on_ranks(2)
-def test_tied_weights(rank: int, world_size: int) -> None:
-    """Tied names are one object inside, and still one sharded parameter after."""
-    plain = TiedLm()
-    model = sharded(plain, world_size)
-    with full_params(model):
-        assert model.head.weight is model.embed.weight
-        change(model)
-    change(plain)
-    assert model.head.weight is model.embed.weight
-    assert_holds(model, plain)
-    one_batch(model, 0, rank)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("trained", [False, True])
 def test_weights_tied_over_units(rank: int, world_size: int, trained: bool) -> None:
     """The embedding is a unit, the head that shares its weight belongs to the root."""
@@ -261,21 +226,6 @@ def test_forward_inside(rank: int, world_size: int) -> None:
     one_batch(reference, 0, rank)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(local(mine.grad), local(theirs.grad))
-
-
-@on_ranks(2)
-def test_a_graph_of_a_first_forward_inside(rank: int, world_size: int) -> None:
-    """The gradients of its inputs can be computed after the block."""
-    plain = Stack()
-    model = sharded(plain, world_size)
-    grads = []
-    for each in (model, plain):
-        x = batch(0, rank).requires_grad_()
-        with full_params(model, write_back=False):
-            out = each(x)
-        grads += torch.autograd.grad(out.sum(), x)
-    assert torch.equal(*grads)
-    one_batch(model, 0, rank)
 
 
 @on_ranks(2)

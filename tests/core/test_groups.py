@@ -126,19 +126,6 @@ def test_two_partial_forwards_before_one_backward(rank: int, world_size: int, ra
 
 
 @on_ranks(2)
-def test_output_of_a_partial_group_is_cast(rank: int, world_size: int) -> None:
-    """Behaviour 83: also where the group's last member never runs."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model = shard_halves(Halves(), mp_policy=policy)
-    seen: list[torch.dtype] = []
-    model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    out = model(batch(0, rank, 4))
-    assert seen == [torch.float32] and out.dtype == torch.float32
-    out.sum().backward()
-    assert model.layers[0].weight.grad is not None
-
-
-@on_ranks(2)
 def test_order_with_partial_groups(rank: int, world_size: int) -> None:
     """Behaviour 84: backward unshards group 1, then group 0; group 1 finishes by autograd, the others at the end."""
     model = shard_halves(Halves())
@@ -219,35 +206,6 @@ def test_chunked_loss(rank: int, world_size: int, raf: bool | int | None, kind: 
         assert len({tuple(grad.flatten().tolist()) for grad in seen}) == 3 or seen[0].numel() == 0
         assert is_sharded(model.norm) and is_sharded(model.block)
         assert_gradients(model, mean_gradients(plain, world_size, lambda m, r, step=step: chunked_backward(m, r, step)))
-
-
-@on_ranks(2)
-def test_chunked_loss_grouped_or_not(rank: int, world_size: int) -> None:
-    """Behaviour 85: a group gives the gradients of separate units."""
-    plain = ChunkedLm()
-    models = [shard_chunked(copy.deepcopy(plain), True, grouped) for grouped in (True, False)]
-    for model in models:
-        chunked_backward(model, rank)
-    for grouped, apart in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(grouped.grad.to_local(), apart.grad.to_local())
-
-
-@on_ranks(2)
-def test_chunked_loss_with_accumulation(rank: int, world_size: int) -> None:
-    """Behaviour 85, 96: without gradient sync in the first microbatch, one reduction less for each of its chunks."""
-    plain = ChunkedLm()
-    model = shard_chunked(copy.deepcopy(plain), True)
-    with events.record() as log:
-        for step in range(2):
-            model.set_requires_gradient_sync(step == 1)
-            chunked_backward(model, rank, step)
-    assert units(log, "reduce_scatter").count("norm, head") == 3
-
-    def backward(module: ChunkedLm, which: int) -> None:
-        for step in range(2):
-            chunked_backward(module, which, step)
-
-    assert_gradients(model, mean_gradients(plain, world_size, backward))
 
 
 @on_ranks(2)

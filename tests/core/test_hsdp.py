@@ -219,16 +219,6 @@ def test_partials_are_in_the_reduce_dtype(rank: int, world_size: int, reduce_dty
 
 
 @on_ranks(4)
-def test_divide_factor_with_partials(rank: int, world_size: int) -> None:
-    """Behaviour 104, 129: the factor divides the sum over all ranks once, also of what waited for the all-reduce."""
-    model: Any = fully_shard(Dot(), mesh=mesh_2d(2, 2))
-    model.set_gradient_divide_factor(8)
-    add(model, 6, all_reduce=False)
-    add(model, 2)
-    assert grads(model) == [4]  # (6 + 2) * 4 ranks / 8
-
-
-@on_ranks(4)
 @pytest.mark.parametrize(
     ("factors", "force", "expected"),
     [
@@ -286,21 +276,3 @@ def test_order_of_the_setters(rank: int, world_size: int, length: int) -> None:
                 model(5).backward()
             found.append(grads(model))
         assert found[:2] == found[2:], sequence
-
-
-@on_ranks(4)
-def test_the_setters_of_a_trainer(rank: int, world_size: int) -> None:
-    """The calls of transformers' Trainer for HSDP with accumulation: the last microbatch reduces all."""
-    plain = Layers(2)
-    model: Any = shard_blocks(fsdp2, copy.deepcopy(plain), mesh=mesh_2d(2, 2))
-    for micro in range(3):
-        if micro < 2:
-            model.set_requires_all_reduce(False)
-        backward(model, micro, rank)
-        model.set_requires_gradient_sync(True)
-
-    def three(m: nn.Module, r: int) -> None:
-        for micro in range(3):
-            backward(m, micro, r)
-
-    assert_gradients(model, mean_gradients(plain, world_size, three))

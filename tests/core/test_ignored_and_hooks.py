@@ -111,30 +111,6 @@ def test_post_accumulate_grad_hooks_see_sums(rank: int, world_size: int) -> None
 
 
 @on_ranks(2)
-def test_optimizer_in_backward(rank: int, world_size: int) -> None:
-    """Behaviour 94: stepping from the hooks equals a normal step."""
-    plain = linears(2)
-    models = [sharded_copy(plain, shard_layers) for _ in range(2)]
-    optims = {param: torch.optim.Adam([param], lr=0.1) for param in models[0].parameters()}
-
-    def step_one(param: Tensor) -> None:
-        optims[param].step()
-        optims[param].zero_grad()
-
-    for param in optims:
-        param.register_post_accumulate_grad_hook(step_one)
-    optim = torch.optim.Adam(models[1].parameters(), lr=0.1)
-    for step in range(3):
-        run_step(models[0], rank, step)
-        run_step(models[1], rank, step)
-        optim.step()
-        optim.zero_grad()
-        for ours, normal in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert ours.grad is None
-            torch.testing.assert_close(local(ours), local(normal))
-
-
-@on_ranks(2)
 def test_user_hooks_ran_with_gradients_enabled(rank: int, world_size: int) -> None:
     """Autograd runs post-accumulate-grad hooks without recording; so must we, or an optimizer in backward fails."""
     model = fully_shard(nn.Linear(4, 4))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
-from tests.helpers.parity_models import assert_gradients, assert_same, batch, local, mean_gradients, shard_like
+from tests.helpers.parity_models import assert_same, batch, local, shard_like
 from tests.helpers.ranks import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -98,19 +98,6 @@ def test_values(rank: int, world_size: int) -> None:
         assert_same(name, local(param.grad), expected, exact=world_size == 2, rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2)
-def test_reduce_dtype_outlives_a_cast_of_the_model(rank: int, world_size: int) -> None:
-    """Behaviour 115: a bf16 model cast to fp32 before its first forward still reduces in the bf16 that was asked
-    for."""
-    model: Any = fully_shard(nn.Linear(4, 4).to(BF16), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    model.float()
-    with events.record() as log:
-        model(batch(0, rank, 4)).sum().backward()
-    assert wire_dtypes(log, "all_gather") == [FP32]
-    assert wire_dtypes(log, "reduce_scatter") == [BF16]
-    assert model.weight.grad.dtype == FP32
-
-
 @dataclass
 class Inputs:
     a: Tensor
@@ -150,14 +137,6 @@ def test_inputs(rank: int, world_size: int, cast: bool) -> None:
     assert kwargs["key"]["x"].dtype == floating
     assert kwargs["text"] == "t"
     assert double.dtype == torch.float64
-
-
-@on_ranks(2)
-def test_inputs_stay_without_param_dtype(rank: int, world_size: int) -> None:
-    """Behaviour 116: without param_dtype nothing is cast."""
-    model: Any = fully_shard(Dtypes(), mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    model(torch.ones(1, 2, dtype=torch.float64))
-    assert model.seen[0] == torch.float64
 
 
 class Wrapper(nn.Module):
@@ -281,21 +260,6 @@ class TwoDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.first.float()).sum() + (x * self.second.float()).square().sum()
-
-
-@on_ranks(2)
-def test_trainable_parameters_of_two_dtypes(rank: int, world_size: int) -> None:
-    """Behaviour 120: refused with both dtypes in the message, or trained right, each gradient in its parameter's
-    dtype."""
-    plain = TwoDtypes(FP32, BF16)
-    model = fully_shard(copy.deepcopy(plain))
-    try:
-        model(torch.ones(3)).backward()
-    except AssertionError as error:
-        if "float32" not in str(error) or "bfloat16" not in str(error):
-            raise
-        return
-    assert_gradients(model, mean_gradients(plain, world_size, lambda m, r: m(torch.ones(3)).backward()))
 
 
 @on_ranks(2)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.optional_models import (
     MESHES,
     POLICIES,
     TURNS,
     assert_equal_gradients,
-    forward_and_backward,
     gradients,
     inputs,
     micro_batches,
@@ -35,22 +33,6 @@ def test_accumulation(rank: int, world_size: int, turn: str, mesh: str) -> None:
         gradients(plain, world_size, run)
         run(model, rank)
         assert_equal_gradients(plain, model, exact=False)
-
-
-@on_ranks(2)
-def test_zeros_for_all_unused_parameters(rank: int, world_size: int) -> None:
-    """`set_reduce_scatter_unused_params` means zeros for what no rank used, here too."""
-    plain, model = pair(POLICIES["ran"])
-    model.set_reduce_scatter_unused_params(True)
-    for with_images in ([0], []):
-        for each in (plain, model):
-            each.zero_grad()
-        run = forward_and_backward(0, with_images)
-        gradients(plain, world_size, run, "ran")
-        for param in plain.parameters():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        run(model, rank)
-        assert_equal_gradients(plain, model)
 
 
 @on_ranks(2)

@@ -122,25 +122,6 @@ def test_gradients_that_are_finalised_by_hand(rank: int, world_size: int) -> Non
     assert_equal_gradients(plain, model, exact=False)
 
 
-@pytest.mark.exhaustive
-@on_ranks(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_blocks(rank: int, world_size: int, backend: str) -> None:
-    plain, model = pair(POLICIES["runs_if"])
-    for block in (*model.blocks, *model.vision.blocks):
-        block.compile(backend=backend)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo reports what it does not trace
-        for step, with_images in enumerate([[0], [], [1]]):
-            for each in (plain, model):
-                each.zero_grad()
-            run = forward_and_backward(step, with_images)
-            gradients(plain, world_size, run)
-            run(model, rank)
-            assert_equal_gradients(plain, model, exact=False)
-    torch.compiler.reset()
-
-
 def llava() -> nn.Module:
     """LLaVA with a vision tower of CLIP and a language model of Llama, two layers each. The tower's last layer is
     unused: LLaVA takes the outputs of the one before."""

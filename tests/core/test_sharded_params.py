@@ -64,18 +64,6 @@ def test_sharded_parameter(rank: int, world_size: int, requires_grad: bool) -> N
         assert param.device_mesh == mesh and param.placements == (Shard(0),)
 
 
-@on_ranks(4)
-def test_sharded_parameter_of_hsdp(rank: int, world_size: int) -> None:
-    """Behaviour 20, 106: replicated over the first axis, sharded over the second."""
-    mesh = mesh_2d(2, 2)
-    plain = Bag(*SHAPES)
-    model = sharded_copy(plain, lambda m: fully_shard(m, mesh=mesh))
-    for param, old in zip(model.parameters(), plain.parameters(), strict=True):
-        assert param.device_mesh is mesh and param.placements == (Replicate(), Shard(0))
-        assert torch.equal(param.to_local(), rows(old, mesh.get_local_rank("shard"), 2))
-        assert torch.equal(full(param), old)
-
-
 @on_ranks(2, 3, 4)
 def test_local_shards_are_chunks(rank: int, world_size: int) -> None:
     """Behaviour 21: this rank's chunk, no rows past the last one, all contiguous; put together, the original."""

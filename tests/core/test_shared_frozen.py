@@ -38,34 +38,6 @@ def shard_layers(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @on_ranks(2)
-def test_weight_tied_after_sharding(rank: int, world_size: int) -> None:
-    """Behaviour 87, 34: one unit's weight set into the other's slot by hand trains as a tied weight."""
-    plain = linears(2)
-    model = sharded_copy(plain, shard_layers)
-    model[1].weight = model[0].weight
-    plain[1].weight = plain[0].weight
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, step)
-        assert_gradients(model, reference_grads(plain, world_size, step))
-
-
-@on_ranks(2)
-def test_weight_tied_in_one_unit(rank: int, world_size: int) -> None:
-    """Behaviour 87: the list form that the error advises works."""
-    plain = Transformer(tied=True)
-    model = copy.deepcopy(plain)
-    fully_shard([model.embed, model.head])
-    fully_shard(model)
-
-    def backward(module: nn.Module, which: int) -> None:
-        module(tokens(0, which)).square().mean().backward()
-
-    backward(model, rank)
-    assert_gradients(model, mean_gradients(plain, world_size, backward))
-
-
-@on_ranks(2)
 def test_no_false_ties_when_built_layer_by_layer(rank: int, world_size: int) -> None:
     """Behaviour 87: freed parameters' ids are used again; that does not tie the layers."""
     model = nn.Sequential()
@@ -225,29 +197,6 @@ def test_unit_without_gradients_reduces_nothing(rank: int, world_size: int, raf:
     assert model[0].linear.weight.grad is None and model[2].linear.weight.grad is None
 
 
-class Twice(nn.Module):
-    """One module called twice in a row, of which a part is unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = Branches("left")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.branches(self.branches(x))
-
-
-@on_ranks(2)
-def test_unused_parameters_of_a_module_called_twice(rank: int, world_size: int) -> None:
-    """Behaviour 91, 56: backward leaves the module once before its gradients are there; they are reduced all the
-    same."""
-    plain = Twice()
-    model = sharded_copy(plain, shard_layers)
-    for step in range(2):
-        with events.record() as log:
-            check_step(model, plain, rank, world_size, step)
-        assert numels(log, "reduce_scatter") == [("branches", 20)]
-
-
 class SideOutput(nn.Module):
     """Its gradients come by an attribute, not by its output; a part of it is unused."""
 
@@ -301,26 +250,6 @@ def test_ranks_with_different_control_flow(rank: int, world_size: int) -> None:
     expected["right.weight"] = torch.zeros(4, 4)
     assert_gradients(model, expected)
     assert model.frozen.weight.grad is None
-
-
-@on_ranks(2)
-def test_units_that_one_rank_skips(rank: int, world_size: int) -> None:
-    """Behaviour 92: within a unit of all branches, ranks may take different ones, step after step."""
-    plain = nn.Sequential(Branches(), Branches())
-    model = sharded_copy(plain, shard_layers)
-    model.set_reduce_scatter_unused_params(True)
-
-    def backward(module: nn.Module, which: int, step: int) -> None:
-        module[0].run = ["left"] if (which + step) % 2 else ["right"]
-        module[1].run = ["right"] if (which + step) % 2 else []
-        run_step(module, which, step)
-
-    for step in range(3):
-        model.zero_grad()
-        backward(model, rank, step)
-        expected = mean_gradients(plain, world_size, lambda m, r, step=step: backward(m, r, step))
-        expected |= {name: torch.zeros_like(plain.get_parameter(name)) for name in ("1.left.weight", "1.left.bias")}
-        assert_gradients(model, expected)
 
 
 class OptionalScale(nn.Module):

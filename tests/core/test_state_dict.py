@@ -156,21 +156,6 @@ def test_load_by_assignment(rank: int, world_size: int, when: str) -> None:
         assert same == (not param.requires_grad)
 
 
-@on_ranks(2)
-def test_plain_tensors_are_refused_or_distributed(rank: int, world_size: int) -> None:
-    """Behaviour 169: full plain tensors fail as a mix with DTensors, or load right."""
-    plain, model = sharded()
-    whole, _ = other_values(plain, model)
-    try:
-        model.load_state_dict(whole)
-    except RuntimeError as error:
-        if "DTensor" not in str(error):
-            raise
-        return
-    plain.load_state_dict(whole)
-    check_training(model, plain, rank, world_size)
-
-
 def dim1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim == 2 and param.shape[1] % 4 == 0 else None
 

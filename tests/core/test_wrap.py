@@ -313,22 +313,6 @@ def test_weights_tied_over_units(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("by", ["size", "class"])
-def test_trains_with_small_units(rank: int, world_size: int, by: str) -> None:
-    """Units of single layers, torch's attention among them, compute what the plain model does, in evaluation too."""
-    torch.manual_seed(0)
-    plain = Translator()
-    model = copy.deepcopy(plain)
-    auto_shard(model, by_size(30) if by == "size" else by_class(nn.MultiheadAttention, nn.Linear))
-    x = tokens(0, rank)
-    out = model(x)
-    torch.testing.assert_close(out, plain(x))
-    out.sum().backward()
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x), plain.eval()(x))
-
-
-@on_ranks(2)
 def test_one_report_and_log_on_all_ranks(rank: int, world_size: int) -> None:
     """Issue: the same on all ranks, whatever the order of a set; logged at INFO on the logger "fsdp2"."""
     records: list[logging.LogRecord] = []
