@@ -134,17 +134,6 @@ def test_several_meshes(rank: int, world_size: int, norm_type: float) -> None:
 
 
 @on_ranks(4)
-def test_torch_refuses_several_meshes(rank: int, world_size: int) -> None:
-    """The reason of the previous test. When this fails, torch has learnt it: compare with it there."""
-    params = [
-        parameter(values((8, 3), 0), mesh_of((4,), ("shard",)), [Shard(0)]),
-        parameter(values((8, 3), 0), mesh_of((2, 2), ("ep", "fsdp")), [Replicate(), Shard(0)]),
-    ]
-    with pytest.raises(RuntimeError):
-        nn.utils.clip_grad_norm_(params, 1.0)
-
-
-@on_ranks(4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_tensor_parallel(rank: int, world_size: int, norm_type: float) -> None:
     """Behaviour 171: a joint (dp, tp) mesh as `fully_shard` makes it over column- and row-wise layers, `_StridedShard`

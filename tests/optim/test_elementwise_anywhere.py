@@ -4,26 +4,21 @@ checkpoint of another number of ranks. (`test_local_optimizer.py` compares with 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
 
 import fsdp2
-import fsdp2.checkpoint as fc
-from fsdp2.optim import clip_grad_norm_, local_optimizer, offload_optimizer
-from tests.helpers.matrix_optimizers import Layout, layouts, params_in, set_grads, sharded, train, value
+from fsdp2.optim import local_optimizer, offload_optimizer
+from tests.helpers.matrix_optimizers import layouts, params_in, sharded, train, value
 from tests.helpers.optimizers import CASES, Optim
 from tests.helpers.parity_models import full
-from tests.helpers.ranks import on_ranks, run_on_ranks
+from tests.helpers.ranks import on_ranks
 
 # Even and uneven rows, fewer rows than ranks, one row, one column, and sizes that fill no vector register.
 SHAPES = [(8, 3), (5, 2), (3, 7), (1, 4), (6, 1), (16, 16), (33, 5)]
-HSDP: Layout = ((2, 2), [Replicate(), Shard(0)])
 
 
 def wholes(seed: int = 0) -> list[Tensor]:
@@ -74,64 +69,6 @@ def test_equals_one_process(rank: int, world_size: int, case: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         else:
             assert together(found, expected), (layout, differences(found, expected))
-
-
-@on_ranks(3, 2, 4)
-@pytest.mark.parametrize("norm", [1.0, 2.0, 3.0, float("inf")])
-def test_norm_is_that_of_one_process(rank: int, world_size: int, norm: float) -> None:
-    """Over parameters on several meshes at once, with empty shards, replicas, a 0-dim one, and one without a gradient.
-    The parts are summed in another order, so the last bits differ."""
-    values = [*wholes(), torch.tensor(0.7)]
-    plain = torch.optim.SGD([nn.Parameter(each) for each in values], lr=0.1)
-    arrangements = layouts(world_size)
-    params = [sharded([each], arrangements[at % len(arrangements)])[0] for at, each in enumerate(wholes())]
-    replicas: Layout = ((world_size,), [Replicate()])
-    ours = torch.optim.SGD([*params, *sharded(values[-1:], replicas)], lr=0.1)
-    for each in (ours, plain):
-        set_grads(each, 0, missing={(0, 2)})
-    expected = torch.nn.utils.clip_grad_norm_(params_in(plain), 0.5, norm)
-    torch.testing.assert_close(full(clip_grad_norm_(params_in(ours), 0.5, norm)), expected, rtol=1e-6, atol=0)
-    for param, other in zip(params_in(ours), params_in(plain), strict=True):
-        assert (param.grad is None) == (other.grad is None)
-        if other.grad is not None:
-            torch.testing.assert_close(full(param.grad), other.grad, rtol=2e-6, atol=1e-8)
-
-
-class Weights(nn.Module):
-    def __init__(self, params: Any) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(params)
-
-
-def made(case: str, seed: int) -> tuple[nn.Module, Optim]:
-    model = Weights(sharded(wholes(seed), HSDP if dist.get_world_size() == 4 else None))
-    return model, optimizer_of(case, model.parameters())
-
-
-def save(rank: int, world_size: int, case: str, folder: str) -> None:
-    model, optimizer = made(case, seed=0)
-    train(optimizer, range(2))
-    fc.save(folder, model=model, optimizer=optimizer)
-
-
-def resume(rank: int, world_size: int, case: str, folder: str) -> list[Tensor]:
-    model, optimizer = made(case, seed=77)
-    fc.load(folder, model=model, optimizer=optimizer)
-    train(optimizer, range(2, 4))
-    return snapshot(optimizer)
-
-
-@pytest.mark.parametrize("case", ["adamw", pytest.param("sgd_momentum", marks=pytest.mark.exhaustive)])
-def test_resumed_on_other_ranks(case: str, tmp_path: Path) -> None:
-    """Saved on three ranks; one, two and four (HSDP) continue as a run in one process that was not interrupted."""
-    kind, options = CASES[case]
-    plain = kind([nn.Parameter(whole) for whole in wholes()], **{"lr": 0.1, **options})
-    train(plain, range(4))
-    folder = str(tmp_path / "saved")
-    run_on_ranks(save, 3, case=case, folder=folder)
-    for ranks in (2, 1, 4):
-        for found in run_on_ranks(resume, ranks, case=case, folder=folder):
-            assert together(found, snapshot(plain)), ranks
 
 
 @on_ranks(2)

@@ -95,26 +95,6 @@ def test_bit_for_bit(rank: int, world_size: int, case: str) -> None:
 
 
 @on_ranks(2)
-def test_fused_sgd(rank: int, world_size: int) -> None:
-    """torch 2.13 has no fused SGD on DTensors at all; here it gives what it gives on plain tensors."""
-    params = params_of()
-    plain = [nn.Parameter(local(param.detach()).clone()) for param in params]
-    ours = local_optimizer(torch.optim.SGD, params, lr=0.1, momentum=0.9, fused=True)
-    theirs = torch.optim.SGD(plain, lr=0.1, momentum=0.9, fused=True)
-    for step in range(3, 6):
-        set_grads(params, step)
-        for param, copied in zip(params, plain, strict=True):
-            copied.grad = local(param.grad).clone()
-        ours.step()
-        theirs.step()
-    for param, copied in zip(params, plain, strict=True):
-        assert torch.equal(local(param.detach()), copied)
-        buffer = ours.state[param]["momentum_buffer"]
-        assert isinstance(buffer, DTensor) == isinstance(param, DTensor)
-        assert torch.equal(local(buffer), theirs.state[copied]["momentum_buffer"])
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("case", ["adamw_fused", "sgd_momentum"])
 def test_no_dtensor_operations_in_a_step(rank: int, world_size: int, case: str) -> None:
     """The point of it all."""
@@ -295,17 +275,6 @@ def test_other_gradients(rank: int, world_size: int) -> None:
     assert optimizer.param_groups[0]["params"][0] is params[0]
 
 
-@on_ranks(2)
-def test_autograd_notices_a_step(rank: int, world_size: int) -> None:
-    """As after an operation on the DTensor itself: a backward through what a step has changed raises."""
-    param = params_of()[0]
-    product = (param * param).to_local().sum()
-    param.grad = torch.ones_like(param)
-    local_optimizer(torch.optim.SGD, [param], lr=0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
 @pytest.mark.parametrize(
     "kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Optim]
 )
@@ -319,16 +288,3 @@ def test_differentiable_is_refused() -> None:
     """Local tensors are outside of autograd."""
     with pytest.raises(ArgumentError, match="differentiable"):
         local_optimizer(torch.optim.SGD, [nn.Parameter(torch.ones(2))], differentiable=True)
-
-
-def test_plain_model() -> None:
-    """Without any DTensor it is the torch optimizer."""
-    results = []
-    for make in (torch.optim.AdamW, lambda params: local_optimizer(torch.optim.AdamW, params)):
-        torch.manual_seed(0)
-        layer = nn.Linear(3, 2)
-        optimizer = make(layer.parameters())
-        layer(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        results.append(layer.weight.detach())
-    assert torch.equal(*results)

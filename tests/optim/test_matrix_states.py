@@ -36,7 +36,6 @@ from tests.helpers.matrix_optimizers import (
 )
 from tests.helpers.parity_models import full
 from tests.helpers.ranks import on_ranks, run_on_ranks
-from tests.helpers.tp_models import mesh_of
 
 KINDS = {"Muon": torch.optim.Muon, "Shampoo": Shampoo}
 
@@ -274,28 +273,3 @@ def test_training_that_began_unsharded(rank: int, world_size: int) -> None:
         train(each, range(2, 4))
     assert_same(optimizer, plain)
     assert all(isinstance(optimizer.state[param]["momentum_buffer"], OwnedTensor) for param in model.parameters())
-
-
-@on_ranks(3)
-def test_checkpoint_of_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A checkpoint of torch's own Muon in one process is taken up, and one of ours by it."""
-    mesh_of((world_size,), ("a",))
-    plain_model = Weights([nn.Parameter(each) for each in values_of()])
-    plain = torch.optim.Muon(plain_model.parameters(), lr=0.1)
-    train(plain, range(2))
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    fc.save(tmp_path / f"plain{rank}", model=plain_model, optimizer=plain, process_group=alone)
-    dist.barrier()
-    model = Weights(sharded(values_of()))
-    optimizer = matrix_optimizer(torch.optim.Muon, model.parameters(), lr=0.1)
-    fc.load(tmp_path / "plain0", model=model, optimizer=optimizer)
-    for each in (plain, optimizer):
-        train(each, range(2, 3))
-    assert_same(optimizer, plain)
-    fc.save(tmp_path / "ours", model=model, optimizer=optimizer)
-    later_model = Weights([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
-    later = torch.optim.Muon(later_model.parameters(), lr=0.1)
-    fc.load(tmp_path / "ours", model=later_model, optimizer=later, process_group=alone)
-    for each in (plain, later):
-        train(each, range(3, 4))
-    assert all(map(torch.equal, later_model.parameters(), plain_model.parameters()))

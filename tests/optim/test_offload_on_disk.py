@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import errno
 import gc
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -236,21 +234,6 @@ def test_files_share_buffers(rank: int, world_size: int, tmp_path: Path) -> None
         for file in files:
             file.keep(0, memoryview(bytes(PAGE)))
     assert new.call_count <= 1
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no large pages here")
-def test_buffers_ask_for_large_pages() -> None:
-    """In small pages the disk takes a third as much in the same time."""
-    buffer = direct._new_buffer()
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    assert address % direct.PIECE == 0 and buffer.nbytes == direct.PIECE
-    flags, is_its = [], False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            is_its = int(found[1], 16) <= address < int(found[2], 16)
-        elif is_its and line.startswith("VmFlags:"):
-            flags = line.split()
-    assert "hg" in flags
 
 
 def test_leftovers(tmp_path: Path) -> None:

@@ -15,12 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.adjacent import runs_of
-from fsdp2.optim import clip_grad_norm_, get_total_norm, local_optimizer
-from fsdp2.optim import local as optim_local
-from fsdp2.optim.run import runs_to_step
+from fsdp2.optim import clip_grad_norm_, local_optimizer
 from fsdp2.runtime.shard_memory import lay_together
 from fsdp2.runtime.unit import unit_of
-from tests.helpers.optimizers import assert_same
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
 
@@ -64,17 +61,6 @@ def test_the_order_of_the_state(rank: int, world_size: int, hidden: int) -> None
     for name, param in model.named_parameters():
         whole = optimizer.state[param]["exp_avg"].full_tensor()
         assert torch.equal(state[name]["exp_avg"], whole), name
-
-
-def test_norms_do_not_depend_on_addresses() -> None:
-    """Norms of runs were added up in the order of addresses."""
-    norms = set()
-    for seed in range(20):
-        junk = litter(seed)
-        flats = [torch.randn(1000, generator=torch.Generator().manual_seed(index)) for index in range(40)]
-        norms.add(get_total_norm([flat[:300] for flat in flats] + [flat[500:] for flat in flats]).item())
-        del junk
-    assert len(norms) == 1
 
 
 @on_ranks(4)
@@ -280,47 +266,6 @@ def test_counters_written_behind_autograds_back(rank: int, world_size: int, how:
                 counter.numpy()[...] = 100.0
     assert optimizer.state[model.blocks[0].norm.bias]["step"] == 102
     assert optimizer.state[model.blocks[0].norm.weight]["step"] == 4
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_other_experts_without_gradients_each_time(rank: int, world_size: int) -> None:
-    """Runs were made anew in each step in which one had changed: with half of the experts without gradients, other
-    ones each time, a step took longer than if each parameter was stepped by itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, steps in {"PATIENCE": 3, "AT_ONCE": 3**3, "LONGEST": 3**6}.items():  # 4 takes 300 steps
-            patch.setattr(optim_local, name, steps)
-        made: list[Any] = []
-        patch.setattr(optim_local, "runs_to_step", lambda *args: made.append(args[2]) or runs_to_step(*args))
-        train_with_other_experts(rank, made)
-
-
-def train_with_other_experts(rank: int, made: list[Any]) -> None:
-    ours, theirs = sharded(depth=4), sharded(depth=4)
-    options: dict[str, Any] = {"lr": 1e-3, "momentum": 0.5}
-    optimizers = (
-        local_optimizer(torch.optim.SGD, ours.parameters(), **options),
-        torch.optim.SGD(theirs.parameters(), **options),
-    )
-
-    def train(steps: range, share: float) -> None:
-        for step in steps:
-            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-                numbers = random.Random(step)
-                optimizer.zero_grad()
-                backward(model, step, rank)
-                for param in model.parameters():
-                    if numbers.random() < share:
-                        param.grad = None
-                optimizer.step()
-
-    train(range(40), 0.5)
-    assert_same(*optimizers)
-    assert len(made) <= 6, "made in most steps"
-    # As soon as they all have gradients for long enough, neighbours are stepped as one again.
-    train(range(40, 40 + 90), 0.0)
-    assert_same(*optimizers)
-    assert sum(len(run.params) > 1 for taken in optimizers[0].taken for run in taken.runs) >= 4
 
 
 @on_ranks(2)

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from benchmarks.memory.tracking import Kind, Tracker, timeline
 from fsdp2 import checkpoint
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.optim import clip_grad_norm_, clip_grads_with_norm_, local_optimizer, step_in_backward
 from tests.helpers.optimizers import Optim, assert_same
 from tests.helpers.parity_models import (
-    Layers,
     Stack,
     TiedLm,
     batch,
@@ -146,24 +144,6 @@ def test_gradients_of_one_unit_at_a_time(rank: int, world_size: int) -> None:
     units = [min(stepped).rpartition(".")[0].removesuffix(".down") for stepped, _ in seen]
     assert units == ["blocks.3", "blocks.2", "blocks.1", "blocks.0", "inp"]
     assert sorted(name for stepped, _ in seen for name in stepped) == sorted(names.values())
-
-
-@on_ranks(2)
-def test_memory_of_gradients(rank: int, world_size: int) -> None:
-    """By the tracker of benchmarks/memory: at most two units' unsharded gradients and the shards of one. (A step after
-    backward holds the shards of all units: as much as 3 of 6 units, on two ranks.)"""
-    model = Layers(6, dim=32)
-    with Tracker() as tracker:
-        tracker.follow(model)  # before sharding: its hooks have to see what the layers computed with
-        shard_blocks(fsdp2, model)
-        optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        step_in_backward(optim, clip=lambda params: [tracker.mark(param.grad, Kind.GRADIENT) for param in params])
-        for step in range(2):
-            since = tracker.now
-            model(batch(step, rank, 32)).sum().backward()
-        found = max(moment.nbytes[Kind.GRADIENT] for moment in timeline(tracker, since, tracker.now))
-    layer, root = 32 * 32 * 4, 32 * 4
-    assert layer < found <= 2.5 * layer + 2 * root
 
 
 @on_ranks(2)

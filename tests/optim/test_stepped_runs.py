@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2.adjacent import runs_of
-from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
+from fsdp2.optim import LocalOptimizer, local_optimizer
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -67,24 +67,6 @@ def assert_close(ours: Optim, theirs: Optim) -> None:
             torch.testing.assert_close(local(one.detach()), local(two.detach()), rtol=1e-6, atol=1e-7)
             for key, value in ours.state[one].items():
                 torch.testing.assert_close(local(value), local(theirs.state[two][key]), rtol=1e-5, atol=1e-8)
-
-
-@on_ranks(2)
-def test_fused_sizes_that_fill_vectors(rank: int, world_size: int) -> None:
-    """With them fused steps are the same to the last bit, too."""
-    models = [shard_blocks(fsdp2, Stack(dim=32, hidden=64, depth=2)) for _ in range(2)]
-    models[1].load_state_dict(copy.deepcopy(models[0].state_dict()))
-    optimizers = [
-        local_optimizer(torch.optim.AdamW, models[0].blocks.parameters(), lr=1e-2, fused=True),
-        torch.optim.AdamW(models[1].blocks.parameters(), lr=1e-2, fused=True),
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for step in range(3):
-            optimizer.zero_grad()
-            model(batch(step, rank, 32)).square().sum().backward()
-            optimizer.step()
-    assert_same(*optimizers)
-    assert num_stepped(optimizers[0]) == 2
 
 
 @on_ranks(2)
@@ -258,22 +240,6 @@ def test_gradients_of_ones_own(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_clipping(rank: int, world_size: int) -> None:
-    """One norm and one multiplication for a unit; the norm of the parts in another order."""
-    ours, theirs = sharded(), sharded()
-    for model in (ours, theirs):
-        backward(model, 0, rank)
-    norm = clip_grad_norm_(ours.parameters(), 0.1)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-    assert isinstance(expected, DTensor)
-    torch.testing.assert_close(norm, expected.full_tensor(), rtol=1e-6, atol=0)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(local(one.grad), local(other.grad), rtol=1e-6, atol=0)
-    grads = [local(param.grad) for param in ours.parameters()]
-    assert len(runs_of(grads)) <= 5
-
-
-@on_ranks(2)
 def test_what_others_see_of_a_shard(rank: int, world_size: int) -> None:
     """Shards that stand together are tensors of their own: by storage, as tied weights are found; in files; and for
     autograd, which must not take a change of one for a change of the next."""
@@ -345,26 +311,6 @@ def test_kinds_that_the_user_vouches_for(rank: int, world_size: int) -> None:
     optimizer = local_optimizer(Steps, model.parameters(), lr=0.1, elementwise=True)
     train(model, optimizer, rank, range(1))
     assert Steps.seen == 14
-
-
-@on_ranks(2)
-def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
-    """bf16 compute, and gradients of two backwards: still one tensor for each unit, since the second is added to the
-    first in place."""
-    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    models = [sharded(mp_policy=policy) for _ in range(2)]
-    optimizers = [
-        local_optimizer(torch.optim.AdamW, models[0].parameters(), lr=1e-2),
-        torch.optim.AdamW(models[1].parameters(), lr=1e-2),
-    ]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, 2 * step, rank)
-            backward(model, 2 * step + 1, rank)
-            optimizer.step()
-    assert_same(optimizers[0], optimizers[1])
-    assert num_stepped(optimizers[0]) <= 5
 
 
 @on_ranks(4)
