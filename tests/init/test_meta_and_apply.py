@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, events, fully_shard
 from tests.helpers.models import (
-    Transformer,
     check_step,
     error_of,
     is_sharded,
@@ -21,7 +20,6 @@ from tests.helpers.models import (
     reference_grads,
     run_step,
     sharded_copy,
-    tokens,
     wrapped,
 )
 from tests.helpers.parity_models import assert_gradients, batch, expect, full, local, mesh_2d, shard_like
@@ -73,25 +71,6 @@ def test_meta_flow(
             param.grad = expected[name]
         plain_optim.step()
         optim.zero_grad()
-
-
-@on_ranks(2)
-def test_reset_parameters_after_to_empty(rank: int, world_size: int) -> None:
-    """Behaviour 31: torch's own reset_parameters runs on the sharded parameters."""
-    with torch.device("meta"):
-        model = Transformer(tied=True)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    assert model.embed.weight is model.head.weight
-    for module in model.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    loss = model(tokens(0, rank)).square().mean()
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert all(param.grad is not None and torch.isfinite(local(param.grad)).all() for param in model.parameters())
 
 
 @on_ranks(2)
@@ -235,17 +214,6 @@ placements (Shard(dim=0),), got Parameter. Distribute full tensors first
 torch.distributed.checkpoint.state_dict.set_model_state_dict.
 """,
     )
-
-
-@on_ranks(2)
-def test_round_trips_between_steps(rank: int, world_size: int) -> None:
-    """Behaviour 35: a device round trip after lazy init changes nothing; training goes on."""
-    plain = linears(2)
-    model = sharded_copy(plain, lambda m: (fully_shard(m[0]), fully_shard(m)))
-    for step in range(3):
-        check_step(model, plain, rank, world_size, step)
-        model.cpu()
-        assert is_sharded(model) and all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(2)

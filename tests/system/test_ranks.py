@@ -13,10 +13,7 @@ import torch.distributed as dist
 
 from tests.helpers.ranks import RanksFailed, on_ranks, run_on_ranks
 from tests.helpers.ranks_worker import KEPT_GROUPS
-from tests.helpers.source_tree import ROOT
 from tests.helpers.threads import fake_world, run_threads
-
-pytest_plugins = ["pytester"]
 
 
 @on_ranks(2, 4)
@@ -149,37 +146,6 @@ def test_skip_in_the_body_skips() -> None:
 def test_body_signature_is_checked() -> None:
     with pytest.raises(TypeError, match="must take"):
         on_ranks(2)(lambda x: None)
-
-
-@pytest.mark.exhaustive
-def test_in_a_pytest_session(pytester: pytest.Pytester) -> None:
-    """A hanging and a failing test are reported as such, and the tests after them pass."""
-    root = str(ROOT)
-    pytester.makepyfile(
-        test_inner="""
-        import time, warnings
-        from tests.helpers.ranks import on_ranks
-
-        @on_ranks(2, timeout_s=4)
-        def test_hangs(rank, world_size):
-            while rank == 1:
-                time.sleep(0.01)
-
-        @on_ranks(2)
-        def test_warns(rank, world_size):
-            warnings.warn("careful")
-
-        @on_ranks(2, 3)
-        def test_passes(rank, world_size):
-            pass
-        """
-    )
-    monkeypatch = pytest.MonkeyPatch()
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-        result = pytester.runpytest_subprocess("-p", "tests.conftest", "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=2, failed=2)
-    result.stdout.fnmatch_lines(["*still runs on ranks 1 of 2 after 4 s*", "*UserWarning: careful*"])
 
 
 def test_run_threads_gives_each_thread_a_rank() -> None:
