@@ -39,8 +39,11 @@ FOREIGN: list[tuple[Callable[[Storage, str], bool], Callable[[Storage, str], Cat
 ]
 
 
-def open_catalog(storage: Storage, path: str) -> Catalog:
+def open_catalog(storage: Storage, path: str, files_are_there: bool = True) -> Catalog:
     """The catalog of a folder.
+
+    Args:
+        files_are_there: False reads only the manifest of one of ours; files that it lists may be missing.
 
     Raises:
         CheckpointError: it has no format that is supported.
@@ -54,7 +57,7 @@ def open_catalog(storage: Storage, path: str) -> Catalog:
             # A save may be between the two renames of a replacement: then look at the new folder.
             if is_there(storage, path) and MANIFEST not in storage.names(path):
                 return opened(storage, path)
-    return open_found(storage, path)
+    return open_found(storage, path, files_are_there)
 
 
 def is_checkpoint(storage: Storage, path: str) -> bool:

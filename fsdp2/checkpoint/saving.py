@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.io.memory import bytes_of, uncollected, wait_for
 from fsdp2.checkpoint.io.planned_files import (
     Homes,
@@ -49,7 +50,7 @@ from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
-from fsdp2.checkpoint.run.committing import commit, id_of, may_count
+from fsdp2.checkpoint.run.committing import commit, may_count
 from fsdp2.checkpoint.run.folders import free_name, step_name, work_folder
 from fsdp2.checkpoint.run.lease import Lease, take_lease
 from fsdp2.checkpoint.schema.checksum import crc32

@@ -6,6 +6,7 @@ contains the checksums of all blocks. Every file repeats the id of the save, its
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,12 +19,12 @@ from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Record
 from fsdp2.checkpoint.storage.base import PinnedStorage, Reader, Storage
-from fsdp2.errors import CorruptError
+from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
 TEXT_BLOCK = 1 << 20
 
-__all__ = ["NativeCatalog", "file_of", "read_header", "read_manifest", "read_small"]
+__all__ = ["NativeCatalog", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
 
 
 def file_of(manifest: Manifest, section: str, rank: int) -> str:
@@ -67,6 +68,13 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     """The manifest of a folder; `CorruptError` if it is damaged."""
     file = storage.join(path, MANIFEST)
     return Manifest.parse(read_small(storage, file, MAX_MANIFEST_BYTES), file)
+
+
+def id_of(storage: Storage, folder: str) -> str | None:
+    """The id of the save in exactly this folder; None if there is none, or it cannot be read. See `id_at`."""
+    with suppress(FSDPError, OSError):
+        return read_manifest(storage, folder).id
+    return None
 
 
 def read_header(storage: Storage, path: str, expected: tuple[int, str] | None = None) -> Header:

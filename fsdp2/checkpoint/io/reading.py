@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
-from typing import Protocol
 
 import torch
 
@@ -255,31 +254,13 @@ class PieceBytes:
                 yield start + at, start + at + block.nbytes, found, expected
 
 
-class _Task(Protocol):
-    """A part to read."""
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """(file, piece, byte), as a sort key that brings neighbours in a file together."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes to read."""
-        ...
-
-    def run(self, reader: Reader, buffers: _Buffers) -> int:
-        """Read it. Returns the number of bytes that were filled."""
-        ...
-
-
 @dataclass(slots=True)
 class _Lot:
     """Tasks of one file that a thread runs together, because handing over each small tensor takes longer than reading
     it."""
 
     path: str
-    tasks: list[_Task]
+    tasks: list["_Direct | _Copied"]
 
     def run(self, files: OpenFiles, buffers: _Buffers) -> int:
         """Run all. Returns the number of bytes that were filled."""
@@ -302,6 +283,7 @@ class _Direct:
 
     @property
     def place(self) -> tuple[str, int, int]:
+        """(file, piece, byte), as a sort key that brings neighbours in a file together."""
         return self.source.piece.path, self.source.piece.offset, self.start
 
     @property
@@ -370,7 +352,7 @@ class _Copied:
         return self.box.numel * target.element_size()
 
 
-def _tasks(request: Request, verify: bool) -> Iterator[_Task]:
+def _tasks(request: Request, verify: bool) -> Iterator[_Direct | _Copied]:
     """The work for one request, in parts that several threads can share."""
     piece, target = request.piece, request.target
     box = request.box.intersect(piece.box)

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import Homes
 from fsdp2.checkpoint.ranks.agreement import FAILED, GO, Agreement
 from fsdp2.checkpoint.run.folders import delete, is_complete, replace_folder, sweep
 from fsdp2.checkpoint.run.lease import check_lease, end_lease
-from fsdp2.checkpoint.schema.checksum import ALGORITHM
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
-from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, body_of
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.errors import CheckpointError, CorruptError, FSDPError
+from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["commit", "huggingface_index", "id_of", "may_count", "write_manifest"]
+__all__ = ["commit", "huggingface_index", "may_count", "write_manifest"]
 
 
 def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
@@ -55,22 +55,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     _check_copies(records)
     _warn_of_plain(records, agreement)
     _check_tables(stored, [record["content"] for record in records])
-    body = {
-        "format": FORMAT,
-        "id": save_id,
-        "step": options["step"],
-        "world": options["world"],
-        "layout": "consolidated" if homes else "ranks",
-        "checksum": ALGORITHM,
-        "files": files,
-        "tables": stored,
-        "homes": {
-            section: {name: file for file, rows in placed.items() for name, _, _ in rows}
-            for section, placed in homes.items()
-        },
-        "extra": _extra(records),
-        **({"about": options["about"]} if options["about"] else {}),
-    }
+    common = {key: options[key] for key in ("step", "world", "about")}
+    body = body_of(save_id, files, stored, homes, extra=_extra(records), **common)
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
@@ -165,19 +151,6 @@ def _files(storage: Storage, work: str, records: Sequence[Mapping[str, Any]]) ->
                 f"{found if found is not None else 'none'}. All ranks must save to one shared folder."
             )
     return files
-
-
-def id_of(storage: Storage, path: str) -> str | None:
-    """The id of the checkpoint at `path`; None if there is no checkpoint."""
-    with suppress(FSDPError, OSError):
-        reader = storage.open_file(storage.join(path, MANIFEST))
-        try:
-            content = bytearray(min(reader.size, MAX_MANIFEST_BYTES))
-            reader.read_into(0, memoryview(content))
-        finally:
-            reader.close()
-        return Manifest.parse(bytes(content), path).id
-    return None
 
 
 def _extra(records: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ again.
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fsdp2.checkpoint.formats.native import NativeCatalog, read_manifest
+from fsdp2.checkpoint.formats.native import NativeCatalog, id_of, read_manifest
 from fsdp2.checkpoint.run.folders import find
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
@@ -46,9 +46,9 @@ def open_found(storage: Storage, path: str, files_are_there: bool = True) -> Nat
 
 
 def id_at(storage: Storage, path: str) -> str | None:
-    """The current id of the checkpoint `path`; None if there is none, or it cannot be read."""
+    """The current id of the checkpoint `path`, wherever it is; None if there is none, or it cannot be read."""
     with suppress(CheckpointError, OSError):
-        return read_manifest(storage, find(storage, path)).id
+        return id_of(storage, find(storage, path))
     return None
 
 

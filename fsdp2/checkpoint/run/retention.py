@@ -6,16 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
-from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.run.folders import (
-    age_of,
-    discard,
-    find,
-    old_of,
-    replaced,
-    set_aside,
-    step_of,
-)
+from fsdp2.checkpoint.formats.native import id_of
+from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, replaced, set_aside, step_of
 from fsdp2.checkpoint.run.lease import is_leased
 from fsdp2.checkpoint.run.replacing import id_at, open_found
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
@@ -32,13 +24,17 @@ def checkpoints(root: Folder) -> list[str]:
     Args:
         root: the folder that was given to `save` together with a step.
     """
+    return [*_ages(root)]
+
+
+def _ages(root: Folder) -> dict[str, float]:
+    """The complete checkpoints of a run, oldest step first -> seconds since each was completed."""
     storage, _ = storage_of(root)
-    found = []
+    ages = {}
     for folder in _named_after_steps(root):
         with suppress(CheckpointError):
-            find(storage, folder)
-            found.append(folder)
-    return found
+            ages[folder] = age_of(storage, find(storage, folder))
+    return ages
 
 
 def _named_after_steps(root: Folder) -> list[str]:
@@ -79,7 +75,7 @@ def latest(root: Folder, valid: Callable[[str], object] | None = None) -> str | 
             return found
         # One that is being replaced, or has been since it was looked at, may have been missed: so they are looked at
         # until all are as they were.
-        now = {folder: _id_now(folder) for folder in folders}
+        now = {folder: id_at(*storage_of(folder)) for folder in folders}
         if now == before:
             break
         before = now
@@ -98,7 +94,7 @@ def _newest(
     """
     unread: OSError | None = None
     for folder in reversed(folders):
-        if folder in rejected and rejected[folder] == _id_now(folder):
+        if folder in rejected and rejected[folder] == id_at(*storage_of(folder)):
             continue
         try:
             if not _is_sound(folder):
@@ -108,15 +104,11 @@ def _newest(
             warnings.warn(message, stacklevel=3)
             unread = unread or error
             continue
-        asked = _id_now(folder)
+        asked = id_at(*storage_of(folder))
         if _is_valid(folder, valid):
             return folder, unread
         rejected[folder] = asked
     return None, unread
-
-
-def _id_now(folder: str) -> str | None:
-    return id_at(*storage_of(folder))
 
 
 def prune(
@@ -193,9 +185,8 @@ def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known
         known: which checkpoints are sound, as far as they have been checked.
     """
     storage, _ = storage_of(root)
-    by_step = checkpoints(root)
-    ages = {folder: age_of(storage, place) for folder in by_step if (place := _place(storage, folder))}
-    by_time = sorted(ages, key=lambda folder: -ages[folder])
+    ages = _ages(root)
+    by_step, by_time = [*ages], sorted(ages, key=lambda folder: -ages[folder])
     staying: set[str] = set()
     for order in (by_step, by_time):
         sound = 0
@@ -221,13 +212,6 @@ def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -
             yield folder
 
 
-def _place(storage: Storage, folder: str) -> str | None:
-    """Where a checkpoint is; None if it has been deleted meanwhile."""
-    with suppress(CheckpointError):
-        return find(storage, folder)
-    return None
-
-
 def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
     """Delete the checkpoint `path`, wherever it is, if it still has this save's id and no process is saving there."""
     if not storage.renames:
@@ -238,23 +222,16 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
     older = replaced(storage, path)
     # `find` still finds it under that name. So if it is the wrong one, or this process dies, nothing is lost.
     aside = set_aside(storage, path)
-    if aside is not None and _id_of(storage, aside) != save_id:
+    if aside is not None and id_of(storage, aside) != save_id:
         with suppress(OSError):  # the name is taken again, by a newer checkpoint
             storage.rename_folder(aside, path)
         return False
     for old in older:
-        if aside is not None or _id_of(storage, old) == save_id:
+        if aside is not None or id_of(storage, old) == save_id:
             discard(storage, old)
     if aside is not None:
         discard(storage, aside)
     return True
-
-
-def _id_of(storage: Storage, folder: str) -> str | None:
-    """The id of the save in a folder; None if it cannot be read."""
-    with suppress(CheckpointError, OSError):
-        return read_manifest(storage, folder).id
-    return None
 
 
 def _is_valid(folder: str, valid: Callable[[str], object] | None) -> bool:

@@ -35,7 +35,7 @@ from fsdp2.checkpoint.storage.base import check_file_name
 from fsdp2.errors import CorruptError
 from fsdp2.placement.tiling import Grid, Tiling
 
-__all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "table_of"]
+__all__ = ["FORMAT", "MANIFEST", "MAX_MANIFEST_BYTES", "SECTIONS", "Manifest", "Record", "body_of", "table_of"]
 
 FORMAT = "fsdp2/1"
 MANIFEST = "checkpoint.json"
@@ -206,6 +206,34 @@ def table_of(
     }
     meshes = [{"shape": list(grid.shape), "ranks": list(grid.ranks)} for grid in grids]
     return {"meshes": meshes, "tensors": tensors, "aliases": dict(aliases), "values": dict(values)}
+
+
+def body_of(
+    save_id: str,
+    files: Mapping[str, Sequence[Any]],
+    tables: Sequence[Mapping[str, Any]],
+    homes: Mapping[str, Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]],
+    **rest: Any,
+) -> dict[str, Any]:
+    """The body of a manifest; see the module docstring.
+
+    Args:
+        homes: consolidated: section -> file -> (name, dtype, shape) of its tensors; else empty.
+        rest: the other parts; `about` is left out if it is empty.
+    """
+    return {
+        "format": FORMAT,
+        "id": save_id,
+        "layout": "consolidated" if homes else "ranks",
+        "checksum": ALGORITHM,
+        "files": files,
+        "tables": tables,
+        "homes": {
+            section: {name: file for file, rows in placed.items() for name, _, _ in rows}
+            for section, placed in homes.items()
+        },
+        **{key: value for key, value in rest.items() if value or key != "about"},
+    }
 
 
 def _record(name: str, row: Sequence[Any], grids: Sequence[Grid], known: dict[Any, Record], file: str) -> Record:

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import torch
 
+from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.committing import id_of
 from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
 from fsdp2.checkpoint.run.lease import LEASE_S, Lease, check_lease, take_lease
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of

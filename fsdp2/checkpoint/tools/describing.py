@@ -2,22 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog, left_out_of
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.folders import find, is_complete
-from fsdp2.checkpoint.run.replacing import open_found
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import CheckpointError
 from fsdp2.placement.box import whole
 
-__all__ = ["Description", "TensorEntry", "describe", "open_native", "stray_files", "tensor_nbytes"]
+__all__ = ["Description", "TensorEntry", "describe", "stray_files", "tensor_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -97,59 +95,31 @@ def describe(folder: Folder) -> Description:
         sizes = {tensor.name: tensor.nbytes for tensor in fsdp2.checkpoint.describe("runs/a/step-00001000").tensors}
     """
     storage, path = storage_of(folder)
-    native = open_native(storage, path)
-    if native is None:
-        catalog = open_catalog(storage, path)
-        try:
-            tensors = tuple(
-                _entry(catalog, section, name, len(list(catalog.pieces(section, name, whole(info.shape)))))
-                for section, infos in catalog.tensors.items()
-                for name, info in infos.items()
-            )
-            with suppress(CheckpointError):  # damaged values are for `verify`
-                catalog.values.get("model")
-            left_out = left_out_of(catalog)
-            return Description(
-                catalog.path, catalog.kind, catalog.step, tensors, optimizer=_kinds(catalog), left_out=left_out
-            )
-        finally:
-            catalog.close()
-    native.close()
-    manifest = native.manifest
-    tensors = tuple(
-        _entry(native, section, name, sum(1 for _ in record.tiling.owners(whole(record.shape))))
-        for section, records in manifest.records.items()
-        for name, record in records.items()
+    catalog = open_catalog(storage, path, files_are_there=False)
+    try:
+        tensors = tuple(_entry(catalog, section, name) for section, infos in catalog.tensors.items() for name in infos)
+        with suppress(CheckpointError):  # damaged values are for `verify`
+            catalog.values.get("model")
+        found = Description(catalog.path, catalog.kind, catalog.step, tensors, left_out=left_out_of(catalog))
+    finally:
+        catalog.close()
+    if not isinstance(catalog, NativeCatalog):
+        return found
+    manifest = catalog.manifest
+    kinds = {str(table["kind"]) for table in manifest.values["optimizer"] if table.get("kind")}
+    shares = {key: sum(len(share["ranks"]) for share in own) for key, own in manifest.extra.items()}
+    return replace(
+        found,
+        id=manifest.id,
+        world=manifest.world,
+        layout=manifest.layout,
+        checksum=manifest.checksum,
+        files={name: size for name, (size, _) in manifest.files.items()},
+        optimizer=", ".join(sorted(kinds)),
+        extra={key: (ranks, len(manifest.extra[key])) for key, ranks in shares.items()},
+        strays=tuple(stray_files(storage, catalog.path, manifest)),
+        about=manifest.about,
     )
-    return Description(
-        native.path,
-        native.kind,
-        native.step,
-        tensors,
-        manifest.id,
-        manifest.world,
-        manifest.layout,
-        manifest.checksum,
-        {name: size for name, (size, _) in manifest.files.items()},
-        _kinds(native),
-        {key: (sum(len(share["ranks"]) for share in shares), len(shares)) for key, shares in manifest.extra.items()},
-        tuple(stray_files(storage, native.path, manifest)),
-        manifest.about,
-    )
-
-
-def open_native(storage: Storage, path: str) -> NativeCatalog | None:
-    """The catalog of a checkpoint that `save` wrote, from its manifest alone; None if there is none.
-
-    Raises:
-        CorruptError: the manifest is damaged.
-    """
-    if not is_complete(storage, path):
-        try:
-            find(storage, path)
-        except CheckpointError:
-            return None
-    return open_found(storage, path, files_are_there=False)
 
 
 def stray_files(storage: Storage, path: str, manifest: Manifest) -> list[str]:
@@ -162,15 +132,11 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return prod(shape) * ITEMSIZES[dtype]
 
 
-def _entry(catalog: Catalog, section: str, name: str, parts: int) -> TensorEntry:
+def _entry(catalog: Catalog, section: str, name: str) -> TensorEntry:
     info = catalog.tensors[section][name]
+    if isinstance(catalog, NativeCatalog):  # whose files may be missing
+        parts = len(list(catalog.manifest.records[section][name].tiling.owners(whole(info.shape))))
+    else:
+        parts = len(list(catalog.pieces(section, name, whole(info.shape))))
     aliases = tuple(alias for alias, stored in catalog.aliases.get(section, {}).items() if stored == name)
     return TensorEntry(section, name, info.dtype, info.shape, tensor_nbytes(info.dtype, info.shape), parts, aliases)
-
-
-def _kinds(catalog: Catalog) -> str:
-    """The class names of the optimizers; other formats do not have them."""
-    tables: Sequence[Mapping[str, Any]] = ()
-    if isinstance(catalog, NativeCatalog):
-        tables = catalog.values.get("optimizer", ())
-    return ", ".join(sorted({str(table["kind"]) for table in tables if table.get("kind")}))

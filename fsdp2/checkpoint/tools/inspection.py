@@ -5,7 +5,7 @@ manifest, the files that it lists, their headers, that all parts of each tensor 
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.replacing import READS, id_at
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
-from fsdp2.checkpoint.tools.describing import open_native, stray_files, tensor_nbytes
+from fsdp2.checkpoint.tools.describing import stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError, UnsupportedError
@@ -105,8 +105,7 @@ def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[
     """The report, and the id of the save that it describes."""
     report = Report(path, "fsdp2")
     try:
-        native = open_native(storage, path)
-        catalog = open_catalog(storage, path) if native is None else native
+        catalog = open_catalog(storage, path, files_are_there=False)
     except CorruptError as error:
         return Report(path, "damaged", [_damage_of(storage, path, error)]), None
     report.folder, report.kind = catalog.path, catalog.kind
@@ -114,7 +113,7 @@ def _looked_at(storage: Storage, path: str, progress: Progress | None) -> tuple[
         _Verification(catalog, report).run(progress)
     finally:
         catalog.close()
-    return report, native.manifest.id if native is not None else None
+    return report, catalog.manifest.id if isinstance(catalog, NativeCatalog) else None
 
 
 class _Verification:
@@ -175,19 +174,19 @@ class _Verification:
                 self._lost[file, self._bad_files[file]] = []
 
     def _sources(self) -> Iterator[PieceBytes]:
-        """All readable parts of all tensors; unreadable ones are noted."""
-        for section, infos in self._catalog.tensors.items():
-            for name, info in infos.items():
-                label = f"{section} '{name}'"
-                box = whole(info.shape)
-                cover = Cover(box)
-                for piece in self._pieces(section, name, box, label):
-                    cover.add(piece.box)
-                    yield self._counted(PieceBytes(label, piece, bool(piece.sums)))
-                if self._native is None:
-                    with self._noting(label):
-                        cover.check(label)
-        yield from self._extra_sources()
+        """All readable parts of all tensors; unreadable ones are noted, each by itself, so that one bad file does not
+        hide the next."""
+        for label, needed, look in self._lookups():
+            bad = next((file for file in needed if file in self._bad_files), None)
+            if bad is not None:
+                self._lose(bad, self._bad_files[bad], label)
+                continue
+            with self._noting(label):
+                for piece in look():
+                    source = PieceBytes(label, piece, bool(piece.sums))
+                    self._report.checked_bytes += source.nbytes * source.verify
+                    self._report.unchecked_bytes += source.nbytes * (not source.verify)
+                    yield source
         if isinstance(self._catalog, DcpCatalog):  # there, values that are not tensors have their own files
             for name, error in self._catalog.damaged_items():
                 damage = _damage_of(self._catalog.storage, self._catalog.path, error)
@@ -197,43 +196,41 @@ class _Verification:
                 self._catalog.values[section]
         self._report.left_out = left_out_of(self._catalog)
 
-    def _pieces(self, section: str, name: str, box: Box, label: str) -> Iterator[StoredPiece]:
-        """The parts of a tensor, each looked up separately, so that one bad file does not hide the next."""
-        found: list[StoredPiece] = []
-        if self._native is None:
-            with self._noting(label):
-                found += self._catalog.pieces(section, name, box)
-            yield from found
+    def _lookups(self) -> Iterator[tuple[str, list[str], Callable[[], Iterable[StoredPiece]]]]:
+        """(label, files that are needed, what finds its pieces) of each part of a tensor, also of the extra state."""
+        native = self._native
+        for section, infos in self._catalog.tensors.items():
+            for name, info in infos.items():
+                label, box = f"{section} '{name}'", whole(info.shape)
+                if native is None:
+                    yield label, [], partial(self._covering, section, name, box)
+                    continue
+                for rank, part in native.manifest.records[section][name].tiling.owners(box):
+                    needed = [file_of(native.manifest, section, rank)]
+                    if native.manifest.layout == "consolidated":
+                        home = native.manifest.homes.get(section, {}).get(name, "")
+                        needed = [home, sums_file_name(rank, native.manifest.world)]
+                    yield label, needed, partial(native.pieces, section, name, part)
+        if native is None:
             return
-        manifest = self._native.manifest
-        for rank, part in manifest.records[section][name].tiling.owners(box):
-            if manifest.layout == "consolidated":
-                needed = [manifest.homes.get(section, {}).get(name, ""), sums_file_name(rank, manifest.world)]
-            else:
-                needed = [file_of(manifest, section, rank)]
-            bad = next((file for file in needed if file in self._bad_files), None)
-            if bad is not None:
-                self._lose(bad, self._bad_files[bad], label)
-                continue
-            with self._noting(label):
-                yield from list(self._catalog.pieces(section, name, part))
-
-    def _extra_sources(self) -> Iterator[PieceBytes]:
-        if self._native is None:
-            return
-        native, storage = self._native, self._native.storage
-        shares = [(key, share) for key, shares in native.manifest.extra.items() for share in shares]
-        for file in dict.fromkeys(str(share["file"]) for _, share in shares):
-            keys = [f"extra '{key}'" for key, share in shares if share["file"] == file]
+        shares = [(key, str(share["file"])) for key, own in native.manifest.extra.items() for share in own]
+        for file in dict.fromkeys(file for _, file in shares):
             if file in self._bad_files:
-                for key in dict.fromkeys(keys):
-                    self._lose(file, self._bad_files[file], key)
+                yield from (
+                    (f"extra '{key}'", [file], tuple) for key in dict.fromkeys(k for k, f in shares if f == file)
+                )
                 continue
-            for name in read_header(storage, storage.join(native.path, file), native.manifest.files[file]).tensors:
-                label = f"extra '{name}'"
-                with self._noting(label):
-                    piece = native.extra_piece(file, name)
-                    yield self._counted(PieceBytes(label, piece, bool(piece.sums)))
+            header = read_header(native.storage, native.storage.join(native.path, file), native.manifest.files[file])
+            for name in header.tensors:
+                yield f"extra '{name}'", [file], partial(map, native.extra_piece, [file], [name])
+
+    def _covering(self, section: str, name: str, box: Box) -> Iterator[StoredPiece]:
+        """The pieces of a tensor; then an error if there is not all of it."""
+        cover = Cover(box)
+        for piece in self._catalog.pieces(section, name, box):
+            cover.add(piece.box)
+            yield piece
+        cover.check(f"{section} '{name}'")
 
     @contextmanager
     def _noting(self, label: str) -> Iterator[None]:
@@ -248,13 +245,6 @@ class _Verification:
         names = self._lost.setdefault((file, problem), [])
         if label not in names[-1:]:
             names.append(label)
-
-    def _counted(self, source: PieceBytes) -> PieceBytes:
-        if source.verify:
-            self._report.checked_bytes += source.nbytes
-        else:
-            self._report.unchecked_bytes += source.nbytes
-        return source
 
 
 def _damage_of(storage: Storage, path: str, error: Exception) -> Damage:

@@ -6,7 +6,7 @@ old checkpoint a chunk at a time, so a tensor larger than a few chunks is never 
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -17,6 +17,7 @@ import torch
 from fsdp2.checkpoint.formats.native import NativeCatalog, read_header
 from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
 from fsdp2.checkpoint.io.planned_files import (
+    Homes,
     Piece,
     PlannedFile,
     Written,
@@ -29,11 +30,10 @@ from fsdp2.checkpoint.io.planned_files import (
 )
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.run.committing import encoded, huggingface_index, write_manifest
-from fsdp2.checkpoint.schema.checksum import ALGORITHM
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
-from fsdp2.checkpoint.schema.manifest import FORMAT, MANIFEST, table_of
+from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.checkpoint.tools.streaming import Meter, Pieces, Progress, StoredValues
+from fsdp2.checkpoint.tools.streaming import Meter, Progress, StoredValues
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
 from fsdp2.placement.box import Box, Cover, whole
 from fsdp2.placement.tiling import Grid, Tiling, replicated
@@ -44,9 +44,6 @@ LAYOUTS = ("ranks", "consolidated")
 
 # (dtype, shape) of a tensor in the new checkpoint.
 Row = tuple[str, tuple[int, ...]]
-
-# Consolidated: section -> file -> (name, dtype, shape) of its tensors.
-Homes = Mapping[str, Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]]
 
 # Conversions between these only lose precision. With other dtypes (integers, 8-bit floats, whose scales are stored
 # elsewhere) the values would change their meaning.
@@ -101,25 +98,36 @@ class Rewriting:
                 has written there.
         """
         sections = ("model",) if self.options.model_only else ("model", "optimizer")
+        to = None if self.options.dtype is None else name_of(self.options.dtype)
         for section in sections:
             infos, values_there = self.catalog.tensors.get(section, {}), self.catalog.values.get(section)
             if infos or values_there:
-                rows = {name: (self._dtype(section, info.dtype), info.shape) for name, info in infos.items()}
+                cast = {} if to is None or section != "model" else dict.fromkeys(FLOATS, to)
+                rows = {name: (cast.get(info.dtype, info.dtype), info.shape) for name, info in infos.items()}
                 self._tensors[section] = rows
         self._check_left_out(sections)
         self._check_cover()
+        homes: Homes = {}
+        if self.options.to == "consolidated":
+            limit = self.options.max_file_bytes
+            homes = {section: consolidated_homes(section, rows, limit) for section, rows in self._tensors.items()}
+        indexes = {
+            f"{section}.safetensors.index.json": huggingface_index(placed)
+            for section, placed in homes.items()
+            if len(placed) > 1
+        }
+        sums = [sums_file_name(0, 1)] if homes else []
         values = StoredValues(self.catalog.storage, self.options.verify)
         try:
             extra, extra_files = self._extra(values)
-            homes = self._homes()
             files = [*self._files(values, homes), *extra_files]
-            indexes = {
-                f"{section}.safetensors.index.json": huggingface_index(placed)
-                for section, placed in homes.items()
-                if len(placed) > 1
-            }
-            sums = [sums_file_name(0, 1)] if homes else []
-            self._check_names(work, {*sums, *indexes, *(file.name for file in files)})
+            names = {*sums, *indexes, *(file.name for file in files)}
+            # Without renames the folder may have a user's files, and consolidated files have no names of their own.
+            if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
+                raise CheckpointError(
+                    f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion "
+                    "would write over. Convert to another folder, or delete what is there."
+                )
             meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
             written: list[Written] = []
             for file in files:
@@ -129,31 +137,13 @@ class Rewriting:
         finally:
             values.close()
         for name in sums:
-            written.append(self._write_json(work, name, encode_sums(self._about(0, 1), written)))
+            written.append(self._write_json(work, name, encode_sums({"id": self.id, "rank": 0, "world": 1}, written)))
         written += [self._write_json(work, name, index) for name, index in indexes.items()]
         content = encoded(self._body(written, homes, extra), self.storage.join(work, MANIFEST), "convert")
         sizes = self.storage.sizes(work)
         if any(sizes.get(file.name) != file.size for file in written):
             raise CheckpointError(f"{work}: another save has written there in the meantime; convert to another folder")
         write_manifest(self.storage, self.storage.join(work, MANIFEST), content, self.id)
-
-    def _check_names(self, work: str, names: set[str]) -> None:
-        """Without renames the folder may have a user's files, and consolidated files have no names of their own."""
-        if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
-            raise CheckpointError(
-                f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion would "
-                "write over. Convert to another folder, or delete what is there."
-            )
-
-    @property
-    def _world(self) -> int:
-        return self.options.world
-
-    def _dtype(self, section: str, dtype: str) -> str:
-        """The new dtype of a tensor."""
-        if self.options.dtype is None or section != "model" or dtype not in FLOATS:
-            return dtype
-        return str(name_of(self.options.dtype))
 
     def _check_left_out(self, sections: Sequence[str]) -> None:
         """Nothing that was asked for may be lost; what is neither model nor optimizer has no place in the new one."""
@@ -184,53 +174,33 @@ class Rewriting:
 
     def _tiling(self, shape: tuple[int, ...]) -> Tiling:
         """By rows over all ranks."""
-        ranks = tuple(range(self._world))
-        return Tiling(shape, Grid((self._world,), ranks), ((0, 0),)) if shape else replicated(shape, ranks)
-
-    def _homes(self) -> Homes:
-        if self.options.to != "consolidated":
-            return {}
-        return {
-            section: consolidated_homes(section, rows, self.options.max_file_bytes)
-            for section, rows in self._tensors.items()
-        }
+        ranks = tuple(range(self.options.world))
+        return Tiling(shape, Grid((len(ranks),), ranks), ((0, 0),)) if shape else replicated(shape, ranks)
 
     def _files(self, values: StoredValues, homes: Homes) -> list[PlannedFile]:
         planned: list[PlannedFile] = []
         for section, rows in self._tensors.items():
-            for rank in range(self._world):
-                pieces = [
-                    self._piece(values, section, name, box, rank_dtype)
-                    for name, (rank_dtype, shape) in rows.items()
-                    if (box := self._box(shape, rank)) is not None
-                ]
+            for rank in range(self.options.world):
+                pieces = []
+                for name, (dtype, shape) in rows.items():
+                    tiling = self._tiling(shape)
+                    box = tiling.box_of(rank)
+                    if box is not None and tiling.owns(rank) and (box.numel or not prod(shape)):
+                        find = partial(self.catalog.pieces, section, name)
+                        pieces.append(
+                            _piece(name, dtype, box, shape, partial(values.blocks, f"{section} '{name}'", find))
+                        )
                 if homes:
-                    shared = consolidated_files(homes[section], pieces, rank, self._world)
+                    shared = consolidated_files(homes[section], pieces, rank, self.options.world)
                     planned += [replace(file, shared=False) for file in shared]  # no other process writes to them
                 elif pieces:
-                    planned.append(self._rank_file(section, pieces, rank, self._world))
+                    planned.append(self._rank_file(section, pieces, rank, self.options.world))
         return planned
-
-    def _box(self, shape: tuple[int, ...], rank: int) -> Box | None:
-        """The part of a tensor that a rank writes; None if it writes none."""
-        tiling = self._tiling(shape)
-        box = tiling.box_of(rank)
-        owned = box is not None and tiling.owns(rank) and (box.numel or not prod(shape))
-        return box if owned else None
-
-    def _piece(self, values: StoredValues, section: str, name: str, box: Box, dtype: str) -> Piece:
-        _, shape = self._tensors[section][name]
-        pieces = partial(self.catalog.pieces, section, name)
-        source = partial(values.blocks, f"{section} '{name}'", pieces, box, dtype)
-        return Piece(name, dtype, box, torch.empty(box.shape, dtype=DTYPES[dtype], device="meta"), shape, source)
 
     def _rank_file(self, section: str, pieces: list[Piece], rank: int, world: int) -> PlannedFile:
         """A rank's own file. Without renames its name is unique to this save or conversion."""
-        file = rank_file(section, pieces, self._about(rank, world))
+        file = rank_file(section, pieces, {"id": self.id, "rank": rank, "world": world})
         return file if self.storage.renames else replace(file, name=named_after(file.name, self.id))
-
-    def _about(self, rank: int, world: int) -> dict[str, Any]:
-        return {"id": self.id, "rank": rank, "world": world}
 
     def _extra(self, values: StoredValues) -> tuple[dict[str, Any], list[PlannedFile]]:
         """The extra state and its files, unchanged."""
@@ -240,13 +210,12 @@ class Rewriting:
         names = list(dict.fromkeys(str(share["file"]) for shares in manifest.extra.values() for share in shares))
         files = {}
         for number, file in enumerate(names):
-            path = catalog.storage.join(catalog.path, file)
             pieces = []
+            path = catalog.storage.join(catalog.path, file)
             for name in read_header(catalog.storage, path, manifest.files[file]).tensors:
-                piece = catalog.extra_piece(file, name)
-                source = partial(values.blocks, f"extra '{name}'", _just(piece), piece.box, piece.dtype)
-                empty = torch.empty(piece.box.shape, dtype=DTYPES[piece.dtype], device="meta")
-                pieces.append(Piece(name, piece.dtype, piece.box, empty, piece.box.shape, source))
+                stored = catalog.extra_piece(file, name)
+                source = partial(values.blocks, f"extra '{name}'", partial(_just, stored))
+                pieces.append(_piece(name, stored.dtype, stored.box, stored.box.shape, source))
             files[file] = self._rank_file("extra", pieces, number, manifest.extra_world)
         extra = {
             key: [{**share, "file": files[share["file"]].name} for share in shares]
@@ -259,12 +228,7 @@ class Rewriting:
         self.storage.write_all(self.storage.join(work, name), content)
         return Written(name, len(content), f"{zlib.crc32(content):08x}", {})
 
-    def _body(
-        self,
-        written: Sequence[Written],
-        homes: Homes,
-        extra: Mapping[str, Any],
-    ) -> dict[str, Any]:
+    def _body(self, written: Sequence[Written], homes: Homes, extra: Mapping[str, Any]) -> dict[str, Any]:
         """The body of the manifest."""
         tilings = {
             section: {name: (dtype, self._tiling(shape)) for name, (dtype, shape) in rows.items()}
@@ -272,32 +236,31 @@ class Rewriting:
         }
         aliases = {section: dict(self.catalog.aliases.get(section, {})) for section in self._tensors}
         kept = {section: list(self.catalog.values.get(section, ())) for section in self._tensors}
-        ranks = list(range(self._world))
+        ranks = list(range(self.options.world))
         # Values other than tensors stay as they were: one table for each kind of rank. The first table has all tensors.
         tables = [{**table_of(tilings, aliases, {}), "ranks": ranks}]
         for number in range(max(map(len, kept.values()), default=0)):
             values = {section: rows[number] for section, rows in kept.items() if number < len(rows)}
             tables.append({**table_of({}, {}, values), "ranks": ranks})
-        world = self.catalog.manifest.extra_world if isinstance(self.catalog, NativeCatalog) else self._world
-        about = self.catalog.manifest.about if isinstance(self.catalog, NativeCatalog) else {}
-        return {
-            "format": FORMAT,
-            "id": self.id,
-            "step": self.catalog.step,
-            "world": self._world,
-            "checksum": ALGORITHM,
-            "layout": self.options.to,
-            "files": {file.name: [file.size, file.header_crc] for file in written},
-            "tables": tables,
-            "homes": {
-                section: {name: file for file, rows in placed.items() for name, _, _ in rows}
-                for section, placed in homes.items()
-            },
-            "extra": dict(extra),
-            "extra_world": world,
-            **({"about": dict(about)} if about else {}),
-        }
+        manifest = self.catalog.manifest if isinstance(self.catalog, NativeCatalog) else None
+        return body_of(
+            self.id,
+            {file.name: [file.size, file.header_crc] for file in written},
+            tables,
+            homes,
+            step=self.catalog.step,
+            world=len(ranks),
+            extra=extra,
+            extra_world=manifest.extra_world if manifest else len(ranks),
+            about=manifest.about if manifest else {},
+        )
 
 
-def _just(piece: StoredPiece) -> Pieces:
-    return lambda box: [piece]
+def _just(piece: StoredPiece, box: Box) -> list[StoredPiece]:
+    return [piece]
+
+
+def _piece(name: str, dtype: str, box: Box, shape: tuple[int, ...], blocks: Callable[..., Any]) -> Piece:
+    """A piece whose values come from the old checkpoint."""
+    empty = torch.empty(box.shape, dtype=DTYPES[dtype], device="meta")
+    return Piece(name, dtype, box, empty, shape, partial(blocks, box, dtype))
