@@ -6,24 +6,36 @@ JSON values stand for themselves. Anything else is an object with one key that n
     {"$float": "nan"}        also "inf", "-inf"
     {"$tuple": [...]}        {"$bytes": base64}
     {"$dict": [[key, value], ...]}   keys that are not strings, or begin with "$"
-    {"$counter": [{...}]}    and other containers; NumPy numbers: see `containers.py`
+    {"$ordered": {...}}      {"$counter": {...}}
+    {"$numpy": ["float32", 0.5]}
+
+A file names a kind, and only these are built: no code comes from a file. All other types, including subclasses of
+these, are refused by the save, since they would be restored as something else.
 """
 
 import base64
 import math
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 
-from fsdp2.checkpoint.schema.containers import KINDS, kind_of
-from fsdp2.errors import ArgumentError, CorruptError
+from fsdp2.errors import ArgumentError, CorruptError, UnsupportedError
 
 __all__ = ["Leaf", "at_path", "canonical", "decode", "encode"]
 
 MAX_DEPTH = 40  # each level takes one to six levels of JSON; the commit refuses JSON that is too deep
+
+DICTS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}  # MultiStepLR has a Counter
+NUMBERS = frozenset(
+    f"{kind}{bits}" for kind, sizes in {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64)}.items()
+    for bits in sizes
+) | {"bool"}  # fmt: skip
 
 # Given a tensor and its path in the tree, returns what represents it in the JSON besides its name.
 Leaf = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -66,13 +78,20 @@ def encode(value: Any, leaf: Leaf, where: str, path: str = "") -> Any:
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: inner(key, item) for key, item in value.items()}
         return {"$dict": [[encode(key, leaf, where, path), inner(key, item)] for key, item in value.items()]}
-    elif kind := kind_of(value):
-        return {kind.name: [*kind.head(value), encode(kind.body(value), leaf, where, path)]}
+    kind = type(value)
+    for name, known in DICTS.items():
+        if kind is known:
+            return {name: encode(dict(value), leaf, where, path)}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        name = value.dtype.name
+        if name in NUMBERS and numpy.dtype(name).type is kind:
+            return {"$numpy": [name, encode(value.item(), leaf, where, path)]}
     at = f" at '{path}'" if path else ""
     raise ArgumentError(
         f"{where}{at}: a checkpoint holds tensors, numbers, strings, bytes, and lists, tuples and dicts of them "
-        f"(OrderedDict, Counter, named tuples, torch.Size, defaultdict of a builtin type too), and got "
-        f"{type(value).__module__}.{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
+        f"(OrderedDict, Counter and NumPy's numbers too), and got {type(value).__module__}."
+        f"{type(value).__qualname__}. Save what its state_dict() returns, or convert it."
     )
 
 
@@ -136,9 +155,27 @@ def decode(value: Any, tensor: Callable[[dict[str, Any]], Any], where: str) -> A
             return tuple(decode(item, tensor, where) for item in content)
         if kind == "$dict":
             return {decode(key, tensor, where): decode(item, tensor, where) for key, item in content}
-        if kind in KINDS:
-            *head, body = content
-            return KINDS[kind].build(head, decode(body, tensor, where))
-    except (TypeError, ValueError, OverflowError) as error:
+        if kind in DICTS:
+            return DICTS[kind](_checked(dict, decode(content, tensor, where)))
+        if kind == "$numpy":
+            return _number(content[0], decode(content[1], tensor, where))
+    except (TypeError, ValueError, OverflowError, LookupError) as error:
         raise CorruptError(f"{where}: {kind} with {str(content)[:80]!r} ({error})") from error
     raise CorruptError(f"{where}: unknown kind of value {kind[:80]!r}")
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def _number(name: Any, value: Any) -> Any:
+    if _checked(str, name) not in NUMBERS or type(value).__name__ != name.strip("u0123456789"):
+        raise ValueError(f"{value!r} as {name!r}")
+    try:
+        numpy: Any = import_module("numpy")
+    except ImportError as error:
+        raise UnsupportedError(f"a number of NumPy ({name}) was saved, and NumPy is not installed") from error
+    with numpy.errstate(all="ignore"):  # no warnings: this is the value that was saved
+        return numpy.dtype(name).type(value)
