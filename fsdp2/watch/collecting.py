@@ -8,8 +8,8 @@ import json
 import os
 import time
 from dataclasses import astuple
-from pathlib import Path
 
+from fsdp2.processes import machine, stat_of
 from fsdp2.watch.board import Board
 from fsdp2.watch.examine import Answer, Finding, examine
 from fsdp2.watch.settings import settings
@@ -75,33 +75,13 @@ def _pause(board: Board) -> None:
 
 def identity() -> str:
     """Who this process is, for `state_of`; "" where there is no /proc."""
-    stat = _stat(os.getpid())
-    return f"{_machine()} {os.getpid()} {stat[1]}" if stat else ""
+    stat = stat_of(os.getpid())
+    return f"{machine()} {os.getpid()} {stat[1]}" if stat else ""
 
 
 def state_of(identity: str) -> str | None:
     """The kernel's letter for the state of the process that called itself that, "T" if it is stopped (but for a
     debugger); "" if it has ended, None if nothing is known, as of another machine."""
-    machine, pid, begun = identity.split() if identity else ("", "0", "")
-    if not machine or machine != _machine():
-        return None
-    stat = _stat(int(pid))
-    return "" if stat is None or stat[1] != begun or stat[0] in "ZX" else stat[0]
-
-
-def _machine() -> str:
-    """This kernel and its numbers of processes: containers number theirs apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _stat(pid: int) -> tuple[str, str] | None:
-    """(state, when it began); None if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], fields[19]
+    own, pid, begun = identity.split() if identity else ("", "0", "")
+    stat = stat_of(int(pid)) if own == machine() != "" else None
+    return None if stat is None else "" if stat[1] != begun or stat[0] in "ZX" else stat[0]

@@ -200,7 +200,7 @@ class Stopping:
     def __init__(self, root: Path, last: int, meanwhile: Callable[[], object], patch: pytest.MonkeyPatch):
         self.file, self.last, self.meanwhile = root / FILE, last, meanwhile
         self.calls, self.has_begun, self.host = 0, False, "node1"
-        patch.setattr(lease, "_place", lambda: self.host)
+        patch.setattr(lease, "machine", lambda: self.host)
         for name in self.NAMES:
             patch.setattr(os, name, self.counting(getattr(os, name)))
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
+from fsdp2 import processes
 from fsdp2.watch import collecting, current, settings, trail, watchdog
 from fsdp2.watch.board import Board
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
@@ -85,9 +86,9 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def identity_of(process: subprocess.Popen[bytes], machine: str | None = None) -> str:
-    begun = collecting._stat(process.pid)
+    begun = processes.stat_of(process.pid)
     assert begun is not None
-    return f"{machine or collecting._machine()} {process.pid} {begun[1]}"
+    return f"{machine or processes.machine()} {process.pid} {begun[1]}"
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -112,7 +113,7 @@ def test_a_stopped_process_is_told_from_a_killed_one(store: Any, process: subpro
     boards = [Board(store, rank, 2) for rank in range(2)]
     boards[1].put("hello/1", identity_of(process))
     assert collecting.state_of(identity_of(process)) not in ("", "T", None)
-    assert collecting.state_of(f"{collecting._machine()} {process.pid} 1") == "", "another one with its number"
+    assert collecting.state_of(f"{processes.machine()} {process.pid} 1") == "", "another one with its number"
     stop(process)
     put_answer(boards[0], 1, waits(0))
     assert collecting.collect(boards[0], 1, None).text.startswith("rank 1 is stopped (SIGSTOP)")

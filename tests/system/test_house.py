@@ -120,7 +120,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("layout",),
     ("policies",),
     ("disk.file",),
-    ("disk.direct", "errors", "events"),
+    ("disk.direct", "errors", "events", "processes"),
     ("_torch",),
 ]
 

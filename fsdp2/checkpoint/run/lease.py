@@ -18,17 +18,15 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError
+from fsdp2.processes import machine, stat_of
 
 __all__ = [
     "LEASE_NAME",
@@ -63,7 +61,7 @@ class Holder:
 
     Attributes:
         id: the id of the save.
-        place: host, boot and process namespace: process ids are only comparable within one.
+        place: kernel and process namespace: process ids are only comparable within one.
         started: when the process began, in ticks since boot: its id may have been reused since.
         job: the job id of the scheduler.
         since: seconds since 1970.
@@ -94,8 +92,8 @@ class _Found:
     @property
     def is_dead(self) -> bool | None:
         """Whether its process is gone; None if this host cannot tell."""
-        started = _started(self.holder.pid) if self.holder.place == _place() else None
-        return None if started is None else started != self.holder.started
+        found = stat_of(self.holder.pid) if self.holder.place == machine() != "" else None
+        return None if found is None else found[0] in "ZX" or found[1] != self.holder.started
 
 
 class Lease:
@@ -321,29 +319,6 @@ def _look(file: str) -> _Found | None:
 def _encoded(save_id: str) -> bytes:
     job = next((os.environ[name] for name in JOBS if os.environ.get(name)), "")
     pid = os.getpid()
-    holder = Holder(save_id, socket.gethostname(), _place(), pid, _started(pid) or "", job[:200], time.time())
+    _, started = stat_of(pid) or ("", "")
+    holder = Holder(save_id, socket.gethostname(), machine(), pid, started, job[:200], time.time())
     return json.dumps(asdict(holder)).encode()
-
-
-@cache
-def _place() -> str:
-    """An identifier shared by the processes whose ids this process can look up."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    return " ".join(parts)
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, as text that is always the same for it; "" if there is none, None if that is hidden."""
-    with suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else rest[18]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        return None
-    return None if sys.platform == "linux" else "running"
