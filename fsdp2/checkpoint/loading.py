@@ -20,7 +20,7 @@ from torch import nn
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
-from fsdp2.checkpoint.io.reading import THREADS, Request, read_all
+from fsdp2.checkpoint.io.reading import THREADS, Request, covering, read_all
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
@@ -32,7 +32,7 @@ from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import Storage, storage_of
 from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
-from fsdp2.placement.box import Box, Cover
+from fsdp2.placement.box import Box
 
 __all__ = ["Loaded", "load", "requests_for"]
 
@@ -237,20 +237,17 @@ def requests_for(
         CorruptError: the files do not hold all of it, or hold some of it twice.
     """
     box, target = (need.entry.box, need.entry.local) if part is None or into is None else (part, into)
-    requests = []
-    for wanted in need.source.wanted(target, box, catalog.tensors[need.section]):
-        pieces = [*catalog.pieces(need.section, wanted.name, wanted.box)]
-        if len(pieces) == 1 and pieces[0].box == wanted.box:  # by far the most frequent case
-            requests.append(Request(need.entry.name, wanted.target, pieces[0].box, pieces[0]))
-            continue
-        cover = Cover(wanted.box)
-        for piece in pieces:
-            common = piece.box.intersect(wanted.box)
-            if common is not None:
-                cover.add(common)
-                requests.append(Request(need.entry.name, wanted.target, wanted.box, piece))
-        cover.check(f"{catalog.path}: {need.section} '{wanted.name}'")
-    return requests
+    return [
+        request
+        for wanted in need.source.wanted(target, box, catalog.tensors[need.section])
+        for request in covering(
+            need.entry.name,
+            wanted.target,
+            wanted.box,
+            catalog.pieces(need.section, wanted.name, wanted.box),
+            f"{catalog.path}: {need.section} '{wanted.name}'",
+        )
+    ]
 
 
 def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:

@@ -79,7 +79,9 @@ def load_from_rank(
             listed = ranks.from_reader(partial(_listing, files))
             matching = Matching(listed, world, cast, sources)
             ranks.match(matching, model, strict)
-            ranks.all_do(partial(_make_ready, ranks, files, matching, model))
+            ranks.all_do(partial(files.compare, matching.twins) if files is not None else list)
+            ranks.all_do(partial(matching.allocate, model, None))
+            ranks.all_do(ranks.make_room)
             _transfer(ranks, files, matching.needs)
             matching.finish()
             return Loaded(listed.path, listed.step, {}, matching.missing, matching.unexpected)
@@ -90,16 +92,6 @@ def load_from_rank(
             if files is not None:
                 files.close()
     raise AssertionError("unreachable")
-
-
-def _make_ready(
-    ranks: "_Ranks", files: "_Files | None", matching: Matching, model: nn.Module | Mapping[str, Any]
-) -> None:
-    """What may fail before values are sent, on one rank alone."""
-    if files is not None:
-        files.compare(matching.twins)
-    matching.allocate(model, None)
-    ranks.make_room()
 
 
 def _transfer(ranks: "_Ranks", files: "_Files | None", needs: Sequence[Need]) -> None:
@@ -156,10 +148,11 @@ class _Files:
                 values = torch.empty((2, *part.shape), dtype=entry.local.dtype)
                 self.read(one, part, values[0])
                 self.read(other, part, values[1])
-                if not torch.equal(_as_bytes(values[0]), _as_bytes(values[1])):
+                if not torch.equal(*values.reshape(2, -1).view(torch.uint8)):  # as bytes: of any dtype
+                    names = (", ".join(map(repr, sorted(each.source.names()))) for each in (one, other))
                     raise MismatchError(
-                        f"{self.catalog.path}: {_quoted(one)} and {_quoted(other)} are stored apart with different "
-                        "values, but are one weight here. Load into a model that does not tie them."
+                        f"{self.catalog.path}: {' and '.join(names)} are stored apart with different values, but are "
+                        "one weight here. Load into a model that does not tie them."
                     )
 
     def close(self) -> None:
@@ -262,15 +255,6 @@ def _attempt(step: Callable[[], object]) -> tuple[tuple[Any, str], BaseException
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as bytes, since backends do not support all dtypes."""
-    return values.reshape(-1).view(torch.uint8)
-
-
-def _quoted(need: Need) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(need.source.names()))
 
 
 def _listing(files: _Files) -> PieceTable:

@@ -5,15 +5,15 @@ The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `d
 verify, describe, convert) works on catalogs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
-from fsdp2.placement.box import Box
+from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
 
-__all__ = ["Catalog", "LeftOut", "PieceTable", "StoredPiece", "StoredTensorInfo", "left_out_of"]
+__all__ = ["Catalog", "LeftOut", "PieceTable", "StoredPiece", "StoredTensorInfo", "left_out_of", "runs_within"]
 
 
 class StoredTensorInfo(NamedTuple):
@@ -49,6 +49,18 @@ class StoredPiece:
     sums: str = ""
 
 
+def runs_within(box: Box, container: Box, itemsize: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """(byte of the container, bytes) of the runs that bytes ``start..end`` of a box's values are, in order."""
+    within = box.within(container)
+    place = flat_range(within, container.shape)
+    if place is not None:
+        yield place[0] * itemsize + start, end - start
+        return
+    for part in boxes_of_flat_range(box.shape, start // itemsize, end // itemsize):
+        moved = Box(tuple(a + b for a, b in zip(part.start, within.start, strict=True)), part.shape)
+        yield from ((low * itemsize, (high - low) * itemsize) for low, high in moved.runs(container.shape))
+
+
 # Section ("" for none) -> what the folder has there, and this library cannot read -> why.
 LeftOut = Mapping[str, Mapping[str, str]]
 
@@ -59,47 +71,38 @@ class Catalog(Protocol):
     @property
     def storage(self) -> Storage:
         """Where it is."""
-        ...
 
     @property
     def path(self) -> str:
         """The folder, in the storage."""
-        ...
 
     @property
     def kind(self) -> str:
         """The format, as text."""
-        ...
 
     @property
     def step(self) -> int | None:
         """Number of steps done; None if unknown."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, Mapping[str, StoredTensorInfo]]:
         """Section ("model", "optimizer") -> name -> dtype and shape."""
-        ...
 
     @property
     def aliases(self) -> Mapping[str, Mapping[str, str]]:
         """Section -> another name of a tensor -> the name that is in `tensors`."""
-        ...
 
     @property
     def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
         """Section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`)."""
-        ...
 
     @property
     def files(self) -> Iterable[str]:
         """The paths of the files that show whether two folders hold the same."""
-        ...
 
     @property
     def left_out(self) -> LeftOut:
         """What is neither in `tensors` nor in `values`. Of values it is known once `values` of the section was read."""
-        ...
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
@@ -107,11 +110,9 @@ class Catalog(Protocol):
         Raises:
             CorruptError: a file is damaged, or does not match the description of the folder.
         """
-        ...
 
     def close(self) -> None:
         """Release open files."""
-        ...
 
 
 def left_out_of(catalog: Catalog) -> dict[str, str]:

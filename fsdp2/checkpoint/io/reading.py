@@ -5,14 +5,14 @@ A part that is contiguous both in the file and in the tensor is read directly in
 another dtype, an accelerator, the partial blocks at the ends) goes through the buffer of the thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import StoredPiece
+from fsdp2.checkpoint.io.catalog import StoredPiece, runs_within
 from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
@@ -21,9 +21,9 @@ from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.disk.direct import memory_at
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
-from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range_within
+from fsdp2.placement.box import Box, Cover, flat_range_within
 
-__all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "read_all"]
+__all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "covering", "read_all"]
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # per thread
@@ -46,6 +46,26 @@ class Request:
     target: torch.Tensor
     box: Box
     piece: StoredPiece
+
+
+def covering(name: str, target: torch.Tensor, box: Box, pieces: Iterable[StoredPiece], where: str) -> list[Request]:
+    """The requests that fill a tensor, which is a part of a whole, from its pieces.
+
+    Args:
+        where: for the error: which tensor of which folder.
+
+    Raises:
+        CorruptError: the pieces do not hold all of it, or hold some of it twice.
+    """
+    found = [*pieces]
+    if len(found) == 1 and found[0].box == box:  # by far the most frequent case
+        return [Request(name, target, box, found[0])]
+    cover = Cover(box)
+    met = [(piece, common) for piece in found if (common := piece.box.intersect(box)) is not None]
+    for _, common in met:
+        cover.add(common)
+    cover.check(where)
+    return [Request(name, target, box, piece) for piece, _ in met]
 
 
 def read_all(
@@ -182,18 +202,10 @@ class PieceBytes:
 
     def fetch(self, reader: Reader, start: int, into: memoryview) -> None:
         """Read bytes from `start`; in a consolidated file they may not be contiguous."""
-        piece, itemsize, place = self.piece, ITEMSIZES[self.piece.dtype], self._place()
-        if place is not None:
-            reader.read_into(place + start, into)
-            return
-        within = piece.box.within(piece.container)
-        filled, first = 0, start // itemsize
-        for box in boxes_of_flat_range(piece.box.shape, first, first + into.nbytes // itemsize):
-            moved = Box(tuple(a + b for a, b in zip(box.start, within.start, strict=True)), box.shape)
-            for low, high in moved.runs(piece.container.shape):
-                size = (high - low) * itemsize
-                reader.read_into(piece.offset + low * itemsize, into[filled : filled + size])
-                filled += size
+        piece, filled, end = self.piece, 0, start + into.nbytes
+        for place, size in runs_within(piece.box, piece.container, ITEMSIZES[piece.dtype], start, end):
+            reader.read_into(piece.offset + place, into[filled : filled + size])
+            filled += size
 
     def read(self, reader: Reader, start: int, into: memoryview) -> None:
         """Read bytes from `start`: any range, or with `verify` whole blocks. Checksums are computed while the bytes are

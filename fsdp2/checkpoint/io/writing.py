@@ -7,12 +7,13 @@ sequential storage needs the checksums first, so there the values are read twice
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
+from fsdp2.checkpoint.io.catalog import runs_within
 from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, checksum
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage, Writer
-from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.placement.box import Box
 
 __all__ = ["write_files"]
 
@@ -118,20 +119,10 @@ def _places(offset: int, container: Box, piece: Piece, at: int, view: memoryview
     if piece.box is container:  # a rank's own file
         yield offset + at, view
         return
-    itemsize = ITEMSIZES[piece.dtype]
-    within = piece.box.within(container)
-    place = flat_range(within, container.shape)
-    if place is not None:
-        yield offset + place[0] * itemsize + at, view
-        return
     filled = 0
-    first = at // itemsize
-    for box in boxes_of_flat_range(piece.box.shape, first, first + view.nbytes // itemsize):
-        moved = Box(tuple(a + b for a, b in zip(box.start, within.start, strict=True)), box.shape)
-        for low, high in moved.runs(container.shape):
-            size = (high - low) * itemsize
-            yield offset + low * itemsize, view[filled : filled + size]
-            filled += size
+    for place, size in runs_within(piece.box, container, ITEMSIZES[piece.dtype], at, at + view.nbytes):
+        yield offset + place, view[filled : filled + size]
+        filled += size
 
 
 def _write_in_order(storage: Storage, folder: str, file: PlannedFile, progress: Callable[[int], None]) -> Written:

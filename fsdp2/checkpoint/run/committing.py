@@ -40,7 +40,9 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     try:
         files = _files(storage, work, records)
     finally:
-        _check_is_first(storage, path)  # a save that came first may have deleted these files
+        # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
+        if not storage.renames and is_complete(storage, path):
+            raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
     for section, placed in homes.items():
         if len(placed) > 1:
             name, content = f"{section}.safetensors.index.json", huggingface_index(placed)
@@ -73,12 +75,6 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))
     agreement.forget(*{f"plain/{record['plain']}" for record in records if record["plain"]})
     delete(storage, gone)
-
-
-def _check_is_first(storage: Storage, path: str) -> None:
-    """Without renames the folder is the checkpoint's own, and only one save can complete it."""
-    if not storage.renames and is_complete(storage, path):
-        raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
 
 
 def write_manifest(storage: Storage, file: str, content: bytes, save_id: str) -> None:

@@ -90,8 +90,7 @@ def work_folder(storage: Storage, path: str, nonce: str) -> str:
 
 def old_of(name: str) -> str | None:
     """The checkpoint name that a replaced folder of this name had; None for all other names."""
-    match = LEFT_OVER.fullmatch(name)
-    return match[2] if match and match[1] == "old" else None
+    return _owner(name) if name.startswith(".old-") else None
 
 
 def is_complete(storage: Storage, path: str) -> bool:
@@ -99,12 +98,16 @@ def is_complete(storage: Storage, path: str) -> bool:
     return storage.size(storage.join(path, MANIFEST)) is not None
 
 
-def is_whole(storage: Storage, path: str) -> bool:
-    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes."""
+def is_whole(storage: Storage, path: str, files: Collection[str] = ()) -> bool:
+    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes.
+
+    Args:
+        files: their entries in the manifest, if they are known: then it is not read.
+    """
     with suppress(CheckpointError, OSError):
-        files = read_manifest(storage, path).files
+        known = files if isinstance(files, Mapping) else read_manifest(storage, path).files
         sizes = storage.sizes(path)
-        return all(sizes.get(name) == size for name, (size, _) in files.items())
+        return MANIFEST in sizes and all(sizes.get(name) == size for name, (size, _) in known.items())
     return False
 
 
@@ -357,7 +360,7 @@ def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> 
             return _strays(storage, path, files)
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
-        superseded = old if old and _has_all(storage, path, files) else []  # in this order: see above, third rule
+        superseded = old if old and is_whole(storage, path, files) else []  # in this order: see above, third rule
         # In this order too: if the lease was taken over, one of these may belong to the save that now holds it.
         is_ours = has_lease(storage, path, save_id)
         for other in names:
@@ -366,14 +369,6 @@ def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> 
                 if left or (other not in old and _is_stale(storage, folder, other, STALE_S)):
                     gone += filter(None, [put_aside(storage, storage.join(folder, other))])
     return gone
-
-
-def _has_all(storage: Storage, path: str, files: Collection[str]) -> bool:
-    """Whether a folder is a checkpoint with all of its files. If their sizes are known, the manifest is not read."""
-    if not isinstance(files, Mapping):
-        return is_whole(storage, path)
-    sizes = storage.sizes(path)
-    return MANIFEST in sizes and all(sizes.get(name) == size for name, (size, _) in files.items())
 
 
 def _strays(storage: Storage, path: str, files: Collection[str]) -> list[str]:

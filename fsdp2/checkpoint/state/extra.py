@@ -36,11 +36,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, as plain data and tensors."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore such a state."""
-        ...
 
 
 @runtime_checkable
@@ -55,7 +53,6 @@ class Reshardable(Stateful, Protocol):
             rank: the current rank of this process.
             world_size: the current number of ranks.
         """
-        ...
 
 
 class RandomState:

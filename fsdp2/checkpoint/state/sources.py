@@ -180,20 +180,24 @@ class _Stored(Source):
 
 
 @dataclass(frozen=True)
-class _Transposed(Source):
-    """
-    Args:
-        dims: which are exchanged; None for the two that there are.
-    """
-
+class _Derived(Source):
     inner: Source
-    dims: tuple[int, int] | None = None
 
     def names(self) -> set[str]:
         return self.inner.names()
 
     def under(self, names: Mapping[str, str]) -> Source:
         return replace(self, inner=self.inner.under(names))
+
+
+@dataclass(frozen=True)
+class _Transposed(_Derived):
+    """
+    Args:
+        dims: which are exchanged; None for the two that there are.
+    """
+
+    dims: tuple[int, int] | None = None
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)
@@ -218,15 +222,8 @@ class _Transposed(Source):
 
 
 @dataclass(frozen=True)
-class _Reshaped(Source):
-    inner: Source
+class _Reshaped(_Derived):
     shape: tuple[int, ...]
-
-    def names(self) -> set[str]:
-        return self.inner.names()
-
-    def under(self, names: Mapping[str, str]) -> Source:
-        return replace(self, inner=self.inner.under(names))
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)
@@ -253,17 +250,10 @@ class _Reshaped(Source):
 
 
 @dataclass(frozen=True)
-class _Narrowed(Source):
-    inner: Source
+class _Narrowed(_Derived):
     dim: int
     start: int
     length: int
-
-    def names(self) -> set[str]:
-        return self.inner.names()
-
-    def under(self, names: Mapping[str, str]) -> Source:
-        return replace(self, inner=self.inner.under(names))
 
     def info(self, tensors: Mapping[str, StoredTensorInfo]) -> StoredTensorInfo:
         info = self.inner.info(tensors)

@@ -22,15 +22,12 @@ class Writer(Protocol):
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         """Write these bytes one after the other from `offset`; in a sequential storage, in order and without gaps."""
-        ...
 
     def finish(self) -> None:
         """The file is complete: make it durable, then close it."""
-        ...
 
     def abandon(self) -> None:
         """Close it; its content is undefined. Never raises."""
-        ...
 
 
 class Reader(Protocol):
@@ -47,11 +44,9 @@ class Reader(Protocol):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`; `CorruptError` if the file ends too early."""
-        ...
 
     def close(self) -> None:
         """Release it."""
-        ...
 
 
 @runtime_checkable
@@ -69,43 +64,33 @@ class Storage(Protocol):
 
     def join(self, folder: str, name: str) -> str:
         """The path of `name` in `folder`."""
-        ...
 
     def split(self, path: str) -> tuple[str, str]:
         """(folder, name) of a path."""
-        ...
 
     def make_folder(self, folder: str) -> None:
         """Create it and its parents, durably, if it does not exist."""
-        ...
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty if there is no such folder."""
-        ...
 
     def size(self, path: str) -> int | None:
         """Bytes of a regular file; None if there is none (symbolic links do not count)."""
-        ...
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Bytes of each regular file in a folder, by name. The folder is listed only once."""
-        ...
 
     def kind(self, path: str) -> str | None:
         """What a path is, in a word ("file", "folder"); None if nothing is there."""
-        ...
 
     def age(self, path: str) -> float:
         """Seconds since a file, or anything in a folder, last changed."""
-        ...
 
     def write_file(self, path: str, size: int) -> Writer:
         """Start a new file of `size` bytes."""
-        ...
 
     def join_file(self, path: str, size: int) -> Writer:
         """Open a file of `size` bytes that several ranks write to; the first one creates it."""
-        ...
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
         """Write a small file atomically and durably.
@@ -114,24 +99,19 @@ class Storage(Protocol):
             new: `FileExistsError` if it exists already. If several write it, only one succeeds (in object stores: if
                 their fsspec package supports that, as those for S3 and Google do).
         """
-        ...
 
     def open_file(self, path: str) -> Reader:
         """Open a file; `CheckpointError` if there is none."""
-        ...
 
     def pinned(self, folder: str) -> "PinnedStorage":
         """This storage, for reading from `folder` as it is now: if another folder takes its name, no files of that are
         seen. `CheckpointError` if there is none."""
-        ...
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
         """Rename a folder atomically (if not durably, also a file or a link); `OSError` if the name is taken."""
-        ...
 
     def remove(self, path: str) -> None:
         """Delete a file, or a folder with its content, if it exists."""
-        ...
 
 
 class PinnedStorage(Storage, Protocol):
@@ -139,7 +119,6 @@ class PinnedStorage(Storage, Protocol):
 
     def close(self) -> None:
         """Release it, after the last read."""
-        ...
 
 
 def storage_of(folder: Folder) -> tuple[Storage, str]:

@@ -31,16 +31,8 @@ __all__ = ["main"]
 
 OK, DAMAGED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp64": torch.float64,
-    "float64": torch.float64,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 # The flags, by the names that the functions behind the command use in their messages.
 FLAGS = {
     "overwrite=True": "--overwrite",

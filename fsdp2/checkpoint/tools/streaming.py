@@ -10,11 +10,11 @@ from threading import Lock
 import torch
 
 from fsdp2.checkpoint.io.catalog import StoredPiece
-from fsdp2.checkpoint.io.reading import Filler, Request
+from fsdp2.checkpoint.io.reading import Filler, covering
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.placement.box import Box, Cover, boxes_of_flat_range
+from fsdp2.placement.box import Box, boxes_of_flat_range
 
 __all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
 
@@ -83,7 +83,8 @@ class StoredValues:
         filled = 0
         for part in boxes_of_flat_range(box.shape, first, last):
             place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
-            self._fill(name, pieces, place, flat[filled : filled + part.numel].view(part.shape))
+            target = flat[filled : filled + part.numel].view(part.shape)
+            self._filler.fill(covering(name, target, place, pieces(place), f"'{name}'"))
             filled += part.numel
         return data
 
@@ -101,14 +102,3 @@ class StoredValues:
     def close(self) -> None:
         """Close the files."""
         self._filler.close()
-
-    def _fill(self, name: str, pieces: Pieces, box: Box, target: torch.Tensor) -> None:
-        cover = Cover(box)
-        requests = []
-        for piece in pieces(box):
-            part = piece.box.intersect(box)
-            if part is not None:
-                cover.add(part)
-                requests.append(Request(name, target, box, piece))
-        cover.check(f"'{name}'")
-        self._filler.fill(requests)
