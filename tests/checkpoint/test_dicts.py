@@ -16,7 +16,6 @@ import fsdp2.checkpoint as fc
 from fsdp2 import ZeroPolicy, fully_shard
 from fsdp2.errors import CheckpointError, MismatchError
 from tests.helpers.checkpoint_cases import (
-    BF16,
     Awkward,
     Block,
     assert_bits,
@@ -24,7 +23,6 @@ from tests.helpers.checkpoint_cases import (
     fill,
     mesh_of,
     put,
-    random_bits,
     shard,
     spoil,
     state_of,
@@ -32,7 +30,6 @@ from tests.helpers.checkpoint_cases import (
     value_of,
     with_state,
 )
-from tests.helpers.parity_models import shard_like
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
 FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
@@ -48,37 +45,6 @@ def filled(model: nn.Module, seed: int = 0) -> nn.Module:
 def check(model: nn.Module, seed: int = 0) -> None:
     for name, value in tensors_of(model):
         assert_part(name, value, seed)
-
-
-def save_large(rank: int, world_size: int, folder: str, dim: int, options: dict[str, Any]) -> None:
-    whole = random_bits("large", (3001, 2003), torch.float32)  # 23 MiB
-    tensors = {
-        "large": put(whole, mesh_of(world_size), [Shard(dim)]),
-        "transposed": put(whole.t(), mesh_of(world_size), [Shard(dim)]),
-        "small": put(random_bits("small", (5,), BF16), mesh_of(world_size), [Shard(0)]),
-    }
-    fc.save(folder, model=tensors, **options)
-
-
-def load_large(rank: int, world_size: int, folder: str, dim: int) -> None:
-    whole = random_bits("large", (3001, 2003), torch.float32)
-    tensors = {
-        "large": put(torch.zeros_like(whole), mesh_of(world_size), [Shard(dim)]),
-        "transposed": put(torch.zeros(2003, 3001), mesh_of(world_size), [Shard(dim)]),
-        "small": put(torch.zeros(5, dtype=BF16), mesh_of(world_size), [Shard(0)]),
-    }
-    fc.load(folder, model=tensors)
-    assert_bits("large", tensors["large"], shard_like(whole, tensors["large"]))
-    assert_bits("transposed", tensors["transposed"], shard_like(whole.t(), tensors["transposed"]))
-    assert_bits("small", tensors["small"], random_bits("small", (5,), BF16).chunk(world_size)[rank])
-
-
-@by_form
-@pytest.mark.parametrize("cuts", [(0, 1), (1, 0)], ids=["rows_to_columns", "columns_to_rows"])
-def test_large_tensors(cuts: tuple[int, int], options: dict[str, Any], tmp_path: Path) -> None:
-    """Many blocks and buffers long, at odd offsets in the files."""
-    run_on_ranks(save_large, 2, folder=str(tmp_path / "a"), dim=cuts[0], options=options)
-    run_on_ranks(load_large, 3, folder=str(tmp_path / "a"), dim=cuts[1])
 
 
 # --- plain state dicts ------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -205,8 +204,3 @@ def check_files(root: Path, cases: list[Case]) -> None:
         if case.options.get("consolidated"):
             for name, (dtype, shape) in case.sections["model"].items():
                 assert_bits(name, wholes[name], random_bits(f"{case.seed} model {name}", shape, dtype))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_cases_are_functions_of_their_seed(seed: int) -> None:
-    assert repr(random_case(seed)) == repr(random_case(seed))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,36 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2.checkpoint as fc
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, fully_shard, local_optimizer
 from tests.helpers.checkpoint_cases import (
     BF16,
     DIM,
-    LAYOUTS,
     VOCAB,
-    Awkward,
-    assert_bits,
     assert_part,
     bits,
     fill,
     mesh_of,
-    shard,
-    spoil,
     state_of,
     tensors_of,
-    tp_fsdp,
-    value_of,
-    with_state,
 )
-from tests.helpers.parity_models import batch, full
-from tests.helpers.ranks import on_ranks, run_on_ranks
+from tests.helpers.parity_models import batch
+from tests.helpers.ranks import run_on_ranks
 
 # --- resume -----------------------------------------------------------------------------------------------------------
 
@@ -177,60 +162,7 @@ def test_resumed_is_as_never_killed(world_size: int, kind: str, options: dict[st
 # --- no communication -------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("options", [{}, {"consolidated": True}, {"async_op": True}], ids=["ranks", "whole", "async"])
-def test_no_collectives(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """Neither a save nor a load issues one, whichever way one counts."""
-    model = shard(Awkward(), mesh=mesh_of(2, world_size // 2))
-    optimizer = with_state(model)
-    groups = [torch.distributed.group.WORLD, *(mesh_of(2, world_size // 2).get_group(axis) for axis in (0, 1))]
-    before = [group._get_sequence_number_for_group() for group in groups]
-    with CommDebugMode() as comms:
-        fc.save(tmp_path / "a", model=model, optimizer=optimizer, extra={"r": rank}, **options).wait()
-        fc.load(tmp_path / "a", model=model, optimizer=optimizer)
-    assert comms.get_total_counts() == 0
-    assert [group._get_sequence_number_for_group() for group in groups] == before
-
-
 # --- what others make of it -------------------------------------------------------------------------------------------
-
-
-def save_both(rank: int, world_size: int, root: str, layout: str) -> None:
-    model = LAYOUTS[layout].apply(Awkward())
-    optimizer = with_state(model)
-    for key, value in tensors_of(model):
-        fill(key, value)
-    fc.save(f"{root}/ranks", model=model, optimizer=optimizer)
-    fc.save(f"{root}/whole", model=model, optimizer=optimizer, consolidated=True, max_file_bytes=600)
-
-
-@pytest.mark.parametrize("layout", ["fsdp-2", "hsdp2x2-4", "dim1-3"])
-def test_files_open_with_safetensors(layout: str, tmp_path: Path) -> None:
-    """Every file by itself, in both ways of reading; the index names every tensor, in the file where it is."""
-    run_on_ranks(save_both, LAYOUTS[layout].world_size, root=str(tmp_path), layout=layout)
-    wholes = {key: value_of(key, value.shape, value.dtype) for key, value in tensors_of(Awkward())}
-    files = sorted(tmp_path.glob("*/*.safetensors"))
-    assert len(files) > 4
-    for file in files:
-        tensors = load_file(file)
-        with safe_open(file, "pt") as reader:
-            assert (reader.metadata() or {})["format"] == "pt"
-            assert set(reader.keys()) == set(tensors)
-            for name, value in tensors.items():
-                assert_bits(name, reader.get_tensor(name), value)
-        if file.parent.name == "ranks" and file.name.startswith("model"):
-            for name, value in tensors.items():
-                rows = wholes[name].reshape(-1).tolist()
-                assert all(item in rows for item in value.reshape(-1).tolist()), name
-    index = json.loads((tmp_path / "whole" / "model.safetensors.index.json").read_text())
-    found = {name: load_file(tmp_path / "whole" / file)[name] for name, file in index["weight_map"].items()}
-    assert found.keys() - {"head.weight"} == wholes.keys()
-    for name, whole in wholes.items():
-        assert_bits(name, found[name], whole)
-    assert index["metadata"]["total_size"] == sum(value.numel() * value.itemsize for value in wholes.values())
-    numbers = sorted(path.name for path in (tmp_path / "whole").glob("model-*.safetensors"))
-    assert numbers == [f"model-{n + 1:05d}-of-{len(numbers):05d}.safetensors" for n in range(len(numbers))]
-    assert set(index["weight_map"].values()) == set(numbers)
 
 
 def save_tiny_llama(rank: int, world_size: int, folder: str) -> None:
@@ -256,69 +188,11 @@ def shard_llama(model: Any) -> Any:
     return fully_shard(model)
 
 
-def load_tiny_llama(rank: int, world_size: int, folder: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = shard_llama(transformers.LlamaForCausalLM(tiny_llama(transformers)))
-    loaded = fc.load(folder, model=model)
-    assert (loaded.missing, loaded.unexpected) == ([], [])
-    for name, value in model.named_parameters():
-        assert_part(name, value)
-
-
 @pytest.mark.exhaustive
 def test_transformers_round_trip(tmp_path: Path) -> None:
-    """`from_pretrained` takes what a consolidated save wrote, and `load` takes what `save_pretrained` wrote."""
+    """`from_pretrained` takes what a consolidated save wrote."""
     transformers = pytest.importorskip("transformers")
     run_on_ranks(save_tiny_llama, 2, folder=str(tmp_path / "ours"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", torch_dtype=torch.float32)
     for name, value in model.named_parameters():
         assert_part(name, value)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    run_on_ranks(load_tiny_llama, 3, folder=str(tmp_path / "theirs"))
-
-
-@on_ranks(2, 4)
-def test_torch_checkpoints_our_models(rank: int, world_size: int, tmp_path: Path) -> None:
-    """`torch.distributed.checkpoint` by itself: its functions on our modules and optimizers, both ways."""
-    options = {} if world_size == 2 else {"mesh": mesh_of(2, 2)}
-    model = shard(Awkward(), **options)
-    optimizer = with_state(model, lr=0.25)
-    for key, value in tensors_of(model):
-        fill(key, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        states = get_state_dict(model, optimizer)
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=tmp_path / "dcp")
-        other = shard(Awkward(), **options)
-        for _, value in tensors_of(other):
-            spoil(value)
-        other_optimizer = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=1.0)
-        got = get_state_dict(other, other_optimizer)
-        dcp.load({"model": got[0], "optimizer": got[1]}, checkpoint_id=tmp_path / "dcp")
-        set_state_dict(other, other_optimizer, model_state_dict=got[0], optim_state_dict=got[1])
-    for key, value in tensors_of(other):
-        assert_part(key, value)
-    for key, value in state_of(other, other_optimizer):
-        assert_part(key, value)
-    assert other_optimizer.param_groups[0]["lr"] == 0.25
-    # and a state dict that torch made goes into a checkpoint of ours
-    fc.save(tmp_path / "ours", model=states[0])
-    for _, value in tensors_of(other):
-        spoil(value)
-    fc.load(tmp_path / "ours", model=other)
-    for key, value in tensors_of(other):
-        assert_part(key, value)
-
-
-@on_ranks(4)
-def test_strided_shards_are_whole_in_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
-    """FSDP after TP: the rows come out in the model's order, not in that of the ranks."""
-    model = tp_fsdp(Awkward(), 2)
-    for key, value in tensors_of(model):
-        fill(key, value)
-    fc.save(tmp_path / "a", model=model)
-    state = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in Awkward().state_dict().items()}
-    fc.load(tmp_path / "a", model=state)
-    for key, value in tensors_of(model):
-        assert_bits(key, state[key], value_of(key, value.shape, value.dtype))
-        assert_bits(key, full(value), state[key])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -226,13 +225,10 @@ def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
         (concatenated("a", stored("no").T.narrow(0, 0, 2)), r"missing in the checkpoint: model 'w' \(made of 'no'\)"),
         (stored("cube").T, r"model 'w': 'cube'\.T: expected 2 dims, stored are \[4, 3, 2\]"),
         (stored("a").narrow(0, 5, 3), r"model 'w': 'a'\.narrow\(0, 5, 3\): stored are \[7, 5\]"),
-        (stored("a").narrow(2, 0, 1), r"'a'\.narrow\(2, 0, 1\): stored are \[7, 5\]"),
         (stored("a").narrow(-3, 0, 1), r"'a'\.narrow\(-3, 0, 1\): stored are \[7, 5\]"),
         (stored("a").narrow(0, -1, 1), r"'a'\.narrow\(0, -1, 1\): stored are"),
-        (stored("a").narrow(0, 3, -1), r"'a'\.narrow\(0, 3, -1\): stored are"),
         (concatenated("a", "t"), r"along dim 0: these do not fit together: 'a' F32 \[7, 5\], 't' F32 \[5, 7\]"),
         (concatenated("a", "half", dim=1), r"dim 1: these do not fit together: 'a' F32 \[7, 5\], 'half' BF16 \[6, 4\]"),
-        (concatenated("a", "line"), r"these do not fit together: .*'line' F32 \[9\]"),
         (concatenated("one", "one"), r"these do not fit together"),
         (concatenated("a", "b", dim=2), r"along dim 2: these do not fit together"),
         (stacked("a", "t"), r"stacked along dim 0: these do not fit together: 'a' F32 \[7, 5\], 't' F32 \[5, 7\]"),
@@ -240,7 +236,6 @@ def test_the_other_name_of_a_tied_weight(tmp_path: Path) -> None:
         (stored("a").transpose(0, 2), r"'a'\.transpose\(0, 2\): stored are \[7, 5\]"),
         (stored("a").reshape(3, -1), r"'a'\.reshape\(3, -1\): stored are \[7, 5\]"),
         (stored("a").reshape(-1, -1), r"'a'\.reshape\(-1, -1\): stored are"),
-        (stored("a").reshape(-1, -1, 35), r"'a'\.reshape\(-1, -1, 35\): stored are"),
         (stored("a").reshape(-5, -7), r"'a'\.reshape\(-5, -7\): stored are"),
         (stored("t").T.narrow(0, 0, 3), r"model 'w': stored with shape \[3, 5\], here \[7, 5\]"),
     ],
@@ -279,76 +274,6 @@ def test_what_is_not_used_is_unexpected(tmp_path: Path) -> None:
 
 
 # --- a model of transformers ------------------------------------------------------------------------------------------
-
-
-class Gpt(nn.Module):
-    """GPT-2 with linear layers as torch has them, and queries, keys and values apart."""
-
-    def __init__(self, dim: int, heads: int, vocab: int, positions: int, layers: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(positions, dim)
-        names = {"q": dim, "k": dim, "v": dim, "proj": dim, "up": 4 * dim}
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({
-                **{name: nn.Linear(dim, out) for name, out in names.items()}, "down": nn.Linear(4 * dim, dim),
-                "ln_1": nn.LayerNorm(dim), "ln_2": nn.LayerNorm(dim),
-            })
-            for _ in range(layers)
-        )  # fmt: skip
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
-        for layer in self.layers:
-            y = layer["ln_1"](x)
-            q, k, v = (layer[name](y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in "qkv")
-            x = x + layer["proj"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-            x = x + layer["down"](F.gelu(layer["up"](layer["ln_2"](x)), approximate="tanh"))
-        return self.head(self.norm(x))
-
-
-def gpt_source(name: str) -> Any:
-    """From the names of transformers, whose Conv1D has (in, out)."""
-    plain = {"tokens.weight": "wte.weight", "head.weight": "wte.weight", "positions.weight": "wpe.weight"}
-    if not name.startswith("layers."):
-        return "transformer." + plain.get(name, name.replace("norm", "ln_f"))
-    _, number, part, kind = name.split(".")
-    theirs = {"proj": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-    theirs |= dict.fromkeys("qkv", "attn.c_attn")
-    source = stored(f"transformer.h.{number}.{theirs.get(part, part)}.{kind}")
-    if part in "qkv":
-        source = source.narrow(-1, 12 * "qkv".index(part), 12)
-    return source.T if kind == "weight" and part in theirs else source
-
-
-def load_gpt(rank: int, world_size: int, folder: str, ids: Tensor, logits: Tensor) -> None:
-    for load, path in ((checkpoint.load, folder), (checkpoint.load_from_rank, folder if rank == 0 else "/nowhere")):
-        with torch.device("meta"):
-            model = Gpt(12, 3, 17, 16, 2)
-        for layer in model.layers:
-            fully_shard([*layer.values()])
-        fully_shard(model)
-        load(path, model=model, sources=gpt_source)
-        torch.testing.assert_close(model(ids), logits, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("max_shard_size", ["5GB", "4KB"])
-def test_gpt2(max_shard_size: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=12, n_head=3, n_layer=2, vocab_size=17, n_positions=16)
-    theirs = transformers.GPT2LMHeadModel(config).eval()
-    for param in theirs.parameters():
-        nn.init.normal_(param, std=0.4)
-    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    assert (tmp_path / "model.safetensors").exists() == (max_shard_size == "5GB")
-    ids = torch.randint(17, (2, 9))
-    with torch.no_grad():
-        logits = theirs(ids).logits
-    run_on_ranks(load_gpt, 2, folder=str(tmp_path), ids=ids, logits=logits)
 
 
 # --- what is read, and how much is held -------------------------------------------------------------------------------
