@@ -4,8 +4,6 @@ that cannot be started, a last rank that dies while it completes the checkpoint.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,7 +25,6 @@ from fsdp2.checkpoint.run import committing
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
-from tests.helpers.source_tree import ROOT
 
 WIDTH = 8
 
@@ -88,19 +85,6 @@ def test_no_checkpoint_mixes_two_steps(rank: int, world_size: int, tmp_path: Pat
     train(state, 300.0)
     assert not failure(folder, state, timeout_s=20)
     assert stored(folder) == [300.0] * WIDTH
-
-
-@pytest.mark.exhaustive
-@on_ranks(2)
-def test_a_rank_that_left_a_save_out(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Its next save is that of the others."""
-    state = sharded(world_size, 100.0)
-    if rank == 0:
-        assert "have not" in failure(tmp_path / "latest", state, timeout_s=0.5)
-    for value in (200.0, 300.0):
-        train(state, value)
-        assert not failure(tmp_path / "latest", state, timeout_s=20)
-        assert stored(tmp_path / "latest") == [value] * WIDTH
 
 
 @on_ranks(2)
@@ -216,31 +200,6 @@ def test_values_of_any_length(
     assert left == [left[0]] * 3, left
 
 
-@on_ranks(3)
-def test_long_values_that_several_ranks_claim(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All get that of the first, whole."""
-    monkeypatch.setattr(agreement, "PART_BYTES", 3)
-    world = agreement.world_of(None)
-    one = agreement.Agreement("test of long values", world, None, 20)
-    texts = ["ä rank 0 " * 5, "short", "€" * 7]
-    got = one.claim("text", texts[rank])
-    everybody: list[Any] = [None] * world_size
-    dist.all_gather_object(everybody, got)
-    assert everybody == [got] * world_size and got in texts and one.get("text") == got
-    last = one.report(texts[rank])
-    if last:
-        assert one.records() == texts
-        one.decide()
-        one.finish()
-    one.wait()
-    dist.barrier()
-    if last:
-        one.forget("text")
-        left = [f"{one._prefix}/{key}/part/{owner}/0" for key in ("text", "rank/0", "rank/2") for owner in range(3)]
-        assert not any(one._store.check([key]) for key in left)
-    dist.barrier()
-
-
 # --- threads that cannot be started -----------------------------------------------------------------------------------
 
 
@@ -312,31 +271,6 @@ def test_no_thread_outlives_an_interruption() -> None:
     finally:
         threading.Thread.start = start  # type: ignore[method-assign]
     assert not running and not [thread for thread in threading.enumerate() if thread.name.startswith("test-ctrl-c")]
-
-
-LAST_SAVE = """
-import sys, threading, torch
-from fsdp2 import checkpoint
-start, ending = threading.Thread.start, threading.Event()
-def refused(thread):
-    if thread.name not in ("fsdp2-save", "fsdp2-lease"):
-        ending.wait()
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-    start(thread)
-threading.Thread.start = refused
-checkpoint.save(sys.argv[1], model={"w": torch.arange(8.0)}, async_op=True)
-threading._register_atexit(ending.set)
-"""
-
-
-@pytest.mark.exhaustive
-def test_the_last_save_of_a_process(tmp_path: Path) -> None:
-    """Python 3.12.0 and 3.12.1 start no thread once the interpreter has begun to end; the save is completed without."""
-    ended = subprocess.run([sys.executable, "-c", LAST_SAVE, tmp_path / "a"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    into = {"w": torch.zeros(8)}
-    checkpoint.load(tmp_path / "a", model=into)
-    assert torch.equal(into["w"], torch.arange(8.0))
 
 
 # --- a last rank that dies --------------------------------------------------------------------------------------------

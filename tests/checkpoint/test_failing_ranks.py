@@ -149,17 +149,6 @@ def test_the_last_one_fails(tmp_path: Path, call: str) -> None:
     assert_all_ok(run(retry, root))
 
 
-def test_read_only_folder(small_disk: Path) -> None:
-    root = str(small_disk)
-    assert_all_ok(run(first, root))
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    outcomes = run(on_read_only_disk, root)
-    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
-    assert any(outcome.raised("OSError") for outcome in outcomes), outcomes
-    assert all("Read-only" in outcome.text for outcome in outcomes), outcomes
-    assert_all_ok(run(retry, root))
-
-
 def on_read_only_disk(rank: int, root: str) -> None:
     save(root, 2, rank, init_device_mesh("cpu", (RANKS,)), timeout_s=10)
 
@@ -282,41 +271,6 @@ def test_a_rank_that_comes_too_late(tmp_path: Path) -> None:
 
 
 # --- subgroups, pipeline stages ---------------------------------------------------------------------------------------
-
-
-@on_ranks(4)
-def test_two_groups_save_beside_each_other(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Under the same last name; each commits its own."""
-    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    mine = rank % 2
-    state = {"w": torch.arange(6.0) + mine}
-    for step in (1, 2):
-        checkpoint.save(
-            tmp_path / f"{mine}", model=state, extra={"rank": rank}, step=step, process_group=groups[mine], timeout_s=20
-        )
-    into = {"w": torch.zeros(6)}
-    newest = checkpoint.latest(tmp_path / f"{mine}")
-    assert newest is not None
-    loaded = checkpoint.load(newest, model=into, process_group=groups[mine], timeout_s=20)
-    assert torch.equal(into["w"], state["w"]) and loaded.extra["rank"] == rank
-
-
-@on_ranks(4)
-def test_pipeline_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Stages have other tensors, on other meshes: one checkpoint, which a stage loads its part of."""
-    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
-    stage, mesh = rank // 2, stages["data"]
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    whole = torch.arange(10.0) + stage
-    state = {f"layers.{stage}": distribute_tensor(whole, mesh, [Shard(0)])}
-    checkpoint.save(tmp_path, model=state, step=1, timeout_s=20)
-    into = {f"layers.{stage}": distribute_tensor(torch.zeros(10), mesh, [Shard(0)])}
-    checkpoint.load(tmp_path / "step-00000001", model=into, strict=False, timeout_s=20)
-    assert torch.equal(into[f"layers.{stage}"].to_local(), state[f"layers.{stage}"].to_local())
-    with pytest.raises(CheckpointError, match="different tensors"):
-        checkpoint.save(tmp_path, model=state, step=2, consolidated=True, timeout_s=20)
-    assert checkpoint.latest(tmp_path) == str(tmp_path / "step-00000001")
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------

@@ -177,27 +177,6 @@ def interlocked(size: int) -> list[Box]:
     return [*parts, Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))]
 
 
-@pytest.mark.exhaustive  # `test_calls_grow_with_the_number_of_parts` counts instead
-@pytest.mark.parametrize(
-    ("shape", "parts"),
-    [
-        ((48, 48, 48), lines(48)),
-        ((90, 90), pinwheels(30)),
-        ((3001, 3000 // 2), staggered(1500)),
-        ((4000, 4000), interlocked(2000)),
-    ],
-    ids=["lines", "pinwheels", "staggered", "spiral"],
-)
-def test_many_parts_take_linear_time(shape: tuple[int, ...], parts: list[Box]) -> None:
-    """A chunk list of some 2,000 parts that no dim tells apart took half a minute; a spiral as long again."""
-    start = time.process_time()
-    assert problem_of(cover_of(shape, parts)) == ""
-    assert problem_of(cover_of(shape, parts[1:])) == "missing"
-    assert problem_of(cover_of(shape, [*parts, parts[7]])) == "overlap"
-    assert problem_of(cover_of(shape, [*parts[1:], parts[0], parts[-1]])) == "overlap"
-    assert time.process_time() - start < 20
-
-
 def calls_of_check(parts: list[Box]) -> tuple[int, int]:
     """How many calls `Cover.check` makes for parts of the smallest box around them, and how many of those compare two
     parts. Its work is proportional to its calls, and they are the same on every machine."""

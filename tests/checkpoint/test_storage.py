@@ -54,10 +54,6 @@ def get(storage: Storage, path: str) -> bytes:
     return bytes(content)
 
 
-def test_every_storage_is_one(place: Place) -> None:
-    assert isinstance(place[0], Storage)
-
-
 def test_paths(place: Place) -> None:
     storage, root = place
     path = storage.join(storage.join(root, "a"), "b")
