@@ -12,17 +12,14 @@ import torch
 import torch.distributed as dist
 
 import fsdp2.checkpoint as fc
-from fsdp2.errors import ArgumentError, CheckpointError, CorruptError
+from fsdp2.errors import ArgumentError, CheckpointError
 from tests.helpers.checkpoint_cases import (
     DIM,
     Awkward,
-    assert_bits,
     bits,
-    fill,
     shard,
     state_of,
     tensors_of,
-    value_of,
     with_state,
 )
 from tests.helpers.parity_models import batch, local
@@ -60,47 +57,6 @@ def test_paths_of_other_kinds(tmp_path: Path) -> None:
         fc.load(path)
 
 
-@on_ranks(2)
-def test_latest_that_is_valid(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The caller's check decides; an error that is none of ours is not swallowed."""
-    for step in (1, 2, 3):
-        fc.save(tmp_path, extra={}, step=step)
-
-    def valid(folder: str) -> None:
-        if not folder.endswith("1"):
-            raise CorruptError("bad")
-
-    assert fc.latest(tmp_path, valid) == str(tmp_path / "step-00000001")
-    assert fc.latest(tmp_path, lambda folder: None) == str(tmp_path / "step-00000003")
-    with pytest.raises(ZeroDivisionError):
-        fc.latest(tmp_path, lambda folder: 1 / 0)
-
-
-@on_ranks(1, 2)
-def test_taken_folders_are_refused(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Neither a checkpoint nor anything else is written over, unless asked."""
-    fc.save(tmp_path / "a", extra={"version": 1})
-    with pytest.raises(CheckpointError, match=r"overwrite"):
-        fc.save(tmp_path / "a", extra={"version": 2})
-    assert fc.load(tmp_path / "a").extra == {"version": 1}
-    fc.save(tmp_path / "a", extra={"version": 2}, overwrite=True)
-    assert fc.load(tmp_path / "a").extra == {"version": 2}
-    (tmp_path / "mine").mkdir(exist_ok=True)
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    (tmp_path / "file").write_text("keep")
-    dist.barrier()
-    for name in ("mine", "file"):
-        for options in ({}, {"overwrite": True}):
-            with pytest.raises((CheckpointError, OSError)):
-                fc.save(tmp_path / name, extra={}, **options)
-    assert (tmp_path / "mine" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "keep"
-    (tmp_path / "empty").mkdir(exist_ok=True)
-    dist.barrier()
-    fc.save(tmp_path / "empty", extra={"version": 3})
-    assert fc.load(tmp_path / "empty").extra == {"version": 3}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "empty", "file", "mine"]
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("beside", ["config.json", "step-00000001"])
 def test_what_lies_beside_a_checkpoint_is_not_deleted(rank: int, world_size: int, beside: str, tmp_path: Path) -> None:
@@ -131,31 +87,6 @@ def test_steps_are_refused_and_overwritten_alike(rank: int, world_size: int, tmp
     dist.barrier()  # the rank that finishes the save is also the one that cleans up
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
     assert fc.load(tmp_path / "step-00000007").extra == {"version": 2}
-
-
-@on_ranks(1)
-def test_prune(rank: int, world_size: int, tmp_path: Path) -> None:
-    for step in range(1, 11):
-        fc.save(tmp_path, extra={}, step=step)
-    (tmp_path / "notes.txt").write_text("mine")
-    for arguments in ({"keep": 0}, {"keep": -1}, {"keep": 1, "every": 0}):
-        with pytest.raises(ArgumentError, match=r"keep|every"):
-            fc.prune(tmp_path, **arguments)
-    assert len(fc.checkpoints(tmp_path)) == 10
-
-    def steps() -> list[int]:
-        return [int(folder.rpartition("-")[2]) for folder in fc.checkpoints(tmp_path)]
-
-    gone = fc.prune(tmp_path, keep=2, every=4)
-    assert [Path(folder).name for folder in gone] == [f"step-{step:08d}" for step in (1, 2, 3, 5, 6, 7)]
-    assert steps() == [4, 8, 9, 10]
-    fc.prune(tmp_path, keep=3)
-    assert steps() == [8, 9, 10]
-    assert fc.prune(tmp_path, keep=5) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "notes.txt",
-        *[f"step-{step:08d}" for step in (8, 9, 10)],
-    ]
 
 
 # --- in the background ------------------------------------------------------------------------------------------------
@@ -200,20 +131,6 @@ def test_values_are_those_at_the_time_of_the_call(
 
 
 @on_ranks(2)
-def test_one_save_at_a_time(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A save that begins waits for the one before; so there are never two copies of the model in memory."""
-    tensors = {"weight": value_of("weight", (1000, 1000))}
-    handles = []
-    for step in range(3):
-        handle = fc.save(tmp_path, model=tensors, step=step, async_op=True)
-        assert all(earlier.done() for earlier in handles)
-        handles.append(handle)
-    fc.save(tmp_path, model=tensors, step=3)
-    assert all(handle.done() for handle in handles)
-    assert len(fc.checkpoints(tmp_path)) == 4
-
-
-@on_ranks(2)
 def test_waiting_with_a_time_limit(rank: int, world_size: int, tmp_path: Path) -> None:
     """One rank is late: the other's handle says that it is not done, and later that it is."""
     folder = tmp_path / "late"  # no save of this name has failed on these ranks, so none waits for all of them
@@ -229,23 +146,6 @@ def test_waiting_with_a_time_limit(rank: int, world_size: int, tmp_path: Path) -
     assert handle.done()
     assert handle.wait(0) == str(folder)
     assert fc.load(folder).extra == {"a": rank}
-
-
-@on_ranks(2)
-def test_errors_in_the_background_are_raised(rank: int, world_size: int, tmp_path: Path) -> None:
-    """By `wait`, or else by the next save; and after that, saving works."""
-    fc.save(tmp_path / "good", extra={"a": 1})
-    for how in ("wait", "next save"):
-        handle = fc.save(tmp_path / how, extra={"a": rank}, async_op=True, timeout_s=0.3) if rank == 0 else None
-        if rank == 0 and how == "wait":
-            with pytest.raises(CheckpointError, match="1"):  # who did not come
-                handle.wait()
-        elif rank == 0:
-            with pytest.raises(CheckpointError, match="1"):
-                fc.save(tmp_path / "refused", extra={})
-        dist.barrier()
-        assert not (tmp_path / how).exists()
-    assert fc.load(tmp_path / "good").extra == {"a": 1}
 
 
 @on_ranks(2)
@@ -273,21 +173,3 @@ def test_no_threads_are_left(rank: int, world_size: int, tmp_path: Path) -> None
         fc.save(tmp_path, extra={}, step=step, async_op=True).wait()
         fc.load(tmp_path / f"step-{step:08d}")
     assert threading.active_count() <= before
-
-
-@on_ranks(2)
-def test_the_model_may_be_filled_while_it_is_written(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Also by a load of another checkpoint."""
-    model = shard(Awkward())
-    for seed in (0, 1):
-        for name, value in tensors_of(model):
-            fill(name, value, seed)
-        fc.save(tmp_path / str(seed), model=model)
-    handle = fc.save(tmp_path / "again", model=model, async_op=True)
-    fc.load(tmp_path / "0", model=model)
-    handle.wait()
-    fc.load(tmp_path / "again", model=model)
-    expected = shard(Awkward())
-    fc.load(tmp_path / "1", model=expected)
-    for (name, value), (_, other) in zip(tensors_of(model), tensors_of(expected), strict=True):
-        assert_bits(name, value, other)

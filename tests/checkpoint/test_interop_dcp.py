@@ -237,16 +237,6 @@ def test_what_cannot_be_read_is_listed(tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
-def test_damage_of_what_nobody_loads(tmp_path: Path) -> None:
-    folder = save_dcp(
-        tmp_path / "dcp", {"model": weights(1), "loader": {"position": 17, "queue": collections.deque([1])}}
-    )
-    assert loaded(folder) == 1
-    damage(folder, "loader.position")
-    assert loaded(folder) == 1
-    assert [key for key, _ in open_dcp(*storage_of(folder)).damaged_items()] == ["loader.position"]
-
-
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -328,15 +318,6 @@ def test_nested_extra_state(tmp_path: Path) -> None:
     loaded = checkpoint.load(tmp_path / "torch", model=other)
     assert (loaded.missing, loaded.unexpected) == ([], [])
     assert_alike(other[0].kept, model[0].kept)
-
-
-def test_extra_state_with_tensors_in_a_tuple(tmp_path: Path) -> None:
-    """torch stores the tuple whole; we cannot read that, and say so."""
-    model = Scaled(1)
-    model.kept = {"pair": (torch.arange(3.0), 1), "empty": {}}
-    save_dcp(tmp_path / "dcp", {"model": model.state_dict()})
-    with pytest.raises(MismatchError, match="missing in the checkpoint: model '_extra_state'"):
-        checkpoint.load(tmp_path / "dcp", model=Scaled(2))
 
 
 def test_extra_state_that_is_incomplete_is_none(tmp_path: Path) -> None:

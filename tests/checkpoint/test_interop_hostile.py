@@ -17,10 +17,8 @@ import torch
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.formats.dcp import open_dcp
-from fsdp2.checkpoint.formats.torch_files import read_torch_file
 from fsdp2.checkpoint.formats.unpickling import Made, plain, unpickle
 from fsdp2.checkpoint.storage.base import storage_of
-from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CorruptError, FSDPError, UnsupportedError
 from tests.helpers.dcp_saves import save_dcp
 
@@ -243,12 +241,3 @@ def test_pickles_of_all_versions() -> None:
         assert plain(unpickle(io.BytesIO(pickle.dumps(value, version)), "x"), "x") == value
         made = unpickle(io.BytesIO(pickle.dumps(Evil(Path("z")), version)), "x")
         assert isinstance(made, Made) and (made.kind, made.args) == ("posix.mkdir", ("z",))
-
-
-def test_what_is_no_torch_file(tmp_path: Path) -> None:
-    (tmp_path / "legacy").write_bytes(b"")
-    torch.save({"a": torch.ones(2)}, tmp_path / "legacy", _use_new_zipfile_serialization=False)
-    reader = LocalStorage().open_file(str(tmp_path / "legacy"))
-    with pytest.raises(UnsupportedError, match=r"legacy: was written by torch before 1.6, .*torch\.load"):
-        read_torch_file(reader, "legacy")
-    reader.close()

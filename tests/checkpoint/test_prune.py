@@ -136,27 +136,6 @@ def test_intervals_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             checkpoint.prune(tmp_path, keep=1, every_s=wrong)
 
 
-def test_the_only_sound_one_stays_whatever_its_time(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    saved_at(tmp_path, {1: 1000, 2: 1010, 3: 1020})
-    flip(tmp_path, 1)
-    flip(tmp_path, 3)
-    assert checkpoint.prune(tmp_path, keep=1, every_s=3600, valid=checkpoint.verify) == []
-    assert checkpoint.latest(tmp_path, valid=checkpoint.verify) == str(tmp_path / "step-00000002")
-
-
-def test_a_run_that_was_rolled_back(tmp_path: Path) -> None:
-    """It prunes after every save. What it has just saved is there each time, and in the end only its own are."""
-    for step in (10, 20, 30, 40):
-        save(tmp_path, step)
-    for step in (15, 20, 25, 30, 35, 40, 45):
-        save(tmp_path, step, value=step + 0.5, overwrite=True)
-        checkpoint.prune(tmp_path, keep=2)
-        assert value_at(tmp_path, step) == step + 0.5
-    assert steps(tmp_path) == [40, 45]
-
-
 def test_what_is_being_saved_stays(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
@@ -428,16 +407,3 @@ def test_prune_keeps_what_can_be_loaded(tmp_path: Path) -> None:
     assert checkpoint.prune(tmp_path, keep=1) == []
     newest = checkpoint.latest(tmp_path)
     assert newest is not None and newest.endswith("step-00000001")
-
-
-def test_prune_deletes_a_link_and_not_what_is_behind_it(tmp_path: Path) -> None:
-    """The manifest of a checkpoint elsewhere was deleted."""
-    for step in (1, 2):
-        checkpoint.save(tmp_path / "elsewhere", model={"w": torch.full((2,), float(step))}, step=step)
-    (tmp_path / "run").mkdir()
-    for step in (1, 2):
-        name = f"step-0000000{step}"
-        (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere" / name)
-    checkpoint.prune(tmp_path / "run", keep=1)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]
-    assert len(checkpoint.checkpoints(tmp_path / "elsewhere")) == 2

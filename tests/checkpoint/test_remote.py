@@ -139,15 +139,6 @@ def test_a_run_in_one_process(kind: str, tmp_path: Path) -> None:
     assert torch.equal(loaded.extra["x"], torch.arange(3))
 
 
-def test_in_the_background(tmp_path: Path) -> None:
-    weight = torch.arange(1000.0)
-    handle = save(bucket(tmp_path), model={"w": weight}, step=1, async_op=True)
-    weight.zero_()
-    found = {"w": torch.empty(1000)}
-    load(handle.wait(), model=found)
-    assert torch.equal(found["w"], torch.arange(1000.0))
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("kind", ["disk", "bucket"])
 def test_sharded(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
