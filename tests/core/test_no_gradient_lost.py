@@ -14,13 +14,46 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, OrderError, fully_shard
+from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
 from tests.helpers.meshes import shared_mesh
-from tests.helpers.parity_models import assert_gradients, batch, mean_gradients
+from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_units import STAYS, backward, evaluate, layers, loss, pair, shard
+from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair, shard
 
 # --- backwards that reach a unit by no output of it -------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Its loss reads what the first layer computed; the second layer gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.first(x)
+        out: Tensor = self.second(self.kept.detach())
+        return out
+
+
+@on_ranks(2)
+def test_a_loss_of_a_kept_tensor(rank: int, world_size: int) -> None:
+    """Nothing was trained, and the gradient that was left made a later step wrong."""
+
+    def kept(model: Any, rank: int) -> None:
+        model(batch(0, rank, 4))
+        model.kept.square().sum().backward()
+
+    def both(model: Any, rank: int) -> None:
+        (model(batch(0, rank, 4)).sum() + model.kept.sum()).backward()
+
+    plain = Keeps()
+    model: Any = fully_shard(copy.deepcopy(plain))
+    for run in (kept, both):
+        model.zero_grad()
+        run(model, rank)
+        assert_gradients(model, mean_gradients(plain, world_size, run))
 
 
 class Head(nn.Module):
@@ -193,3 +226,49 @@ def test_one_rank_runs_another_forward(rank: int, world_size: int) -> None:
         loss(model, rank)
     backward(model, rank)
     assert_gradients(model, mean_gradients(plain, world_size, backward))
+
+
+# --- units that are used several times --------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.layer(self.layer(x).tanh()))
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_unit_used_twice_accumulates(rank: int, world_size: int, steps: bool) -> None:
+    """Its second use took the gradients of earlier microbatches: an error blamed reentrant checkpoints, and without
+    steps in backward there was a reduce-scatter more."""
+    plain = Twice()
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model.layer)
+    fully_shard(model)
+    make = partial(torch.optim.SGD, lr=0.1)
+    if steps:
+        fsdp2.step_in_backward(make(model.parameters()))
+    with events.record() as log:
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch == 2)
+            model(batch(microbatch, rank, 4)).square().sum().backward()
+
+    def right(each: nn.Module, rank: int) -> None:
+        for microbatch in range(3):
+            each(batch(microbatch, rank, 4)).square().sum().backward()
+
+    assert count(log, "reduce_scatter") == {"reduce_scatter": 2}
+    grads = mean_gradients(plain, world_size, right)
+    if not steps:
+        assert_gradients(model, grads)
+        return
+    for name, param in plain.named_parameters():
+        param.grad = grads[name]
+    make(plain.parameters()).step()
+    assert_same_values(model, plain)

@@ -11,15 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, OrderError, events, fully_shard
-from tests.helpers.parity_models import batch, count
+from tests.helpers.parity_models import assert_gradients, batch, count, mean_gradients
 from tests.helpers.ranks import on_ranks
-from tests.helpers.two_units import assert_same_values, backward, evaluate, loss, pair
+from tests.helpers.two_units import STAYS, assert_same_values, backward, evaluate, layers, loss, pair
 
 # --- evaluation between any two steps ---------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stays", STAYS)
+def test_a_moving_average(rank: int, world_size: int, stays: str) -> None:
+    """Both models are evaluated between updates of the average. Its root's values were those of the first update, and
+    after a step the average itself was lost."""
+    plain, model = pair(**STAYS[stays])
+    average, right = AveragedModel(model), AveragedModel(plain)
+    evaluate(model, rank), evaluate(average.module, rank)
+    for _ in range(2):
+        with torch.no_grad():
+            for one in plain.parameters():
+                one.add_(1)
+            for one in model.parameters():
+                one.add_(1)
+        average.update_parameters(model)
+        right.update_parameters(plain)
+        assert_close(evaluate(average.module, rank), evaluate(right.module, rank))
+        assert_close(evaluate(model, rank), evaluate(plain, rank))
+    assert_same_values(average.module, right.module)
 
 
 EDITS: dict[str, Callable[[list[nn.Parameter]], None]] = {
@@ -72,6 +94,23 @@ def test_generation_gathers_the_root_once(rank: int, world_size: int) -> None:
     assert count(log, "all_gather") == {"all_gather": 3}
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("stays", STAYS)
+def test_an_evaluation_between_backward_and_clipping(rank: int, world_size: int, stays: str) -> None:
+    """As for the log of PPO's divergence. The norm lacked the root's gradients, and these were not scaled; `zero_grad`
+    then left them for the next step."""
+    plain, model = pair(**STAYS[stays])
+    backward(model, rank)
+    evaluate(model, rank)
+    right = mean_gradients(plain, world_size, backward)
+    norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in right.values()]))
+    assert_close(fsdp2.clip_grad_norm_(model.parameters(), 0.1), norm)
+    assert_close(fsdp2.clip_grad_norm_(model.parameters(), 9.0), torch.tensor(0.1), atol=1e-5, rtol=0)
+    model.zero_grad()
+    backward(model, rank)
+    assert_gradients(model, right)
+
+
 @on_ranks(2)
 def test_an_inner_module_alone_after_a_step(rank: int, world_size: int) -> None:
     """It had stayed unsharded after backward, and computed with the values from before the step."""
@@ -83,6 +122,36 @@ def test_an_inner_module_alone_after_a_step(rank: int, world_size: int) -> None:
         optimizer.step()
     with torch.no_grad():
         assert_close(model[0](batch(1, 0, 4)), plain[0](batch(1, 0, 4)))  # type: ignore[index, operator]
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_made_after_an_evaluation(rank: int, world_size: int) -> None:
+    """It has the shards, or says that it has none."""
+    plain, model = pair()
+    evaluate(model, rank)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        backward(each, 0)
+        optimizer.step()
+    assert_same_values(model, plain)
+    _, kept = pair(reshard_after_forward=False)
+    evaluate(kept, rank)
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    backward(kept, rank)
+    with pytest.warns(UserWarning, match=r"SGD holds 4 parameters.*adopt_optimizer"):
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_layers_are_sharded_after_the_model(rank: int, world_size: int, by_hand: bool) -> None:
+    """Layers trained nothing for a step, and then an error blamed functional_call."""
+    model: Any = fully_shard(layers())
+    evaluate(model, rank)
+    if by_hand:
+        model.unshard()
+    with pytest.raises(OrderError, match=r"'weight' is sharded already, as '0.weight' of the FSDPSequential"):
+        fully_shard(model[0])
 
 
 @on_ranks(2)
