@@ -273,13 +273,6 @@ MORE: tuple[Mutant, ...] = (
         "bad batch",
     ),
     Mutant(
-        "unshard_sequence: the gather is not waited for",
-        "parallel.context_sharding",
-        "source.view(-1), mesh.get_group()).wait()",
-        "source.view(-1), mesh.get_group())",
-        "ring",
-    ),
-    Mutant(
         "reshard: memory is freed at once, on the gather stream",
         PARAM_GROUP,
         "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
