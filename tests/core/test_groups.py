@@ -109,23 +109,6 @@ def test_members_that_never_run(rank: int, world_size: int, raf: bool | int | No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("raf", [True, False])
-def test_two_partial_forwards_before_one_backward(rank: int, world_size: int, raf: bool) -> None:
-    """Behaviour 83: does not hang, and gives the sum of both."""
-    plain = Halves()
-    model = shard_halves(copy.deepcopy(plain), reshard_after_forward=raf)
-
-    def backward(module: nn.Module, which: int) -> None:
-        (module(batch(0, which, 4)).square().mean() + module(batch(1, which, 4)).square().mean()).backward()
-
-    for _ in range(2):
-        model.zero_grad()
-        backward(model, rank)
-        assert is_sharded(model)
-        assert_gradients(model, mean_gradients(plain, world_size, backward))
-
-
-@on_ranks(2)
 def test_order_with_partial_groups(rank: int, world_size: int) -> None:
     """Behaviour 84: backward unshards group 1, then group 0; group 1 finishes by autograd, the others at the end."""
     model = shard_halves(Halves())

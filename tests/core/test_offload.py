@@ -87,19 +87,6 @@ def test_everything_is_in_host_memory(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_models_in_sequence(rank: int, world_size: int) -> None:
-    """Behaviour 156: one offloaded model feeds another; each gets the gradients of one process."""
-    plain = nn.Sequential(linears(2), linears(2))
-    model = nn.Sequential(*[copy.deepcopy(part) for part in plain])
-    for part in model:
-        offloaded(api, part)
-    for step in range(2):
-        model.zero_grad()
-        run_step(model, rank, step)
-        assert_gradients(model, reference_grads(plain, world_size, step))
-
-
-@on_ranks(2)
 def test_parameters_left_on_meta(rank: int, world_size: int) -> None:
     """Behaviour 157, 32: the error of the first forward names what is not in host memory, and where it is."""
     model = Layers(2)
