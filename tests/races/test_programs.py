@@ -30,7 +30,6 @@ USELESS = "what is read or sent too late, nobody uses: after an error, or when p
 # Modules, and tests of modules.
 LEFT_OUT = {
     "tests/core/test_compile.py": COMPILES,
-    "tests/core/test_clip_and_compile.py": COMPILES,
     "tests/core/test_safety_alarms.py": "all of it is exhaustive",
     "tests/parallel/test_ring_attention.py::test_compiled": COMPILES,
     "tests/core/test_forgotten_root.py::test_silence": DDP,

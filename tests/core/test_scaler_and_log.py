@@ -1,4 +1,4 @@
-"""Clipping, loss scaling, compilation, logging, checkpoint wrappers around sharded modules (Behaviour 171-175)."""
+"""Loss scaling over shards, and the log (Behaviour 172, 174)."""
 
 from __future__ import annotations
 
