@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from fsdp2.parallel import (
     apply_context_parallel,
     build_meshes,
     next_token_labels,
-    parallelize,
     positions,
     shard_sequence,
     unshard_sequence,
@@ -38,7 +36,6 @@ from fsdp2.parallel.ring_attention import context_group, num_ring_attentions
 from tests.helpers.context_lm import (
     DIM,
     DIMS,
-    ContextBlock,
     attend,
     check_lm,
     local_loss,
@@ -54,27 +51,6 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.tp_models import quiet
 
 # --- with the other kinds of parallelism ------------------------------------------------------------------------------
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {"context": 4},
-        {"shard": 2, "context": 2},
-        {"replicate": 2, "context": 2},
-        {"tensor": 2, "context": 2},
-        {"shard": 2, "context": 2, "activation_checkpointing": "full"},
-        {"tensor": 2, "context": 2, "activation_checkpointing": "full"},
-        {"shard": 2, "context": 2, "reshard_after_forward": False},
-    ],
-    ids=lambda degrees: "-".join(f"{name[:9]}_{value}" for name, value in degrees.items()),
-)
-def test_parity(rank: int, world_size: int, degrees: dict[str, Any]) -> None:
-    with quiet():
-        plain, model, meshes = parallel_lm(ParallelConfig(**{"shard": 1, **degrees}))
-        for step in range(2):
-            check_lm(model, plain, meshes, step)
 
 
 @pytest.mark.exhaustive
@@ -117,24 +93,6 @@ def test_training(rank: int, world_size: int) -> None:
         assert_close(mean / 4, sum(loss for loss, _ in references) / 2, rtol=1e-9, atol=0)
     for (name, param), (_, value) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert_close(full(param.detach()), value.detach(), rtol=1e-8, atol=1e-9, msg=name)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixed_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """Parameters in the compute dtype: gradients as near to float64's as one process in that dtype, within a factor."""
-    config = ParallelConfig(context=2)
-    plain, meshes = plain_lm(), build_meshes(config)
-    _, exact = reference(plain, 1)
-    alone = copy.deepcopy(plain).to(dtype)
-    _, single = reference(alone, 1)
-    model = parallelize(copy.deepcopy(plain).to(dtype), config, meshes=meshes, blocks=ContextBlock)
-    local_loss(model, meshes).backward()
-    for name, param in model.named_parameters():
-        target = exact[name]
-        error = (full(param.grad).double() - target).norm() / target.norm()
-        limit = 2 * (single[name].double() - target).norm() / target.norm()
-        assert error <= limit + 4 * torch.finfo(dtype).eps, name
 
 
 @contextmanager
@@ -189,18 +147,6 @@ def test_a_checkpoint_can_keep_attention(rank: int, world_size: int) -> None:
         output.sum().backward()
         ran += runs
         assert num_ring_attentions[name] == ran
-
-
-@pytest.mark.exhaustive
-@on_ranks(2, timeout_s=150)
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_compiled_blocks(rank: int, world_size: int, checkpointing: str) -> None:
-    """`parallelize` compiles the blocks, with ring attention inside."""
-    config = ParallelConfig(context=2, compile="aot_eager", activation_checkpointing=checkpointing)
-    plain, model, meshes = parallel_lm(config)
-    with compiling():
-        for step in range(2):
-            check_lm(model, plain, meshes, step)
 
 
 # --- models of others -------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from tests.helpers.tp_models import (
     mesh_of,
     ours_only,
     quiet,
-    sgd,
 )
 
 REPLICATE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
@@ -284,41 +283,6 @@ def race(layout: Layout, options: dict[str, Any] | None = None, **of_race: Any) 
 
 @on_ranks(4)
 @some_layouts
-@pytest.mark.parametrize("raf", [True, False])
-def test_reshard_after_forward(rank: int, world_size: int, name: str, raf: bool) -> None:
-    """Behaviour 72, 163: either way of resharding; afterwards the parameters are sharded, or as given."""
-    layout = LAYOUTS[name]
-    model: Any = race(layout, {"reshard_after_forward": raf}).run(2)
-    sharded_form = model.out.weight.placements
-    with torch.no_grad(), quiet():
-        model(DTensor.from_local(batch(0, rank), layout.mesh, [REPLICATE] * 2, run_check=False))
-    assert model.out.weight.placements == (sharded_form if raf else (REPLICATE, REPLICATE))
-
-
-@pytest.mark.exhaustive
-@on_ranks(4)
-@some_layouts
-def test_mixed_precision(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 113, 163: bf16 on the full mesh for computation, fp32 for reduction, shards and gradients."""
-    layout = LAYOUTS[name]
-
-    def with_policy(api: Any, model: nn.Module) -> Any:
-        api = API if api is fsdp2 else api
-        policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return shard(api, model, layout, mp_policy=policy)
-
-    contest = race(layout, plain=False, rtol=0.05, by_norm=True, optim=sgd)
-    contest.shard = with_policy
-    contest.exact = "tp" not in layout.names  # torch sums over tp in bf16, we in either dtype
-    model: Any = contest.run(3)
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
-    model.unshard()
-    assert (model.out.weight.dtype, model.out.weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
-    model.reshard()
-
-
-@on_ranks(4)
-@some_layouts
 def test_gradient_accumulation(rank: int, world_size: int, name: str) -> None:
     """Behaviour 96, 163: microbatches, also of Partial gradients, make one sum, reduced with the last."""
     layout = LAYOUTS[name]
@@ -365,23 +329,6 @@ def test_loss_of_the_global_batch(rank: int, world_size: int, name: str, factor:
 
 @on_ranks(4)
 @some_layouts
-def test_meta_init(rank: int, world_size: int, name: str) -> None:
-    """Behaviour 31, 163: meta, distribute, fully_shard, to_empty, initialise, train."""
-    layout = LAYOUTS[name]
-    plain = build()
-    with torch.device("meta"):
-        model = build()
-    shard(API, model, layout)
-    assert all(isinstance(param, DTensor) and param.is_meta for param in model.parameters())
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for param, value in zip(model.parameters(), plain.parameters(), strict=True):
-            local(param).copy_(shard_like(value, param))
-    check_step(model, plain, layout)
-
-
-@on_ranks(4)
-@some_layouts
 def test_state_dict(rank: int, world_size: int, name: str) -> None:
     """Behaviour 163, 167, 169: sharded DTensors under the plain names; loading restores the values."""
     layout = LAYOUTS[name]
@@ -398,26 +345,6 @@ def test_state_dict(rank: int, world_size: int, name: str) -> None:
     other.load_state_dict(state)
     for step in range(2):
         check_step(other, plain, layout, step)
-
-
-@on_ranks(4)
-@some_layouts
-@pytest.mark.parametrize("norm_type", [2, float("inf")])
-def test_clip_grad_norm(rank: int, world_size: int, name: str, norm_type: float) -> None:
-    """Behaviour 163, 171: torch's own function takes the gradients as they are."""
-    layout = LAYOUTS[name]
-    plain, model = Stack(8, 8, 2), None
-    plain.out = nn.Linear(8, 4)  # no rank without rows: torch's inf-norm cannot take empty shards
-    model = shard(API, copy.deepcopy(plain), layout)
-    with quiet():
-        step_of(layout)(model, 0, layout.data_rank)
-    means = mean_gradients(plain, layout.data_ranks, lambda m, r: step_of(layout)(m, 0, r))
-    for fqn, grad in means.items():
-        plain.get_parameter(fqn).grad = grad
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
-    assert_close(norm.full_tensor(), expected, rtol=1e-4, atol=1e-6)
-    assert_tp_gradients(model, {fqn: param.grad for fqn, param in plain.named_parameters()})
 
 
 @pytest.mark.exhaustive

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from functools import partial
 from math import prod
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp2.errors import ArgumentError
 from fsdp2.parallel import ParallelConfig, build_meshes
@@ -28,10 +24,6 @@ def combinations(ranks: int) -> list[tuple[int, ...]]:
 
 def configs(ranks: int) -> list[ParallelConfig]:
     return [ParallelConfig(**dict(zip(AXES, degrees, strict=True))) for degrees in combinations(ranks)]
-
-
-def test_combinations_are_all() -> None:
-    assert [len(combinations(ranks)) for ranks in (1, 2, 4)] == [1, 5, 15]
 
 
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
@@ -68,6 +60,8 @@ def test_groups_are_what_the_coordinates_say(rank: int, world_size: int) -> None
             assert ranks_of(meshes.data) == expected("replicate", "shard", "context"), config
         assert meshes.only_replicates == (replicas > 1 and shards == 1)
         assert meshes.stage == here["pipeline"]
+        assert meshes.data_rank == here["replicate"] * config.degrees["shard"] + here["shard"], config
+        assert meshes.data_ranks == replicas * config.degrees["shard"]
 
 
 @on_ranks(4)
@@ -91,12 +85,6 @@ def test_made_once(rank: int, world_size: int) -> None:
     assert build_meshes(ParallelConfig(tensor=2, shard=2), "cpu") is meshes
     other = build_meshes(ParallelConfig(tensor=2, activation_checkpointing="full"), "cpu")
     assert other.root is meshes.root and other.config.activation_checkpointing == "full"
-
-
-@on_ranks(2)
-def test_degrees_that_do_not_fit(rank: int, world_size: int) -> None:
-    message = error_of(ArgumentError, lambda: build_meshes(ParallelConfig(shard=2, tensor=2), "cpu"))
-    assert message.startswith("2 ranks, but 2 (shard) x 2 (tensor) = 4.")
 
 
 def test_ranks_with_different_configs() -> None:
@@ -127,27 +115,3 @@ def test_stage_indices(rank: int, world_size: int) -> None:
     for num_stages, style in ((3, "loop"), (6, "v"), (4, "zigzag")):
         message = error_of(ArgumentError, lambda n=num_stages, s=style: meshes.stage_indices(n, s))
         assert message.startswith("stage_indices: expected a multiple of the 2 pipeline ranks in style")
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_is_seen_once_by_the_right_ranks(rank: int, world_size: int, shuffle: bool) -> None:
-    """With `data_rank` and `data_ranks` in a sampler, an epoch's batches are a partition of the data over data ranks,
-    and the ranks of one tensor, context or pipeline group have the same ones."""
-    data = torch.arange(16)
-    for config in configs(world_size):
-        meshes = build_meshes(config, "cpu")
-        sampler: Any = DistributedSampler(data, meshes.data_ranks, meshes.data_rank, shuffle=shuffle, seed=1)
-        for epoch in range(2):
-            sampler.set_epoch(epoch)
-            seen = [batch.tolist() for batch in DataLoader(data, batch_size=2, sampler=sampler)]
-            everyone: list[Any] = [None] * world_size
-            dist.all_gather_object(everyone, (meshes.data_rank, seen))
-            by_data_rank: dict[int, Any] = {}
-            for other, (data_rank, batches) in enumerate(everyone):
-                place = coordinates(config, other)
-                assert data_rank == place["replicate"] * config.degrees["shard"] + place["shard"]
-                assert by_data_rank.setdefault(data_rank, batches) == batches, (config, other)
-            samples = Counter(sample for batches in by_data_rank.values() for batch in batches for sample in batch)
-            assert samples == Counter(data.tolist()), config
-            assert len(by_data_rank) == meshes.data_ranks == config.data_ranks

@@ -8,8 +8,6 @@ process that runs the whole model on every data-parallel rank's microbatches.
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import events, fully_shard
 from tests.helpers.meshes import shared_mesh
-from tests.helpers.parity_models import TORCH_VERSION, Block, count, full, local, shard_like
+from tests.helpers.parity_models import TORCH_VERSION, Block, count, local, shard_like
 from tests.helpers.ranks import on_ranks
 
 NUM_MICROBATCHES = 4
@@ -268,38 +266,6 @@ def test_eval(rank: int, world_size: int, name: str) -> None:
             each.optim.zero_grad()
 
 
-@on_ranks(4)
-def test_gradients_add_up_over_steps(rank: int, world_size: int) -> None:
-    """Behaviour 96: without `zero_grad` a second step's gradients are added to the first's."""
-    training, alone = train(fsdp2, "1F1B"), OneProcess(2)
-    training.schedule.scale_grads = False
-    for step in range(2):
-        training.step(step)
-        alone.step(step)
-    for key, param in training.params().items():
-        grad = alone.model.get_parameter(key).grad
-        assert grad is not None
-        assert_close(local(param.grad), shard_like(NUM_MICROBATCHES * grad, param), rtol=1e-4, atol=1e-5, msg=key)
-
-
-@on_ranks(4)
-def test_a_stage_that_trains_in_part(rank: int, world_size: int) -> None:
-    """Behaviour 90: frozen parameters of a stage get no gradient, and hold up nothing."""
-    training, alone = train(fsdp2, "1F1B"), OneProcess(2)
-    for model in (training.modules[pipeline_mesh().get_local_rank("pp")], *alone.model):
-        model[0].up.requires_grad_(False)
-    for step in range(2):
-        training.step(step)
-        alone.step(step)
-        for key, param in training.params().items():
-            grad = shard_like(alone.model.get_parameter(key).grad, param)
-            assert (param.grad is None) == (grad is None) == (".0.up" in f".{key}".removeprefix(f".{key[0]}")), key
-            if grad is not None:
-                assert_close(local(param.grad), grad, rtol=1e-4, atol=1e-6, msg=key)
-        for each in (training, alone):
-            each.optim.zero_grad()
-
-
 def sharded_pair() -> Sequence[Any]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])
@@ -323,21 +289,6 @@ def test_what_torch_asks_for(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_the_state_keeps_nothing_alive(rank: int, world_size: int) -> None:
-    """What torch finds on a module does not outlive it, nor does it keep the module."""
-    modules = sharded_pair()
-    modules[0](torch.randn(2, 4)).sum().backward()
-    states = [weakref.ref(torch_fsdp.fully_shard.state(module)) for module in modules[:2]]
-    gc.collect()
-    gc.disable()
-    try:
-        del modules
-        assert [state() for state in states] == [None, None]
-    finally:
-        gc.enable()
-
-
-@on_ranks(2)
 def test_copied_stage(rank: int, world_size: int) -> None:
     """A copy of a stage ends its own backward, not that of the original."""
     modules = sharded_pair()
@@ -349,28 +300,3 @@ def test_copied_stage(rank: int, world_size: int) -> None:
         torch_fsdp.fully_shard.state(model)._root_post_backward_final_callback()
     assert [param.grad is None for param in modules[0].parameters()] == [True] * 4
     assert [param.grad is None for param in copied.parameters()] == [False] * 4
-
-
-@on_ranks(4)
-def test_manual_microbatches(rank: int, world_size: int) -> None:
-    """Behaviour 97, 105: what a schedule does, by hand and with public methods only: one gather and one reduction a
-    unit."""
-    model: Any = make_stages(1)[0]
-    for child in model:
-        fully_shard(child, reshard_after_forward=False)
-    fully_shard(model, reshard_after_forward=False)
-    microbatches = data(0, rank)[0].chunk(NUM_MICROBATCHES)
-    with events.record() as log:
-        for index, x in enumerate(microbatches):
-            is_last = index == NUM_MICROBATCHES - 1
-            model.set_is_last_backward(is_last)
-            model.set_reshard_after_backward(is_last)
-            model.set_requires_gradient_sync(is_last)
-            model(x).square().mean().backward()
-    assert count(log, "all_gather", "reduce_scatter", "reshard") == {"all_gather": 2, "reduce_scatter": 2, "reshard": 2}
-    plain = make_stages(1)[0]
-    for peer in range(world_size):
-        for x in data(0, peer)[0].chunk(NUM_MICROBATCHES):
-            (plain(x).square().mean() / world_size).backward()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(full(param.grad), expected.grad, rtol=1e-4, atol=1e-6)

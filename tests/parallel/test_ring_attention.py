@@ -99,13 +99,6 @@ def test_every_rank_has_the_same_work_in_every_step(size: int) -> None:
             assert pairs == (4 if block.is_causal else 2)
 
 
-def test_a_length_that_does_not_divide() -> None:
-    assert rank_slices(1001, 0, 1) == [slice(0, 1001)]
-    assert error_of(ArgumentError, lambda: rank_slices(1002, 0, 4)) == (
-        "a sequence of 1002 rows cannot be cut into 2 x 4 = 8 equal chunks for 4 context ranks: pad it to 1008"
-    )
-
-
 # --- blocks: one process ----------------------------------------------------------------------------------------------
 
 
@@ -179,13 +172,6 @@ def test_long_sequences(rank: int, world_size: int, is_causal: bool) -> None:
 def test_heads_dims_and_scale(rank: int, world_size: int, is_causal: bool, shape: dict[str, int]) -> None:
     options = {"is_causal": is_causal, "scale": 0.4, "enable_gqa": "key_heads" in shape}
     check_parity(inputs(64, **shape), context_mesh(world_size), 1e-10, 1e-12, **options)
-
-
-@on_ranks(2, 4)
-@every_mask
-def test_float32(rank: int, world_size: int, is_causal: bool) -> None:
-    whole = inputs(2048, heads=2, key_heads=1, dtype=torch.float32)
-    check_parity(whole, context_mesh(world_size), 1e-5, 1e-5, is_causal=is_causal, enable_gqa=True)
 
 
 @on_ranks(4)

@@ -31,15 +31,11 @@ from tests.helpers.tp_models import (
     placements_after,
     quiet,
     token_batch,
-    tokens,
     tp_pair,
     tp_race,
 )
 
 every_plan = pytest.mark.parametrize("plan", PLANS)
-
-
-every_raf = pytest.mark.parametrize("raf", [True, False, None])
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> Exception | None:
@@ -114,34 +110,6 @@ def test_unsharded_parameters(rank: int, world_size: int, size: int) -> None:
     for name, param in model.named_parameters():
         assert torch.equal(local(param.detach()), before[name]), name
     model.reshard()
-
-
-@on_ranks(4)
-@every_plan
-def test_inside_forward(rank: int, world_size: int, plan: str) -> None:
-    """Behaviour 158, 160: what the model's parameters are before, during and after forward."""
-    mesh = dp_tp()
-    _, model = tp_pair(plan=plan, reshard_after_forward=True)
-    seen: list[tuple[tuple[str, ...], tuple[Placement, ...]] | None] = []
-    weights = {name: model.blocks[0].get_submodule(name) for name in ("norm", "up", "down")}
-
-    def look(*args: Any) -> None:
-        for module in weights.values():
-            weight = module.weight
-            form = (weight.device_mesh.mesh_dim_names, weight.placements) if isinstance(weight, DTensor) else None
-            seen.append(form)
-
-    weights["up"].register_forward_hook(look)
-    with quiet():
-        model(tokens(0, data_rank(mesh)))
-    assert seen == [
-        None if plan == "plain_norms" else (("tp",), (Replicate(),)),
-        (("tp",), (Shard(0),)),
-        (("tp",), (Shard(1),)),
-    ]
-    for name, param in model.named_parameters():
-        assert param.placements == placements_after(name, plan), name
-        assert param.device_mesh == (mesh["dp"] if len(param.placements) == 1 else mesh), name
 
 
 @on_ranks(4)

@@ -59,26 +59,6 @@ def test_meta_init(rank: int, world_size: int, plan: str, hsdp: bool) -> None:
 
 
 @on_ranks(4)
-def test_reset_parameters_after_to_empty(rank: int, world_size: int) -> None:
-    """Behaviour 31: torch's `reset_parameters` runs on parameters of both kinds, and both move in training."""
-    with torch.device("meta"):
-        model: Any = TpLm()
-    tp_shard(API, model)
-    model.to_empty(device="cpu")
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
-            module.reset_parameters()
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(5):
-        with quiet():
-            losses.append(token_batch(model, 0, 0).item())
-        optim.step()
-        optim.zero_grad()
-    assert losses[-1] < losses[0]
-
-
-@on_ranks(4)
 def test_conversion(rank: int, world_size: int) -> None:
     """Behaviour 33: to fp64, before the first forward, with parameters, specs and gradients."""
     plain, model = tp_pair()
@@ -113,29 +93,6 @@ def test_state_dict(rank: int, world_size: int, plan: str, raf: bool) -> None:
     assert other.load_state_dict(state) == model.load_state_dict(state)
     with quiet():
         check_step(other, plain, mesh)
-        check_step(model, plain, mesh)
-
-
-@on_ranks(4)
-@every_plan
-def test_load_by_assignment(rank: int, world_size: int, plan: str) -> None:
-    """Behaviour 169, 170: full tensors, distributed as the model's own DTensors, are assigned to a model on meta."""
-    mesh = dp_tp()
-    plain = TpLm()
-    with torch.device("meta"):
-        model: Any = TpLm()
-    tp_shard(API, model, mesh, plan)
-    state = {}
-    for name, value in model.state_dict().items():
-        whole = plain.state_dict()[name]
-        part = shard_like(whole, value)
-        assert part is not None
-        state[name] = DTensor.from_local(
-            part.clone(), value.device_mesh, value.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    model.load_state_dict(state, assign=True)
-    assert all(not param.is_meta and param.requires_grad for param in model.parameters())
-    with quiet():
         check_step(model, plain, mesh)
 
 

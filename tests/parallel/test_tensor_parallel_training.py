@@ -23,7 +23,6 @@ from tests.helpers.tp_models import (
     PLANS,
     TpLm,
     assert_tp_gradients,
-    check_step,
     count_comms,
     data_rank,
     data_ranks,
@@ -32,22 +31,12 @@ from tests.helpers.tp_models import (
     quiet,
     sgd,
     token_batch,
-    tp_pair,
     tp_race,
     tp_shard,
 )
 
 every_plan = pytest.mark.parametrize("plan", PLANS)
 every_raf = pytest.mark.parametrize("raf", [True, False, None])
-
-
-@on_ranks(4)
-@every_plan
-def test_gradients(rank: int, world_size: int, plan: str) -> None:
-    """Behaviour 26, 158: gradients lie as the parameters do, and are those of one process on all batches."""
-    plain, model = tp_pair(plan=plan)
-    with quiet():
-        check_step(model, plain, dp_tp())
 
 
 @on_ranks(4)
@@ -134,16 +123,6 @@ def test_gradient_accumulation(rank: int, world_size: int, plan: str, keep: bool
     assert (counts["all_gather"], counts["reduce_scatter"]) == (3 if keep else 15, 3)
 
 
-@on_ranks(4)
-def test_unsynced_gradients_stay_unseen(rank: int, world_size: int) -> None:
-    """Behaviour 95: without sync the sharded gradients are None, of DTensors too."""
-    _, model = tp_pair()
-    model.set_requires_gradient_sync(False)
-    with quiet():
-        token_batch(model, 0, 0)
-    assert all(param.grad is None for param in model.parameters())
-
-
 class Weighted(nn.Module):
     """One weight on the TP mesh whose gradient is `x`, given to autograd with the placement that the test asks for."""
 
@@ -191,35 +170,6 @@ def test_differently_placed_gradients_add_up(rank: int, world_size: int) -> None
     model.set_requires_gradient_sync(True)
     model(100 * ones, Replicate()).backward()
     assert_close(model.weight.grad.full_tensor(), 121 * ones)
-
-
-@on_ranks(4)
-def test_plain_and_tensor_parallel_in_one_unit(rank: int, world_size: int) -> None:
-    """Behaviour 158: norms without TP lie on the dp mesh alone, in the same group, and are equal on all TP ranks."""
-    mesh = dp_tp()
-    plain, model = tp_pair()
-    norm = model.blocks[0].norm
-    assert (norm.weight.device_mesh, norm.weight.placements) == (mesh["dp"], (Shard(0),))
-    with count_comms() as counts:
-        token_batch(model, 0, data_rank(mesh))
-    assert counts["reduce_scatter"] == 3
-    assert (norm.weight.grad.device_mesh, norm.weight.grad.placements) == (mesh["dp"], (Shard(0),))
-    assert_tp_gradients(model, mean_gradients(plain, 2, lambda m, r: token_batch(m, 0, r)))
-
-
-@on_ranks(4)
-def test_frozen_parameters(rank: int, world_size: int) -> None:
-    """Behaviour 89, 90: frozen TP weights get no gradient, their biases do; unfrozen again, all do."""
-    mesh = dp_tp()
-    plain, model = tp_pair()
-    for frozen in (True, False):
-        for m in (plain, model):
-            for name, param in m.named_parameters():
-                if name.endswith(("up.weight", "down.weight")):
-                    param.requires_grad_(not frozen)
-        with quiet():
-            check_step(model, plain, mesh)
-        assert (model.blocks[0].up.weight.grad is None) == frozen
 
 
 class Choosy(nn.Module):
