@@ -7,10 +7,8 @@ files say and put all checksums right again (`signed`), as an attacker would; or
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,6 @@ __all__ = [
     "put_header",
     "sign",
     "two_ranks",
-    "unread_outside",
     "whole",
 ]
 
@@ -178,21 +175,3 @@ def sign(path: Path) -> None:
 
 
 # --- watching ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def unread_outside(folder: Path, monkeypatch: Any) -> Iterator[list[str]]:
-    """Every path that is opened by the checkpoint package meanwhile lies in the folder; yields the others."""
-    inside = os.path.realpath(folder)
-    outside: list[str] = []
-    real = os.open
-
-    def watched(path: Any, *args: Any, **kwargs: Any) -> int:
-        where = os.path.realpath(os.path.dirname(os.path.abspath(os.fspath(path))))
-        if where != inside and where != os.path.dirname(inside):
-            outside.append(os.fspath(path))
-        return real(path, *args, **kwargs)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", watched)
-        yield outside
