@@ -39,9 +39,8 @@ class StoredExtra:
             else:
                 mismatches.append(
                     f"extra '{key}': its state differed between the {self._saved_world} ranks that saved it, and now "
-                    f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), "
-                    f"or leave "
-                    "it out"
+                    f"there are {self._world.size}: give it a method load_resharded(states, rank, world_size), or "
+                    "leave it out"
                 )
 
     @property

@@ -177,26 +177,23 @@ def _members(folder: str) -> list[str]:
 
 def _describe(args: argparse.Namespace) -> int:
     storage, path = storage_of(args.folder)
-    if runs := _members(args.folder):
-        return _describe_run(runs, left_overs(storage, path), args.json)
-    description = describe(args.folder)
-    if args.json:
-        _write_json(_as_json(description))
-    else:
-        _write(screen.described(description, args.tensors))
-    return OK
-
-
-def _describe_run(runs: Sequence[str], dead: Sequence[str], as_json: bool) -> int:
-    found: list[Description] = []
+    runs = _members(args.folder)
+    if not runs:
+        description = describe(args.folder)
+        if args.json:
+            _write_json(_as_json(description))
+        else:
+            _write(screen.described(description, args.tensors))
+        return OK
+    found, dead = list[Description](), left_overs(storage, path)
     damaged: dict[str, str] = {}
     for folder in runs:
         try:
             found.append(describe(folder))
         except FSDPError as error:
             damaged[folder] = str(error)
-    if as_json:
-        _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": [*dead]})
+    if args.json:
+        _write_json({"checkpoints": [_as_json(one) for one in found], "damaged": damaged, "left_overs": dead})
     else:
         _write(screen.listed(found, damaged.values(), dead))
     return DAMAGED if damaged else OK

@@ -64,8 +64,10 @@ class StoredValues:
     def __init__(self, storage: Storage, verify: bool = True):
         self._filler = Filler(storage, verify)
 
-    def read(self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int) -> bytearray:
-        """Elements ``first..last`` of a part of a tensor, row by row, as bytes.
+    def blocks(
+        self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int
+    ) -> Iterator[tuple[memoryview, bool]]:
+        """Bytes ``first..last`` of a part of a tensor, row by row, in blocks, like `blocks_of` for tensors in memory.
 
         Args:
             name: for messages.
@@ -76,28 +78,18 @@ class StoredValues:
         Raises:
             CorruptError: they are damaged or incomplete.
         """
-        data = bytearray((last - first) * ITEMSIZES[dtype])
-        if not data:
-            return data
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype])
-        filled = 0
-        for part in boxes_of_flat_range(box.shape, first, last):
-            place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
-            target = flat[filled : filled + part.numel].view(part.shape)
-            self._filler.fill(covering(name, target, place, pieces(place), f"'{name}'"))
-            filled += part.numel
-        return data
-
-    def blocks(
-        self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int
-    ) -> Iterator[tuple[memoryview, bool]]:
-        """Bytes ``first..last`` of a part of a tensor in blocks, like `blocks_of` for tensors in memory."""
         itemsize = ITEMSIZES[dtype]
         for start in range(first, last, CHUNK_BYTES):
-            end = min(start + CHUNK_BYTES, last)
-            data = memoryview(self.read(name, pieces, box, dtype, start // itemsize, end // itemsize))
-            for at in range(0, data.nbytes, BLOCK):
-                yield data[at : at + BLOCK], at + BLOCK < data.nbytes  # a caller that batches writes after each chunk
+            data = bytearray(min(CHUNK_BYTES, last - start))
+            flat, filled = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]), 0
+            for part in boxes_of_flat_range(box.shape, start // itemsize, (start + len(data)) // itemsize):
+                place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
+                target = flat[filled : filled + part.numel].view(part.shape)
+                self._filler.fill(covering(name, target, place, pieces(place), f"'{name}'"))
+                filled += part.numel
+            for at in range(0, len(data), BLOCK):
+                # A caller that batches writes after each chunk.
+                yield memoryview(data)[at : at + BLOCK], at + BLOCK < len(data)
 
     def close(self) -> None:
         """Close the files."""
