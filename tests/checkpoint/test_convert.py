@@ -288,17 +288,6 @@ def test_dcp_becomes_ours(tmp_path: Path) -> None:
     assert describe(folder).step == 7
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_to_a_storage_that_only_writes_in_order(target: str, tmp_path: Path) -> None:
-    """`save` cannot write consolidated files there, since ranks would share them; one process can."""
-    pytest.importorskip("fsspec")
-    fc.save(tmp_path / "old", model=everything(), step=3)
-    place = f"memory://convert-{target.replace(' ', '-')}/new"
-    assert convert(tmp_path / "old" / "step-00000003", place, **TARGETS[target]) == place
-    assert_loads(place, everything())
-    assert verify(place).ok
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

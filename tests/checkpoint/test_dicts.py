@@ -20,7 +20,8 @@ from tests.helpers.checkpoint_cases import (
     Block,
     assert_bits,
     assert_part,
-    fill,
+    check,
+    filled,
     mesh_of,
     put,
     shard,
@@ -34,17 +35,6 @@ from tests.helpers.ranks import on_ranks, run_on_ranks
 
 FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
 by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
-
-
-def filled(model: nn.Module, seed: int = 0) -> nn.Module:
-    for name, value in tensors_of(model):
-        fill(name, value, seed)
-    return model
-
-
-def check(model: nn.Module, seed: int = 0) -> None:
-    for name, value in tensors_of(model):
-        assert_part(name, value, seed)
 
 
 # --- plain state dicts ------------------------------------------------------------------------------------------------

@@ -272,18 +272,6 @@ def test_an_overwrite_that_was_cut_off_does_not_change_names(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["best", "best-ema"]
 
 
-def test_left_overs_are_swept_by_the_next_commit(tmp_path: Path) -> None:
-    whole(tmp_path, step=1)
-    for name in (".tmp-step-00000002-0123456789ab", ".tmp-step-00000003-0123456789ab", ".tmp-mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model-rank-00000-of-00001.safetensors").write_bytes(b"x")
-    old = tmp_path / ".tmp-step-00000003-0123456789ab"
-    for path in (*old.iterdir(), old):
-        os.utime(path, (1, 1))
-    whole(tmp_path, step=2)
-    assert sorted(os.listdir(tmp_path)) == [".tmp-mine", "step-00000001", "step-00000002"]
-
-
 def test_nothing_counts_before_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut after the commit: every file, and the names in the folder, were synced before the folder got its
     name; and that name after."""

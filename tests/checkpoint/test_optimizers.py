@@ -192,31 +192,6 @@ def test_state_goes_to_another_world(name: str, tmp_path: Path) -> None:
         run_on_ranks(load_and_train, world_size, folder=folder, name=name, state=state, options=options)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_loading_goes_on_as_if_nothing_had_happened(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
-    """Also over state of another history, in place of it."""
-    model = build()
-    try:
-        optimizer = OPTIMIZERS[name](model.parameters())
-        train(model, optimizer, rank, 0, 1)
-    except (NotImplementedError, RuntimeError) as error:
-        if name == "adafactor":
-            pytest.skip(f"torch's {name} does not run on DTensors: {error}")
-        raise
-    fc.save(tmp_path / "a", model=model, optimizer=optimizer)
-    expected = train(model, optimizer, rank, 2, 3)
-    for steps in ((), (7, 8, 9)):
-        other = build()
-        other_optimizer = OPTIMIZERS[name](other.parameters())
-        train(other, other_optimizer, rank, *steps)
-        fc.load(tmp_path / "a", model=other, optimizer=other_optimizer)
-        losses = train(other, other_optimizer, rank, 2, 3)
-        assert torch.equal(torch.stack(losses), torch.stack(expected))
-        for (fqn, param), source in zip(other.named_parameters(), model.parameters(), strict=True):
-            assert_bits(fqn, param, source)
-
-
 @on_ranks(1, 2)
 def test_values_that_are_equal_and_not_the_same(rank: int, world_size: int, tmp_path: Path) -> None:
     """States were merged if Python called them equal, so that of 1, 1.0 and True each became the first."""

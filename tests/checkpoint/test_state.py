@@ -22,8 +22,10 @@ from tests.helpers.checkpoint_cases import (
     Block,
     assert_bits,
     assert_part,
+    check,
     column,
     fill,
+    filled,
     shard,
     spoil,
     state_of,
@@ -36,17 +38,6 @@ from tests.helpers.ranks import on_ranks
 
 FORMS: list[dict[str, Any]] = [{}, {"consolidated": True}]
 by_form = pytest.mark.parametrize("options", FORMS, ids=["ranks", "consolidated"])
-
-
-def filled(model: nn.Module, seed: int = 0) -> nn.Module:
-    for name, value in tensors_of(model):
-        fill(name, value, seed)
-    return model
-
-
-def check(model: nn.Module, seed: int = 0) -> None:
-    for name, value in tensors_of(model):
-        assert_part(name, value, seed)
 
 
 def files_of(folder: Path | str, section: str = "model") -> dict[str, Tensor]:

@@ -55,8 +55,10 @@ __all__ = [
     "assert_bits",
     "assert_part",
     "bits",
+    "check",
     "column",
     "fill",
+    "filled",
     "mesh_of",
     "put",
     "random_bits",
@@ -268,3 +270,16 @@ def with_state(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) 
     for name, value in state_of(model, optimizer):
         fill(name, value)
     return optimizer
+
+
+def filled(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model with the values of `value_of`."""
+    for name, value in tensors_of(model):
+        fill(name, value, seed)
+    return model
+
+
+def check(model: nn.Module, seed: int = 0) -> None:
+    """Its values are those."""
+    for name, value in tensors_of(model):
+        assert_part(name, value, seed)

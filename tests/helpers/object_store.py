@@ -31,13 +31,11 @@ class Bucket(AbstractFileSystem):
     Attributes:
         puts: keys in the order in which they appeared, in this process.
         before_put: is called with the key of an upload that is about to end.
-        lose: bytes that every read is short of.
     """
 
     protocol = "s3"
     puts: ClassVar[list[str]] = []
     before_put: ClassVar[list[Callable[[str], None]]] = []
-    lose: ClassVar[int] = 0
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -93,7 +91,7 @@ class Bucket(AbstractFileSystem):
         content = self.place(path).read_bytes()
         if start is not None and start >= len(content):
             raise ValueError("416 InvalidRange")
-        return content[start:end][: -self.lose or None]
+        return content[start:end]
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         with tempfile.NamedTemporaryFile(dir=self.place(path).parent, prefix=".upload-", delete=False) as upload:
