@@ -156,6 +156,17 @@ KNOWN = (
         in_program=lambda program: bool(program.before) or any(a.kind == "gradient hook" for a in program.actions),
     ),
     Known(
+        "post-accumulate hooks of a unit that runs several times, after a backward without gradient sync",
+        "run twice, as it reduces twice",
+        "run once, on the whole gradient",
+        at_action=lambda program, action, situation: (
+            action.kind == "backward"
+            and situation.waiting
+            and runs_twice(program)
+            and any(each.kind == "accumulated hook" for each in program.actions)
+        ),
+    ),
+    Known(
         "`backward(inputs=...)` and `torch.autograd.grad` with sharded parameters",
         "no gradients",
         "none, and the next step warns",
