@@ -9,9 +9,9 @@ import os
 import time
 from dataclasses import astuple
 
-from fsdp2.processes import machine, stat_of
 from fsdp2.watch.board import Board
 from fsdp2.watch.examine import Answer, Finding, examine
+from fsdp2.watch.processes import machine, stat_of
 from fsdp2.watch.settings import settings
 
 _PATIENCE_S = 3.0  # with a process that runs, or is stopped, and does not answer

@@ -120,7 +120,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("layout",),
     ("policies",),
     ("disk.file",),
-    ("disk.direct", "errors", "events", "processes"),
+    ("disk.direct", "errors", "events", "watch.processes"),
     ("_torch",),
 ]
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError
-from fsdp2.processes import machine, stat_of
+from fsdp2.watch.processes import machine, stat_of
 
 __all__ = [
     "LEASE_NAME",
