@@ -16,6 +16,7 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import is_
+from warnings import warn
 from weakref import ref
 
 import torch
@@ -421,18 +422,21 @@ class ParamGroup:
     def _has_known_locals(self) -> bool:
         return all(map(is_, map(local_of, self._sharded), self._locals))
 
-    def check_not_assigned(self) -> None:
-        """Raise after ``param.data = ...`` of a sharded parameter, which changes nothing that a gather reads."""
-        if self.changing or storages_of(self._sharded) == self._storages:
+    def warn_of_assigned_data(self) -> None:
+        """Warn after ``param.data = ...`` of a sharded parameter, which changes nothing that a gather reads. (No error:
+        transformers pads biases in this way, mostly by nothing.)"""
+        if self.changing or (now := storages_of(self._sharded)) == self._storages:
             return
         if self._has_known_locals():  # otherwise a module was converted
-            pairs = zip(self.params, storages_of(self._sharded), self._storages, strict=True)
-            fqn = next(param.fqn for param, now, before in pairs if now != before)
-            raise OrderError(
+            pairs = zip(self.params, now, self._storages, strict=True)
+            fqn = next(param.fqn for param, new, before in pairs if new != before)
+            warn(
                 f"'{fqn}': its .data was assigned, which does not change the values of a DTensor. Copy instead: "
                 "param.data.copy_(value), with a DTensor of the same placements; or change whole tensors within "
-                "fsdp2.full_params(model)."
+                "fsdp2.full_params(model).",
+                stacklevel=2,
             )
+        self._storages = now
 
     def take_back(self) -> str | None:
         """The same while unsharded: see `UnshardedStorage.take_back`."""
@@ -444,7 +448,6 @@ class ParamGroup:
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         self.settle()
-        self.check_not_assigned()
         before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()

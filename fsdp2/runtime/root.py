@@ -73,6 +73,8 @@ def become_root(root: Unit) -> None:
     check_borrowed(units)
     optional = assign_roles(modules[0], units)
     for unit in units:
+        for group in unit.groups:
+            group.warn_of_assigned_data()
         unit.refresh()
     groups = [group for unit in units for group in unit.groups]
     check_replicas(groups)

@@ -302,7 +302,7 @@ class Unit:
         by a forward without a backward, or kept."""
         for group in self.groups:
             if group.phase is Phase.SHARDED:
-                group.check_not_assigned()
+                group.warn_of_assigned_data()
             else:
                 self.check_unconverted()
                 self._adopt_changes()

@@ -112,7 +112,7 @@ class _Side:
         except Exception as error:
             return error
         finally:
-            self.warned |= any("Call loss.backward()" in str(each.message) for each in caught)
+            self.warned |= any(map(_is_of_silence, caught))
             self.rng = torch.get_rng_state()
         return None
 
@@ -147,6 +147,11 @@ class _Held:
             self.now |= self._keeps
         elif action.makes is not None or action.kind in ("backward", "unshard", "wait"):
             self.now = True
+
+
+def _is_of_silence(warning: warnings.WarningMessage) -> bool:
+    """Of gradients that do not come, or values that do not change."""
+    return "Call loss.backward()" in str(warning.message) or ".data was assigned" in str(warning.message)
 
 
 class _Run:
@@ -266,8 +271,11 @@ class _Run:
                 return Result("same", at=at, ran=self.ran, ended=refused)
             self.assigned |= action.kind == "data"
             self.unheard = asks_by_name(action) or (self.unheard and action.kind != "step")
-            if any(map(asks_by_name, self.program.actions[: at + 1])) and self._any(ours.warned):
-                return Result("same", at=at, ran=self.ran, ended="warned: gradients asked for by name")
+            asked = self.assigned or any(map(asks_by_name, self.program.actions[: at + 1]))
+            if asked and self._any(ours.warned):
+                return Result(
+                    "same", at=at, ran=self.ran, ended="warned: gradients asked for by name, or assigned data"
+                )
             if self.unheard:
                 continue
             is_alone = theirs is None or "support deepcopy" in str(errors[1])

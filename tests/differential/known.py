@@ -175,7 +175,7 @@ KNOWN = (
     Known(
         "`p.data = ...` of a sharded parameter",
         "changes nothing",
-        "an error at the next forward",
+        "nothing, with a warning at the next forward",
         at_action=lambda program, action, situation: action.kind == "data",
     ),
     Known(

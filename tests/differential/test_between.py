@@ -93,7 +93,7 @@ PROGRAMS: dict[str, tuple[Model, tuple[Action, ...], str]] = {
     "hook": (net(), (hook("gradient hook"), *TRAIN), ""),
     "backward by name": (net(), (forward(0), backward(0, f"loss[{{}}].backward(inputs={PARAMS})"), STEP), NAMED),
     "gradients by name": (net(), (forward(0), backward(0, GRADS), STEP), NAMED),
-    "assigned data": (net(), (DATA, *TRAIN), "refused: `p.data = ...`"),
+    "assigned data": (net(), (DATA, *TRAIN), "warned"),
     "a unit used twice, stepped in backward": (
         net(),
         (STEPPED, sync(False), *TRAIN, sync(True), forward(1, route="(0, 0)"), backward(1)),

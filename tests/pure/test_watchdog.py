@@ -16,8 +16,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from fsdp2 import processes
-from fsdp2.watch import collecting, current, settings, trail, watchdog
+from fsdp2.watch import collecting, current, processes, settings, trail, watchdog
 from fsdp2.watch.board import Board
 from fsdp2.watch.examine import Answer, Finding, Past, Wait
 from fsdp2.watch.joint_step import JointStep
