@@ -39,6 +39,7 @@ from fsdp2.policies import (
     UnitSettings,
     ZeroPolicy,
 )
+from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
 from fsdp2.runtime.param_group import Keep
 from fsdp2.runtime.parameter import ManagedParameter, Plan, managed_by
@@ -238,6 +239,8 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
             guard_state_dict(owner, unit)
     if is_tiled(modules[0]) and unit.groups:
         make_tiles(modules[0], unit)
+    for hook in hooks.unit_made:
+        hook(unit)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

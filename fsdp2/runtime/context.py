@@ -17,6 +17,7 @@ from fsdp2.checks.left_out import warn_after_backward
 from fsdp2.checks.unreduced import Unreduced
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
+from fsdp2.runtime.hooks import Hooks
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.optional import Member, OptionalUnits
 from fsdp2.runtime.schedule import Schedule
@@ -38,6 +39,7 @@ class Context(Generic[Unit]):
         is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
+        hooks: where features plug in; a provisional context calls none.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         model: a weak reference to the outermost module around the root, until its first backward has been checked.
         optional: the optional units of the root; None without any.
@@ -51,6 +53,7 @@ class Context(Generic[Unit]):
         self.memory = ReleasedMemory(self.streams)
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.step = Step()
+        self.hooks = Hooks()
         self.unreduced = Unreduced(self._find_unreduced, self._lacks_gradients)
         self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
@@ -126,6 +129,8 @@ class Context(Generic[Unit]):
             unit.complete_forward()
         self._give_up_wrong_guesses()
         self.schedule.end_forward()
+        for hook in self.hooks.after_forward:
+            hook()
         if not torch.is_grad_enabled():
             self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
         else:  # an evaluation between a forward and its backward changes nothing
@@ -176,10 +181,14 @@ class Context(Generic[Unit]):
             weak_model, self.model = self.model, None
             if weak_model is not None and (model := weak_model()) is not None:
                 warn_after_backward(model)
+            for hook in self.hooks.after_backward:
+                hook()
             emit("root_post_backward", root.fqn)
             self.step.end_backward()  # the last: after an error above a forward must not go on
 
     def _finish_units(self) -> None:
+        for hook in self.hooks.before_last_reductions:
+            hook()
         if self.optional is not None:
             self.optional.begin_reductions()
         for unit in self.units:
@@ -278,6 +287,8 @@ class Context(Generic[Unit]):
             )
         if ticket is not None:
             ticket.is_void = True
+        for hook in self.hooks.on_reset:
+            hook()
         self.in_flight.abandon_all()
         self.recomputed.clear()
         self.step.reset()

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp2.checks.left_out import outermost_model
 from fsdp2.checks.replicas import check_replicas, warn_of_different_models
 from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.runtime import hooks
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.hosts import assign_roles
 from fsdp2.runtime.parameter import ManagedParameter, managed_by
@@ -88,6 +89,8 @@ def become_root(root: Unit) -> None:
         unit.context = context
         if unit.settings.reshard_after_forward is None and unit is not root:
             unit.settings = replace(unit.settings, reshard_after_forward=True)
+    for hook in hooks.root_made:
+        hook(context)
 
 
 def _described(root: Unit | None) -> str:

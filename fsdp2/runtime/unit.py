@@ -26,9 +26,9 @@ from fsdp2._torch import backward_is_running, next_node_number, outside_transfor
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
+from fsdp2.runtime.autograd import backward_is_whole, cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.hooks import backward_is_whole, cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.in_flight import InFlight
 from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
@@ -335,6 +335,8 @@ class Unit:
         if context.root is self and is_new:
             with profiler_range("FSDP::root_pre_forward"):
                 context.begin_forward()
+                for hook in context.hooks.before_forward:
+                    hook(args, kwargs)
                 if context.optional is not None:
                     context.schedule.skip(context.optional.begin_forward(args, kwargs))
                 args, kwargs = self._to_device(args, kwargs)

@@ -99,7 +99,7 @@ MISSED_BEFORE = (
     ),
     Mutant(
         "torch-func-unhooked",
-        "runtime.hooks",
+        "runtime.autograd",
         (("    if tensors_have_levels():\n", "    if False:\n"),),
     ),
     Mutant(

@@ -70,7 +70,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checks.emptied", "runtime.root"),
     ("runtime.hosts",),
     ("runtime.unit",),
-    ("runtime.context", "runtime.hooks", "checks.replicas"),
+    ("runtime.context", "runtime.autograd", "checks.replicas"),
     ("runtime.optional",),
     ("runtime.in_flight", "runtime.param_group"),
     ("runtime.changes",),
@@ -89,6 +89,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("runtime.extension", "runtime.packing", "runtime.storage"),
     (
         "runtime.calls",
+        "runtime.hooks",
         "runtime.schedule",
         "runtime.slot",
         "runtime.step",

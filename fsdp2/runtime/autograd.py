@@ -1,0 +1,176 @@
+"""Where a unit's backward begins and ends in the autograd graph. Layer: runtime.
+
+::
+
+    forward      inputs --> [_BackwardEnd] --> the unit's modules --> outputs
+    backward     inputs <-- [_BackwardEnd] <-- the unit's modules <-- hook on each output
+
+The hook on an output runs when its gradient is available, before the unit's backward. `_BackwardEnd` passes the inputs'
+gradients through afterwards. If no input needs a gradient, the root's final callback ends the unit's backward instead.
+
+A backward that builds a graph (``create_graph=True``) can itself be differentiated. The second backward begins where
+the first one ended, at the gradients of the inputs, so these get the hook of an output.
+
+Under `torch.func` a tensor is a stack of tensors, one per transform, and `requires_grad` refers only to the uppermost;
+in forward mode a tensor has a tangent with a separate graph. There the same hooks are autograd functions, which torch
+applies to every tensor at every level.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from fsdp2._torch import base_of, number_of_node, tensors_have_levels, will_run_node
+from fsdp2.events import profiler_range
+from fsdp2.runtime.tree import map_tensors, tensors_in, tensors_within
+
+Callback = Callable[[], None]
+
+
+# A leaf below the end of every unit's backward, which never gets a gradient: a backward that would not run its node was
+# given `inputs`, or is `torch.autograd.grad`.
+_leaf = torch.zeros(0, requires_grad=True)
+_leaf_node = get_gradient_edge(_leaf).node
+
+
+def backward_is_whole() -> bool:
+    """Whether the backward that runs now computes all gradients, not those of some inputs only. Within a backward that
+    passes through the end of some unit's."""
+    return will_run_node(_leaf_node)
+
+
+class _BackwardEnd(torch.autograd.Function):
+    """Identity whose backward calls `end`; a backward through that backward first calls `begin`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, end: Callback, begin: Callback, _leaf: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.end, ctx.begin = end, begin
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.end()
+        if torch.is_grad_enabled():
+            grads = on_backward_begin(ctx.begin, grads)
+        return (None, None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _end: None, _begin: None, _leaf: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Autograd runs last what was recorded first, so the backward of everything that the unit computes from the
+        # tangents runs before this one. Autograd requires that the result is not the same object as the argument.
+        views = tuple(tangent.view_as(tangent) for tangent in tangents)
+        return on_backward_end(ctx.end, ctx.begin, views, {})[0]
+
+
+class _BackwardEndOfLevels(torch.autograd.Function):
+    """The same in the form that torch.func requires. Calling it costs four times as much."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        end: Callback, begin: Callback, _leaf: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.end, ctx.begin = inputs[:2]
+
+    backward = _BackwardEnd.backward
+
+    jvp = _BackwardEnd.jvp
+
+
+class _BackwardBeginOfLevels(torch.autograd.Function):
+    """Identity whose backward calls `begin` first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(begin: Callback, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.begin = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.begin()
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _begin: None, tangent: Any) -> Any:
+        return on_backward_begin(ctx.begin, tangent)
+
+
+def on_backward_end(
+    end: Callback, begin: Callback, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Wrap the inputs of a forward: `end` runs when backward has passed through all of them, and `begin` when a
+    backward through that backward reaches them. The third result: whether `backward_is_whole` will know."""
+    levels = tensors_have_levels()
+    matters = _is_differentiable if levels else _requires_grad
+    tensors = [tensor for tensor in tensors_in((args, kwargs) if kwargs else args) if matters(tensor)]
+    if not tensors:
+        return args, kwargs, False
+    function: Any = _BackwardEndOfLevels if levels else _BackwardEnd
+    # What a transform differentiates must not seem to need a gradient outside of it.
+    wrapped = iter(function.apply(end, begin, _leaf.detach() if levels else _leaf, *tensors))
+    if not kwargs and len(args) == 1 and args[0] is tensors[0]:
+        return (next(wrapped),), kwargs, not levels
+    return *map_tensors(lambda tensor: next(wrapped) if matters(tensor) else tensor, (args, kwargs)), not levels
+
+
+def on_backward_begin(callback: Callback, output: Any, since: int = 0) -> Any:
+    """Hook `output`: `callback` runs in backward when the gradient of a tensor in it is available, once for each
+    tensor.
+
+    Args:
+        since: `next_node_number()` when the forward began that has made `output`.
+    """
+    if tensors_have_levels():
+        begin: Any = _BackwardBeginOfLevels.apply
+        return map_tensors(lambda tensor: begin(callback, tensor) if _is_differentiable(tensor) else tensor, output)
+    if isinstance(output, torch.Tensor):
+        tensors = [output]
+    else:
+        tensors, inner = tensors_within(output)
+        # An object such as a cache is passed from unit to unit, and keeps tensors of the units before.
+        tensors += [each for each in inner if each.grad_fn is not None and number_of_node(each.grad_fn) >= since]
+    for tensor in tensors:
+        # A parameter that is returned unchanged has no backward of its own, and would keep the hook forever.
+        if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            tensor.register_hook(lambda _grad: callback())
+            base = base_of(tensor)
+            node = None if base is None else base.grad_fn
+            if node is not None and number_of_node(node) >= since:
+                # Changing a view in place gives it a new node, and the hook stays on the old one; the base's node
+                # remains in the graph. A view of an input, such as an input that is returned as it is, has a base from
+                # before the forward, whose backward comes when that of this unit is over.
+                node.register_prehook(lambda _grads: callback())
+    return output
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether some level of `tensor` may require a gradient."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not isinstance(tensor, nn.Parameter)
+
+
+def cast_floating(dtype: torch.dtype | None, value: Any, name: str) -> Any:
+    """`value` with its floating-point tensors in `dtype`; `name` is the name of the profiler's range."""
+    if dtype is None:
+        return value
+    with profiler_range(name):
+        return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
