@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fsdp2._torch import MemoryMode
+from fsdp2._torch.plan import MemoryMode
 
 PRODUCTS = {"mm", "addmm", "bmm"}  # there are equally many in every peer's step: a clock that they share
 

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
 from fsdp2 import fully_shard, optim
-from fsdp2._torch import foreach_multiply, foreach_norm, grad_of, local_tensor
+from fsdp2._torch import grad_of, local_tensor
+from fsdp2._torch.optim import foreach_multiply, foreach_norm
 from fsdp2.adjacent import Run, runs_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import loading_code
+from fsdp2._torch.checkpoint import loading_code
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.io.catalog import Catalog

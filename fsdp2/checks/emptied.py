@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, makes_empty, non_persistent_buffers
+from fsdp2._torch import local_tensor
+from fsdp2._torch.checks import makes_empty, non_persistent_buffers
 from fsdp2.errors import OrderError
 from fsdp2.layout import dense_strides
 from fsdp2.runtime.extension import is_wrapper

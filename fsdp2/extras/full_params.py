@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fsdp2._torch import backward_is_running, full_tensor, local_tensor, parameter_slots
+from fsdp2._torch import backward_is_running, local_tensor, parameter_slots
+from fsdp2._torch.shared import full_tensor
 from fsdp2.checks.left_out import note_ignored
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime.context import Context

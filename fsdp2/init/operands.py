@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec
+from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch.shared import full_tensor
 from fsdp2.placement.tiling import own_box
 
 __all__ = ["as_dtensors", "copy_own", "number_of", "operand_of", "whole_of", "write_on_whole"]

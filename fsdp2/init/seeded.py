@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import TorchDispatchMode, local_tensor
+from fsdp2._torch import local_tensor
+from fsdp2._torch.shared import TorchDispatchMode
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.init.blocks import fill_blocks
 from fsdp2.init.operands import as_dtensors, copy_own, number_of, operand_of, write_on_whole

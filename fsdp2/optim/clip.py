@@ -11,7 +11,8 @@ from math import inf
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import foreach_multiply, grad_of, local_of
+from fsdp2._torch import grad_of, local_of
+from fsdp2._torch.optim import foreach_multiply
 from fsdp2.adjacent import runs_of
 from fsdp2.checks.left_out import warn_in_clip
 from fsdp2.checks.unreduced import check_reduced

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2._torch import accept_scaler, forget_scaler, take_from_scaler
+from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.optim.local import LocalOptimizer
 from fsdp2.optim.matrix import MatrixOptimizer

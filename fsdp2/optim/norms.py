@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fsdp2._torch import foreach_norm, local_of, spec_of
+from fsdp2._torch import local_of, spec_of
+from fsdp2._torch.optim import foreach_norm
 from fsdp2.adjacent import runs_of
 from fsdp2.watch.exchange import Exchange, at_once
 

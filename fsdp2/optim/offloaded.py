@@ -24,7 +24,8 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2._torch import accept_scaler, backward_is_running, forget_scaler, take_from_scaler
+from fsdp2._torch import backward_is_running
+from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class

@@ -24,16 +24,9 @@ from weakref import WeakMethod, ref
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import (
-    is_view,
-    local_tensor,
-    make_dtensor,
-    no_torch_function,
-    spec_of,
-    storage_key,
-    wrapper_like,
-    written_arguments,
-)
+from fsdp2._torch import local_tensor, make_dtensor, spec_of
+from fsdp2._torch.optim import is_view, no_torch_function, wrapper_like, written_arguments
+from fsdp2._torch.shared import storage_key
 from fsdp2.disk.direct import memory_at
 from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
 from fsdp2.disk.mapped import RestingShards

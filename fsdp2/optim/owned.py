@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2._torch import full_tensor, local_tensor, make_dtensor, make_spec, mesh_of_one
+from fsdp2._torch import local_tensor, make_dtensor, make_spec
+from fsdp2._torch.optim import mesh_of_one
+from fsdp2._torch.shared import full_tensor
 from fsdp2.errors import MismatchError, UnsupportedError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from fsdp2._torch import no_torch_function, wrapper_like
+from fsdp2._torch.optim import no_torch_function, wrapper_like
 from fsdp2.runtime.tree import map_tensors
 
 

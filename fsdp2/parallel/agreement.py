@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp2._torch import store_of
+from fsdp2._torch.shared import store_of
 from fsdp2.errors import ArgumentError, CollectiveError
 
 __all__ = ["TIMEOUT", "agree"]

@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention as one_rank_attention
 
-from fsdp2._torch import group_named
+from fsdp2._torch.shared import group_named
 from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.agreement import agree

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2._torch import attention_op
+from fsdp2._torch.parallel import attention_op
 
 __all__ = ["accumulation_dtype", "block_forward", "block_gradients", "merge"]
 

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from fsdp2._torch import local_tensor, shard_dim, split_factor
+from fsdp2._torch import local_tensor
+from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, whole

@@ -19,7 +19,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import events
-from fsdp2._torch import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_slots, group_named, parameter_slots
+from fsdp2._torch import parameter_slots
+from fsdp2._torch.plan import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_slots
+from fsdp2._torch.shared import group_named
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError

@@ -24,14 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import (
-    local_tensor,
-    make_parameter,
-    move_hooks,
-    set_local_tensor,
-    subclassed_parameter,
-    version,
-)
+from fsdp2._torch import local_tensor, make_parameter, move_hooks, set_local_tensor, subclassed_parameter, version
 from fsdp2.adjacent import carved_of
 from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError

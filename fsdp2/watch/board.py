@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp2._torch import store_of
+from fsdp2._torch.shared import store_of
 
 _CALL_S = 30.0  # a machine that runs too much at once; a store whose process has ended fails at once
 

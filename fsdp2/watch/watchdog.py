@@ -30,7 +30,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import abort, all_groups
+from fsdp2._torch.watch import abort, all_groups
 from fsdp2.watch.board import Board, open_board
 from fsdp2.watch.collecting import await_verdict, collect, identity
 from fsdp2.watch.current import current

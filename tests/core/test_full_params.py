@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacementResult, events, fully_shard
-from fsdp2._torch import flatten_mesh, full_tensor
+from fsdp2._torch import flatten_mesh
+from fsdp2._torch.shared import full_tensor
 from fsdp2.extras.full_params import full_params
 from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime.unit import unit_of

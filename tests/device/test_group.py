@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2._torch import (
-    all_gather_flat,
-    all_gather_flat_coalesced,
-    reduce_scatter_flat,
-    reduce_scatter_flat_coalesced,
-)
+from fsdp2._torch import all_gather_flat, all_gather_flat_coalesced, reduce_scatter_flat, reduce_scatter_flat_coalesced
 from tests.device.ranks import DEVICE, SEEDS, late, on_device_ranks
 
 SUM = dist.ReduceOp.SUM

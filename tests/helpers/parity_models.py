@@ -25,7 +25,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._torch import full_tensor
+from fsdp2._torch.shared import full_tensor
 from tests.helpers.meshes import shared_mesh
 
 Gradients = dict[str, Tensor | None]

@@ -30,6 +30,11 @@ class Module:
     def dotted(self) -> str:
         return "fsdp2" if self.name == "fsdp2" else f"fsdp2.{self.name}"
 
+    @property
+    def top(self) -> str:
+        """The package below `fsdp2`, or the module, that it belongs to."""
+        return self.name.split(".")[0]
+
     def at(self, node: ast.AST) -> str:
         return f"{self.path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
@@ -98,10 +103,10 @@ def torch_attributes(module: Module) -> Iterator[tuple[ast.Attribute, str]]:
 
 @cache
 def names_defined_here() -> frozenset[str]:
-    """Every name that the package itself gives to a method, an attribute or a variable, outside `_torch.py`."""
+    """Every name that the package itself gives to a method, an attribute or a variable, outside `_torch/`."""
     names = set()
     for module in modules().values():
-        if module.name == "_torch":
+        if module.top == "_torch":
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

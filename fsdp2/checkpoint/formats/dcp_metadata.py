@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
+from fsdp2._torch.checkpoint import PICKLED_DCP_FILE, PICKLED_DCP_METADATA
 from fsdp2.checkpoint.formats.foreign_state import (
     ForeignOptimizer,
     Path,

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from fsdp2._torch import (
+from fsdp2._torch.checkpoint import (
     PICKLED_PARAMETER,
     PICKLED_PARAMETERS,
     PICKLED_SUBCLASS,

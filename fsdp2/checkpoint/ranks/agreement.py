@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from fsdp2._torch import store_of
+from fsdp2._torch.shared import store_of
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.errors import CheckpointError, CorruptError, MismatchError, ReplacedError
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, root_mesh
+from fsdp2._torch import local_tensor
+from fsdp2._torch.checkpoint import root_mesh
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import Box
 from fsdp2.placement.tiling import Grid, Tiling, grid_of, tiling_of, with_siblings

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import state_hooks
+from fsdp2._torch.checkpoint import state_hooks
 from fsdp2.errors import ArgumentError
 
 __all__ = ["Contents", "contents_of", "load_by_itself", "loads_by_itself"]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, storage_key
+from fsdp2._torch import local_tensor
+from fsdp2._torch.shared import storage_key
 from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode

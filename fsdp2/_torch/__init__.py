@@ -1,5 +1,6 @@
-"""All private names of torch that fsdp2 uses, and all public ones whose name depends on the version; a few lines each.
-Ground layer; a torch upgrade touches this file.
+"""The private names of torch that the core uses, and public ones whose name depends on the version; a few lines each.
+Ground layer. The modules of this folder hold those of one other package each, `shared` those of several; a torch
+upgrade touches this folder only.
 
 Checked with all tests on torch 2.11.0, 2.13.0 and 2.15.0, and with a third of them on 2.14.1; on the CPU. Each
 function names the private API and why no public one is enough.
@@ -9,10 +10,8 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter, methodcaller
-from sys import getrefcount
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -21,39 +20,14 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad, profiler
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard, _redistribute
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
-# Names of torch's functions and classes in files of `torch.save` (those that rebuild a tensor) and in metadata of DCP.
-# They are part of the format. We only compare with them; nothing of these names is imported or called.
-PICKLED_TENSORS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
-PICKLED_PARAMETER = "torch._utils._rebuild_parameter"
-PICKLED_PARAMETERS = (PICKLED_PARAMETER, "torch._utils._rebuild_parameter_with_state")
-PICKLED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-PICKLED_DCP_FILE = "torch.distributed.checkpoint.filesystem._StorageInfo"
-PICKLED_DCP_METADATA = (
-    PICKLED_DCP_FILE,
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",  # by older versions, as the next one
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.serialization._get_layout",
-)
-PICKLED_TENSOR_CLASSES = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
-
-# What fake tensors raise for an operator that needs values, or that torch cannot run without them.
-FAKE_ERRORS = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-)
 
 _NOTHING = nullcontext()
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
@@ -73,52 +47,6 @@ def make_spec(
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """`_StridedShard`: split `dim`, which another axis has split into `split_factor` pieces; no public one does."""
     return _StridedShard(dim, split_factor=split_factor)
-
-
-def split_factor(placement: Placement) -> int | None:
-    """Into how many pieces other axes have split the dim before this placement splits it: 1 for `Shard`; None for other
-    placements. `_StridedShard` is a subclass of `Shard` in some versions of torch and not in others."""
-    if isinstance(placement, _StridedShard):
-        return int(placement.split_factor)
-    return 1 if isinstance(placement, Shard) else None
-
-
-def shard_dim(placement: Placement) -> int:
-    """The dim that a shard placement cuts (see `split_factor`)."""
-    assert isinstance(placement, (Shard, _StridedShard))
-    return placement.dim
-
-
-def store_of(group: dist.ProcessGroup | None) -> Any:
-    """The key-value store through which the ranks of a group found each other; None without process groups. No public
-    function returns it, and there is no other way to tell another rank something without a collective."""
-    if not dist.is_initialized():
-        return None
-    store: Any = distributed_c10d._world.pg_map[group or distributed_c10d._get_default_group()][1]
-    return store
-
-
-def all_groups() -> list[dist.ProcessGroup]:
-    """All process groups of this process, also those that others made. No public function lists them."""
-    return list(distributed_c10d._world.pg_map)
-
-
-def abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """End all collectives of `groups`, on backends that can. NCCL's communicators are aborted together, because the
-    abort of one may wait for another (https://github.com/pytorch/pytorch/issues/119797). No public function does that.
-    """
-    nccl: Any = None
-    if dist.is_nccl_available():
-        with suppress(RuntimeError):
-            nccl = groups[0]._get_backend(torch.device("cuda"))
-    are_nccl = nccl is not None and isinstance(nccl, dist.ProcessGroupNCCL)
-    if are_nccl:
-        nccl._group_start()
-    for group in groups:
-        with suppress(RuntimeError):  # that backend cannot; the others still end
-            group.abort()
-    if are_nccl:
-        nccl._group_end()
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -147,27 +75,6 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     with real_tensors():
         return mesh._flatten()
-
-
-def mesh_of_one(device_type: str, rank: int) -> DeviceMesh:
-    """The mesh of one rank, also seen from the others. Nobody communicates on it, and only the private argument keeps
-    its constructor from creating a process group, together with all other ranks."""
-    with torch.device("cpu"):
-        return DeviceMesh(device_type, [rank], _init_backend=False)
-
-
-def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """`tensor.full_tensor()`. In torch 2.13, once a mesh has been flattened, that gathers two shards of one dim in one
-    step, as if they were even, and gives rows at the wrong places where they are not."""
-    separately = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
-    with separately():
-        return tensor.full_tensor()
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of which this one is a part."""
-    root: DeviceMesh = mesh._get_root_mesh()
-    return root
 
 
 def same_root_mesh(one: DeviceMesh, other: DeviceMesh) -> bool:
@@ -207,18 +114,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]:
-    """Equal for two tensors that are the same memory under two names. `UntypedStorage._cdata` is the storage itself;
-    its address would be 0 for every empty shard."""
-    storage: int = tensor.untyped_storage()._cdata
-    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
-
-
 # For `map` over all parameters in each step, without a Python frame for each.
 # `Tensor.grad`; `Tensor._post_accumulate_grad_hooks` and `._backward_hooks`, dicts or None; the result of
 # `local_tensor`; `DTensor._spec`: mesh, placements, global shape and dtype; `Tensor._base`: the tensor that it is a
 # view of, or None; `Tensor._version`: how often autograd saw it change in place; `UntypedStorage._cdata`: which storage
-# it is; `Module._parameters` and `._buffers`: where a module's tensors live (`setattr` costs ten times as much).
+# it is; `Module._parameters`: where a module's parameters live (`setattr` costs ten times as much).
 grad_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 backward_hooks_of: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
@@ -229,38 +129,6 @@ version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = methodcaller("untyped_storage")
 _storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-buffer_slots: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter("_buffers")
-
-
-# `Module._non_persistent_buffers_set`: without making a state dict.
-non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-_to_empty: Any = nn.Module.to_empty
-
-
-def makes_empty(fn: Any) -> bool:
-    """Whether `fn` is the function, defined inside `Module.to_empty`, that `to_empty` passes to `Module._apply`.
-    Nothing else distinguishes its memory from that of another `fn`, which fills it; and `to_empty` may have been called
-    on a module above that is not sharded."""
-    code = getattr(fn, "__code__", None)
-    return code is not None and any(code is const for const in _to_empty.__code__.co_consts)
-
-
-# Operations on a tensor subclass go to its `__torch_dispatch__`, and their results stay as they are.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
-def wrapper_like(kind: Any, tensor: torch.Tensor, device: torch.device | None = None) -> Any:
-    """`Tensor._make_wrapper_subclass`: a tensor of class `kind` that says it is like `tensor` (on `device`, if one is
-    given), and has no memory."""
-    return torch.Tensor._make_wrapper_subclass(
-        kind,
-        tensor.size(),
-        strides=tensor.stride(),
-        storage_offset=tensor.storage_offset(),
-        dtype=tensor.dtype,
-        layout=tensor.layout,
-        device=device or tensor.device,
-    )
 
 
 def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -268,79 +136,6 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
     assert isinstance(tensor, DTensor)
     tensor._local_tensor = local
     tensor._spec = spec
-
-
-def written_arguments(op: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """The arguments, by position and by name, that an `OpOverload` writes to; only `_schema` knows."""
-    written = [
-        (position, argument.name)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return frozenset(position for position, _ in written), frozenset(name for _, name in written)
-
-
-def is_view(op: Any) -> bool:
-    """Whether an `OpOverload` returns other views of the memory of its arguments, and writes nothing."""
-    aliases = [result.alias_info for result in op._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-_UPDATES = {
-    torch.ops.aten.index_put.default: ("IndexBackward0", torch.ops.aten.index_put_.default),
-    torch.ops.aten.index_add.default: ("IndexSelectBackward0", torch.ops.aten.index_add_.default),
-    torch.ops.aten.scatter_add.default: ("GatherBackward0", torch.ops.aten.scatter_add_.default),
-}
-
-
-class MemoryMode(TorchDispatchMode):
-    """A dispatch mode that counts memory. While any mode is active, torch computes sums of gradients that nobody else
-    holds, and gradients of indexing, out of place (`isTensorSubclassLike` in its C++), which takes more memory than
-    without; so such a mode has to ask. There is no public way to know who holds a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        _holders_of_a_sum()  # now: autograd does not work while a mode handles an operator
-
-    @staticmethod
-    def as_without(op: Any, args: Sequence[Any]) -> Any:
-        """What autograd would call instead of `op` if no mode were active."""
-        if torch.is_grad_enabled() or running_backward() < 0:
-            return op
-        if op is torch.ops.aten.add.Tensor:
-            return torch.ops.aten.add_.Tensor if _holders(args[0]) == _holders_of_a_sum() else op
-        if op in _UPDATES:
-            node = torch._C._current_autograd_node()
-            name, update = _UPDATES[op]
-            return update if node.name() == name else op
-        return op
-
-
-def _holders(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """How many references there are to a tensor, in C++ and in Python, and how many tensors to its memory."""
-    storage = tensor.untyped_storage()
-    count: Any = tensor
-    return count._use_count(), getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
-
-
-@cache
-def _holders_of_a_sum() -> tuple[int, int, int]:
-    """The same for a gradient that only the engine holds, as a dispatch mode sees it."""
-    seen: list[tuple[int, int, int]] = []
-
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if op is torch.ops.aten.add.Tensor:
-                seen.append(_holders(args[0]))
-            return op(*args, **(kwargs or {}))
-
-    with real_tensors(), torch.enable_grad():
-        leaf = torch.ones(1, requires_grad=True)
-        value = leaf * 2
-        both = value * 3, value * 5
-        with Look():  # type: ignore[no-untyped-call]
-            torch.autograd.grad(both, leaf, (torch.ones(1), torch.ones(1)))
-    return seen[0]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
@@ -413,22 +208,6 @@ def post_accumulate_grad_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Ten
     return list(hooks.values()) if hooks else []
 
 
-def loading_code(module: nn.Module) -> list[Any]:
-    """What `load_state_dict` runs for a module besides nn.Module's own code: hooks, and methods that its class
-    overrides. There is no public way to ask (`_load_state_dict_pre_hooks`, `_load_state_dict_post_hooks`)."""
-    cls, base = type(module), nn.Module
-    methods = [(cls.load_state_dict, base.load_state_dict), (cls._load_from_state_dict, base._load_from_state_dict)]
-    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
-    return [*hooks, *(own for own, inherited in methods if own is not inherited)]
-
-
-def state_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The hooks of `state_dict` and `load_state_dict`, which `Optimizer` keeps in private attributes. Wrappers that do
-    not call its constructor have none."""
-    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    return [hook for kind in kinds for hook in getattr(optimizer, f"_optimizer_{kind}_hooks", {}).values()]
-
-
 def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Let the hooks of `old` be those of `new`, in the same dicts, so that handles of them still remove them."""
     new._backward_hooks = old._backward_hooks
@@ -471,26 +250,6 @@ def set_fully_shard_state(module: nn.Module, state: object) -> None:
     module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
 
 
-def accept_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Let ``GradScaler.step(optimizer)`` call `step` although there are no gradients; otherwise it fails with an
-    assertion about inf checks. Returns whether that had to be changed."""
-    changes = not vars(optimizer).get("_step_supports_amp_scaling", False)
-    optimizer.__dict__["_step_supports_amp_scaling"] = True
-    return changes
-
-
-def forget_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Undo `accept_scaler`."""
-    optimizer.__dict__.pop("_step_supports_amp_scaling", None)
-
-
-def take_from_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an enabled `GradScaler` is calling `step`: for that call it gives the optimizer these attributes, which
-    are removed here."""
-    optimizer.__dict__.pop("grad_scale", None)
-    return optimizer.__dict__.pop("found_inf", None) is not None
-
-
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """`torch._foreach_copy_`: many copies (and casts) in one call, one kernel on an accelerator."""
     if destinations:
@@ -508,34 +267,9 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
     return list(torch._foreach_div(list(tensors), divisor)) if tensors else []
 
 
-def foreach_multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """`torch._foreach_mul_`, by a 0-dim tensor: the value stays on the device."""
-    if tensors:
-        torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_norm(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """`torch._foreach_norm`, computed in `dtype` (None: in their own)."""
-    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype)) if tensors else []
-
-
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """The process group of this name, since operators take strings. torch's collectives for compiled code do this."""
-    module: Any = distributed_c10d  # torch's own type hints have a separate type for the name
-    group: dist.ProcessGroup = module._resolve_process_group(name)
-    return group
-
-
-def attention_op(name: str) -> Any:
-    """One of aten's fused attentions, which return the log-sum-exp that `F.scaled_dot_product_attention` drops:
-    ``flash_attention_for_cpu``, ``flash_attention``, ``efficient_attention``, each with ``_backward``. No public
-    function takes the log-sum-exp of a whole row for the backward of a part of it."""
-    return getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
 
 
 # --- communication memory ---------------------------------------------------------------------------------------------

@@ -1,0 +1,20 @@
+"""Private names of torch for `fsdp2.checks`. Ground layer."""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+# `Module._non_persistent_buffers_set`: without making a state dict.
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+
+_to_empty: Any = nn.Module.to_empty
+
+
+def makes_empty(fn: Any) -> bool:
+    """Whether `fn` is the function, defined inside `Module.to_empty`, that `to_empty` passes to `Module._apply`.
+    Nothing else distinguishes its memory from that of another `fn`, which fills it; and `to_empty` may have been called
+    on a module above that is not sharded."""
+    code = getattr(fn, "__code__", None)
+    return code is not None and any(code is const for const in _to_empty.__code__.co_consts)

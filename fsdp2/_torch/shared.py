@@ -1,0 +1,56 @@
+"""Private names of torch that several packages need and the core does not. Ground layer."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, Placement, Shard, _redistribute
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def split_factor(placement: Placement) -> int | None:
+    """Into how many pieces other axes have split the dim before this placement splits it: 1 for `Shard`; None for other
+    placements. `_StridedShard` is a subclass of `Shard` in some versions of torch and not in others."""
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return 1 if isinstance(placement, Shard) else None
+
+
+def shard_dim(placement: Placement) -> int:
+    """The dim that a shard placement cuts (see `split_factor`)."""
+    assert isinstance(placement, (Shard, _StridedShard))
+    return placement.dim
+
+
+def store_of(group: dist.ProcessGroup | None) -> Any:
+    """The key-value store through which the ranks of a group found each other; None without process groups. No public
+    function returns it, and there is no other way to tell another rank something without a collective."""
+    if not dist.is_initialized():
+        return None
+    store: Any = distributed_c10d._world.pg_map[group or distributed_c10d._get_default_group()][1]
+    return store
+
+
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """`tensor.full_tensor()`. In torch 2.13, once a mesh has been flattened, that gathers two shards of one dim in one
+    step, as if they were even, and gives rows at the wrong places where they are not."""
+    separately = getattr(_redistribute, "disable_redistribute_transform_optimization", nullcontext)
+    with separately():
+        return tensor.full_tensor()
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Equal for two tensors that are the same memory under two names. `UntypedStorage._cdata` is the storage itself;
+    its address would be 0 for every empty shard."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name, since operators take strings. torch's collectives for compiled code do this."""
+    module: Any = distributed_c10d  # torch's own type hints have a separate type for the name
+    group: dist.ProcessGroup = module._resolve_process_group(name)
+    return group
