@@ -135,10 +135,6 @@ class Gather:
                 pending = Arrival(self._exchange, self._comm.all_gather(self.operands, self._axis.group))
         return partial(self._finish, pending)
 
-    def forget_shards(self) -> None:
-        """Drop references to shards of earlier calls."""
-        self._known = None
-
     def _copies(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard] | None) -> list[_Copies]:
         """The copies in, one list for each dtype."""
         current = [block for block in blocks or () if block.is_current()]

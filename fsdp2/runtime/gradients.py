@@ -14,7 +14,7 @@ which of them is the last, so gradients from a backward nested in the unit's own
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, count
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 from weakref import ref
 
@@ -24,15 +24,19 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2._torch import captures, grad_of, hooks_of, outside_transforms, post_accumulate_grad_hooks, running_backward
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
-from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.reduction import Contribution, Reduction, ReductionPlan
+from fsdp2.runtime.parameter import ManagedParameter, Partial
+from fsdp2.runtime.reduction import Reduction, ReductionPlan
 from fsdp2.runtime.streams import Streams
 
 MAX_PLANS = 64
 _is_there: Callable[[object], bool] = partial(is_not, None)
+_NONE = torch.empty(0)  # in place of unsharded parameters that do not exist; has no gradient
+_requires_grad: Callable[[torch.Tensor | None], bool] = attrgetter("requires_grad")
+_grad_dtype: Callable[[torch.Tensor], torch.dtype | None] = attrgetter("grad_dtype")
+_Key = tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype | None, ...]]
 
 
 class Gradients:
@@ -59,7 +63,10 @@ class Gradients:
         self._on_ready = on_ready
         self._on_unannounced = on_unannounced
         self._trainable: list[bool] = []  # for both forms, once there are unsharded parameters
-        self._plans: dict[tuple[tuple[int, bool, torch.dtype | None], ...], ReductionPlan] = {}
+        # By which gradients and which partial ones there are, and the sharded parameters' `grad_dtype`.
+        self._plans: dict[_Key, list[ReductionPlan]] = {}
+        self._sharded = [param.sharded for param in params]
+        self._is_plain = all(param.geometry.as_is and param.plan.specs.inner_mesh is None for param in params)
         self.were_taken = False
         self._missing: set[int] = set()
         self._backward: int | None = None
@@ -128,8 +135,9 @@ class Gradients:
         self.expect_all()
 
     def forget_plans(self) -> None:
-        """Drop the plans, because dtypes or the channel may have changed."""
+        """Drop the plans, because parameters, dtypes or the channel may have changed."""
         self._plans = {}
+        self._sharded = [param.sharded for param in self._params]
 
     @property
     def none_arrived(self) -> bool:
@@ -227,44 +235,71 @@ class Gradients:
                 None for those that have one.
         """
         fill = at_end and (settings.reduce_unused or bool(wanted))
-        may_have_partials = at_end and self._channel.roles.replicate_group is not None
-        if not (fill or may_have_partials or any(map(_is_there, map(grad_of, self.unsharded)))):
+        has_replicas = self._channel.roles.replicate_group is not None
+        unsharded = self.unsharded or [_NONE if param.unsharded is None else param.unsharded for param in self._params]
+        grads = list(map(grad_of, unsharded))
+        if not (fill or (at_end and has_replicas) or any(map(_is_there, grads))):
             return []
         self.expect_all()
-        takes_partials = settings.requires_all_reduce
-        by_dtype: dict[torch.dtype, list[tuple[int, Contribution]]] = {}
-        for index, param in enumerate(self._params):
-            fills = fill and (wanted is None or index in wanted)
-            grad, partial = self._filled(param) if fills else param.take_grad(), None
-            if takes_partials and param.partial is not None:
-                partial, param.partial = param.partial, None
-            if grad is not None or partial is not None:
-                by_dtype.setdefault(param.flat.dtype, []).append((index, Contribution(param, grad, partial)))
-        self.were_taken = self.were_taken or bool(by_dtype)
-        # The order of the dict is that of the parameters, which is the same on every rank.
-        return [self._reduction(found, settings, streams) for found in by_dtype.values()]
+        for each in unsharded:
+            each.grad = None
+        if not self._is_plain or any(map(_requires_grad, compress(grads, map(_is_there, grads)))):
+            pairs = zip(self._params, grads, strict=True)
+            grads = [None if grad is None else param.local_grad(grad) for param, grad in pairs]
+        if fill:
+            self._fill(grads, wanted)
+        takes_partials = has_replicas and settings.requires_all_reduce
+        partials: Sequence[Partial | None] = self._take_partials() if takes_partials else ()
+        plans = self._plans_for(grads, partials)
+        self.were_taken = self.were_taken or bool(plans)
+        reductions = []
+        for plan in plans:
+            taken: Any = list(map(grads.__getitem__, plan.indices[: plan.num_grads]))
+            partial = [partials[index] for index in plan.indices] if partials else ()
+            reductions.append(Reduction(taken, partial, plan, settings, streams))
+        return reductions
 
-    def _reduction(
-        self, found: Sequence[tuple[int, Contribution]], settings: UnitSettings, streams: Streams
-    ) -> Reduction:
-        key = tuple((index, each.grad is not None, each.param.sharded.grad_dtype) for index, each in found)
-        contributions = [each for _, each in found]
-        if key not in self._plans:
+    def _fill(self, grads: list[torch.Tensor | None], wanted: frozenset[int] | None) -> None:
+        """Put zeros where a trainable parameter has no gradient."""
+        for index, param in enumerate(self._params):
+            if not param.sharded.requires_grad or not (wanted is None or index in wanted):
+                continue
+            if not param.has_known_reduce_dtype:
+                raise ArgumentError(
+                    f"'{param.fqn}': with set_reduce_scatter_unused_params(True), and in and around optional units, "
+                    "all ranks must know the dtype of a gradient that some do not have; its grad_dtype is None. Set "
+                    "that, or the policy's reduce_dtype."
+                )
+            if grads[index] is None:
+                grads[index] = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
+
+    def _take_partials(self) -> list[Partial | None]:
+        partials = [param.partial for param in self._params]
+        for param in self._params:
+            param.partial = None
+        return partials
+
+    def _plans_for(
+        self, grads: Sequence[torch.Tensor | None], partials: Sequence[Partial | None]
+    ) -> Sequence[ReductionPlan]:
+        """One plan for each original dtype of the parameters that have a gradient or a partial one, in the order of the
+        parameters, which is the same on every rank."""
+        has_grad = tuple(map(_is_there, grads))
+        key = has_grad, tuple(map(_is_there, partials)), tuple(map(_grad_dtype, self._sharded))
+        found = self._plans.get(key)
+        if found is None:
             if len(self._plans) >= MAX_PLANS:  # other parameters get gradients in each step
                 self._plans.clear()
-            self._plans[key] = ReductionPlan(contributions, self._channel)
-        return Reduction(contributions, self._plans[key], settings, streams)
-
-    @staticmethod
-    def _filled(param: ManagedParameter) -> torch.Tensor | None:
-        """The gradient of one parameter; zeros for a trainable one without a gradient."""
-        if param.sharded.requires_grad and not param.has_known_reduce_dtype:
-            raise ArgumentError(
-                f"'{param.fqn}': with set_reduce_scatter_unused_params(True), and in and around optional units, all "
-                "ranks must know the dtype of a gradient that some do not have; its grad_dtype is None. Set that, or "
-                "the policy's reduce_dtype."
-            )
-        grad = param.take_grad()
-        if grad is None and param.sharded.requires_grad:
-            return torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)
-        return grad
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for index, param in enumerate(self._params):
+                grad = grads[index]
+                if grad is not None and grad.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"'{param.fqn}': expected a dense gradient, got one of layout {grad.layout}, which cannot be "
+                        "reduced. Build the embedding with sparse=False."
+                    )
+                if grad is not None or (partials and partials[index] is not None):
+                    by_dtype.setdefault(param.flat.dtype, []).append(index)
+            found = [ReductionPlan(self._params, members, has_grad, self._channel) for members in by_dtype.values()]
+            self._plans[key] = found
+        return found

@@ -89,7 +89,7 @@ class ParamGroup:
         smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
         flat_shards: which shards stand together in memory, since the last `refresh`.
-        conversions: how often the unsharded parameters were created again because they did not match.
+        conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
         changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
             for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits.
         parts: groups of other units whose parameters are the parts of these, which are then never gathered themselves.
@@ -112,8 +112,7 @@ class ParamGroup:
         self.whole: Callable[[], ParamGroup | None] = lambda: None
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
-        self._fits = True  # whether `_unsharded` matches the current parameters
-        self.conversions = 0  # how often `_unsharded` was created again because it did not match
+        self.conversions = 0  # how often `_unsharded` was dropped
         # Versions of the sharded parameters. `_gathered_at`: those of the unsharded values. `_kept_at`: those whose
         # gathered values were kept at reshard. `_used_at`: at the last forward whose backward may still come, only for
         # parameters whose unsharded form shares memory.
@@ -160,10 +159,6 @@ class ParamGroup:
 
     @profiled("FSDP::all_gather")
     def _issue(self, memory: ReleasedMemory, prefetching: bool, is_used: bool) -> None:
-        if not self._fits:
-            self._unsharded, self._fits, self._used_at = None, True, None
-            self.conversions += 1
-            self._refuse_gradients()
         streams = memory.streams
         # Compute may still read or write the copies on the smaller mesh, memory that was not freed, and (`is_used`)
         # shards that were just converted, and values that were kept.
@@ -217,9 +212,12 @@ class ParamGroup:
         for wait in tuple(self.changing):
             wait(gathering)
 
-    def _refuse_gradients(self) -> None:
-        """The unsharded parameters will be created again: a gradient for those that a graph still holds would be
-        lost."""
+    def _drop_unsharded(self) -> None:
+        """The next unshard creates the unsharded parameters again. A gradient of those that a graph still holds would
+        be lost."""
+        self._host = self._unsharded = self._used_at = self._kept_at = None
+        self.conversions += 1
+        self.gradients.forget_unsharded()
         for param in self.params:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 param.unsharded.register_post_accumulate_grad_hook(partial(_refuse_gradient, param.fqn))
@@ -448,7 +446,6 @@ class ParamGroup:
     def refresh(self) -> bool:
         """Adopt parameters that were moved, converted or replaced. Only while sharded. Returns whether any changed."""
         self.settle()
-        before = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
         changed = [param.refresh() for param in self.params]
         self.gradients.forget_plans()
         self._table = None
@@ -457,20 +454,8 @@ class ParamGroup:
             self.flat_shards = flat_shards(self.params)
             files = [file for param in self.params if (file := file_of(param.flat)) is not None]
             self._resting = RestingShards(files) if files else None
-            if self._unsharded is not None:
-                self._unsharded.forget_shards()
         if any(changed):
-            self._host = None
-        if any(changed) and self._unsharded is not None:
-            # `_unsharded` is kept until the next unshard: a graph may hold its parameters, and it matches again if they
-            # are converted back by then.
-            self._fits = self._unsharded.follow_shards()
-            if not self._fits:
-                self.gradients.forget_unsharded()
-            now = [(param.sharded, param.flat.untyped_storage()) for param in self.params]
-            pairs = zip(before, now, strict=True)
-            if self._used_at and any(a is not b and x is not y for (a, x), (b, y) in pairs):
-                self._used_at = [-1]  # the values changed, so no version may match
+            self._drop_unsharded()
         for part in self.parts:
             if part.phase is Phase.SHARDED:
                 part.refresh()

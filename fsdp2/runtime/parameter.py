@@ -364,12 +364,8 @@ class ManagedParameter:
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def take_grad(self) -> torch.Tensor | None:
-        """Remove the gradient from `unsharded` and return it, dims in memory order."""
-        unsharded = self.unsharded
-        if unsharded is None or (grad := unsharded.grad) is None:
-            return None
-        unsharded.grad = None
+    def local_grad(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient of `unsharded` as a plain tensor without a graph, dims in memory order."""
         if grad.requires_grad:
             grad = grad.detach()
         if isinstance(grad, DTensor):

@@ -13,11 +13,11 @@ On an accelerator [1] to [5] are enqueued at once. On the CPU each wait ends a s
 when it has to.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from itertools import accumulate
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
-from fsdp2.mesh import MeshRoles
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import packed
@@ -51,56 +50,48 @@ from fsdp2.runtime.streams import Streams
 from fsdp2.watch.exchange import Arrival, Exchange
 
 _NOTHING = torch.empty(0)
-
-
-class Contribution(NamedTuple):
-    """What one parameter contributes: a whole gradient (dims in memory order), a partial gradient that an earlier
-    backward left for this all-reduce, or both."""
-
-    param: ManagedParameter
-    grad: torch.Tensor | None
-    partial: Partial | None
-
-
-def _refuse_sparse(contributions: Sequence[Contribution]) -> None:
-    for each in contributions:
-        if each.grad is not None and each.grad.layout is not torch.strided:
-            raise UnsupportedError(
-                f"'{each.param.fqn}': expected a dense gradient, got one of layout {each.grad.layout}, which cannot be "
-                "reduced. Build the embedding with sparse=False."
-            )
+_dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class ReductionPlan:
-    """Lanes, dtypes and sizes; valid only for the parameters, and the set of present gradients, that it was built from.
+    """Lanes, dtypes and sizes of one reduction; valid only for the parameters, and the set of present gradients, that
+    it was built from.
+
+    Args:
+        params: those of a group, of which some take part.
+        members: their indices in `params`; each has a gradient, or a partial gradient of an earlier backward.
+        has_grad: for all of `params`.
 
     Attributes:
+        indices: `members` in the order of the outputs.
+        num_grads: how many have a gradient; they are the first ones of `indices`.
         dtype: the dtype in which gradients are summed: the promotion of the parameters' reduce dtypes.
         wire_dtype: the dtype in which they are sent.
-        order: the order of the contributions: packed ones first, so that their outputs are contiguous in the flat
-            output; those without a gradient last. `params`, `sizes` and `grad_...` are in this order.
+        params, sizes, grad_dtypes, grad_specs: in the order of `indices`: packed ones first, so that their outputs are
+            contiguous in the flat output; those without a gradient last.
         numel, scattered_numel, packed_numel: elements of all outputs, of those with a gradient, of the packed ones.
         casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
     """
 
-    def __init__(self, contributions: Sequence[Contribution], channel: Channel):
+    def __init__(
+        self, params: Sequence[ManagedParameter], members: Sequence[int], has_grad: Sequence[bool], channel: Channel
+    ):
         self.channel = channel
-        params = [each.param for each in contributions]
-        _refuse_sparse(contributions)
+        every, params = params, [params[index] for index in members]
         self.dtype: torch.dtype = reduce(torch.promote_types, [param.reduce_dtype for param in params])
         wanted = params[0].plan.policy.reduce_scatter_dtype
         is_narrower = wanted is not None and self.dtype.is_floating_point and wanted.itemsize < self.dtype.itemsize
         self.wire_dtype = wanted if wanted is not None and is_narrower else self.dtype
         itemsize = self.wire_dtype.itemsize
         lanes = [
-            None if each.grad is None else channel.comm.scatter_lane(each.param.layout, itemsize)
-            for each in contributions
+            channel.comm.scatter_lane(param.layout, itemsize) if has_grad[index] else None
+            for index, param in zip(members, params, strict=True)
         ]
-        self.order = sorted(
-            range(len(lanes)), key=lambda index: (lanes[index] is not Lane.PACKED, lanes[index] is None)
-        )
-        self.params = params = [params[index] for index in self.order]
+        order = sorted(range(len(lanes)), key=lambda at: (lanes[at] is not Lane.PACKED, lanes[at] is None))
+        self.indices = [members[at] for at in order]
+        self.params = params = [every[index] for index in self.indices]
         num_packed, num_scattered = lanes.count(Lane.PACKED), len(lanes) - lanes.count(None)
+        self.num_grads = num_scattered
         self.sizes = [param.layout.padded_numel for param in params]
         self.numel = sum(self.sizes)
         self.scattered_numel = sum(self.sizes[:num_scattered])
@@ -131,37 +122,37 @@ class ReductionPlan:
 class Reduction:
     """One reduction.
 
+    Args:
+        grads: of the parameters of `plan` that have one, in its order; whole, dims in memory order.
+        partials: with a replicate axis, for each parameter of `plan` what earlier backwards left for this all-reduce.
+
     Gradients are only read: the tensor in `.grad` may share its memory with a gradient that autograd still uses.
     Gradients and partials were allocated on streams other than those that read them here. This object keeps them, and
     its own buffers, alive until `finish`, when the compute stream has waited for the reduction.
     """
 
     def __init__(
-        self, contributions: Sequence[Contribution], plan: ReductionPlan, settings: UnitSettings, streams: Streams
+        self,
+        grads: list[torch.Tensor],
+        partials: Sequence[Partial | None],
+        plan: ReductionPlan,
+        settings: UnitSettings,
+        streams: Streams,
     ):
         self.params: Sequence[ManagedParameter] = plan.params
+        self.fqn = plan.channel.fqn
+        self.roles = plan.channel.roles
         self._plan = plan
         self._settings = settings
         self._streams = streams
-        ordered = [contributions[index] for index in plan.order]
-        self._partials = [each.partial for each in ordered]
-        self._grads = [each.grad for each in ordered if each.grad is not None]
+        self._partials = partials
+        self._grads = grads
         self._flat = _NOTHING
         self._sizes = plan.sizes
         self._apart: list[torch.Tensor] | None = None
         self._kept: list[torch.Tensor] = []
         self._is_abandoned = False
         self._run = self._steps()
-
-    @property
-    def fqn(self) -> str:
-        """FQN of the unit."""
-        return self._plan.channel.fqn
-
-    @property
-    def roles(self) -> MeshRoles:
-        """Mesh and axes."""
-        return self._plan.channel.roles
 
     def advance(self) -> bool:
         """Take one step. Returns whether steps are left."""
@@ -170,7 +161,7 @@ class Reduction:
                 return self.advance()
         if next(self._run, True) is None:
             return True
-        self._partials, self._kept, self._apart, self._flat = [], [], None, _NOTHING
+        self._partials, self._kept, self._apart, self._flat = (), [], None, _NOTHING
         return False
 
     def finish(self) -> None:
@@ -191,7 +182,7 @@ class Reduction:
 
     def _steps(self) -> Iterator[None]:
         settings, streams, channel = self._settings, self._streams, self._plan.channel
-        roles, dtype = channel.roles, self._plan.dtype
+        roles, dtype = self.roles, self._plan.dtype
         factor, force = settings.gradient_divide_factor, settings.force_sum
         scaling = scaling_for(dtype, roles.shard_size, roles.replicate_size, factor, force)
         born = streams.record()
@@ -239,13 +230,14 @@ class Reduction:
         if done is not None and self._plan.params[0].plan.grad_home != roles.device:
             done.synchronize()  # the optimizer reads host memory, to which no stream order applies
         streams.wait(done)
-        self._partials, self._kept = [], []  # every stream has finished with them, and [6] may step an optimizer
+        self._partials, self._kept = (), []  # every stream has finished with them, and [6] may step an optimizer
         self._hand_over()  # [6]
 
     def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The existing gradients, contiguous and in `dtype`."""
         found, self._grads = self._grads, []
-        grads = [_contiguous(grad, dtype) for grad in found]
+        is_ready = set(map(_dtype_of, found)) <= {dtype} and all(map(torch.Tensor.is_contiguous, found))
+        grads = found if is_ready else [grad.to(dtype).contiguous() for grad in found]
         if not self._streams.lazy:
             self._kept += found
         return grads
@@ -258,9 +250,8 @@ class Reduction:
     @profiled("FSDP::reduce_scatter")
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
         """Create the flat output and issue the reduce-scatter of `grads` into it."""
-        plan, roles = self._plan, self._plan.channel.roles
-        flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
-        self._flat = flat
+        plan, roles = self._plan, self.roles
+        self._flat = flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
         numel, wire = plan.scattered_numel, plan.wire_dtype
         if numel != plan.numel:
             flat[numel:].zero_()
@@ -481,8 +472,3 @@ def _distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -
     grad = make_dtensor(torch.empty_like(local, device=device), spec)
     set_local_tensor(grad, local, spec)
     return grad
-
-
-def _contiguous(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient itself, if it is contiguous and of this dtype."""
-    return grad if grad.dtype == dtype and grad.is_contiguous() else grad.to(dtype).contiguous()

@@ -72,7 +72,6 @@ class UnshardedStorage:
         self._channel = channel
         self._gathers: dict[tuple[int, bool], Gather] = {}
         self._extended: dict[ManagedParameter, ExtendedGather] = {}
-        self._aliases = {param for param in params if param.aliases}
         self.copies: list[torch.Tensor] = []
         self._inner: ReplicaShards | None = None
         with torch.inference_mode(False), torch.no_grad():
@@ -221,28 +220,6 @@ class UnshardedStorage:
 
     # --- staying valid -----------------------------------------------------------------------------------------------
 
-    def follow_shards(self) -> bool:
-        """Update unsharded parameters that share the memory of sharded ones which were moved or converted. Returns
-        whether all unsharded parameters still match the sharded ones."""
-        with torch.inference_mode(False), torch.no_grad():
-            followed = [self._follows(param) for param in self._params]  # all of them, whatever the first returns
-        return all(followed)
-
-    def _follows(self, param: ManagedParameter) -> bool:
-        unsharded, whole, flat = param.unsharded, param.whole, param.flat
-        if unsharded is None or param.is_extended != (param in self._extended):
-            return False
-        if param.extension is not None:
-            return True
-        if unsharded.dtype != param.compute_dtype or param.aliases != (param in self._aliases):
-            return False
-        if not param.aliases or whole is None or whole.untyped_storage() is flat.untyped_storage():
-            return True
-        if flat.device != whole.device:
-            return False
-        _set_data(param, _alias(param))
-        return True
-
     def take_back(self) -> str | None:
         """Put unsharded parameters back into their memory: a module that is no unit was converted by itself, which has
         given them other memory, that no gather fills. Returns the FQN of a trainable one of these. (Of frozen ones some
@@ -258,11 +235,6 @@ class UnshardedStorage:
                     _set_data(param, param.geometry.from_memory(whole.data))
                     found = found or (param.fqn if unsharded.requires_grad else None)
         return found
-
-    def forget_shards(self) -> None:
-        """The shards were replaced: drop references to the old ones."""
-        for gather in self._gathers.values():
-            gather.forget_shards()
 
     def forget_gathers(self) -> None:
         """Drop the gathers, because the channel changed."""

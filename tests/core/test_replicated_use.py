@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, OrderError, ZeroPolicy, fully_shard
+from fsdp2 import OrderError, ZeroPolicy, fully_shard
 from tests.helpers.parity_models import batch, local
 from tests.helpers.ranks import on_ranks
-from tests.races.detector import detecting
 
 KINDS = ["stage0", "scalar"]
 
@@ -142,65 +140,29 @@ def test_changed_between_forward_and_backward(rank: int, world_size: int, kind: 
     model.reset_iter_state()
 
 
-def there_and_back(model: nn.Module) -> None:
-    model.to(torch.float64).to(torch.float32)
-
-
-def one_block(model: Any) -> None:
-    there_and_back(model.blocks[1])
-
-
-def to_other_memory(model: nn.Module) -> None:
-    model._apply(torch.clone)
-
-
-def a_forward_after_it(model: Any) -> None:
-    there_and_back(model)
-    model(batch(5, dist.get_rank(), 4), (0, 2))
+MOVES: dict[str, Callable[[Any], object]] = {
+    "another dtype": lambda model: model.to(torch.float64),
+    "there and back": lambda model: model.to(torch.float64).to(torch.float32),
+    "one block": lambda model: model.blocks[1].to(torch.float64).to(torch.float32),
+    "other memory": lambda model: model._apply(torch.clone),
+}
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_moved_between_forward_and_backward(rank: int, world_size: int, kind: str, mixed: bool) -> None:
-    """`model.to(torch.float64).to(torch.float32)` between forward and backward left all gradients None, and nobody
-    said so: the graph held parameters that the model had no more. They are what they would be without it."""
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-    gradients = []
-    moves: list[Callable[[nn.Module], object]] = [there_and_back, one_block, to_other_memory, a_forward_after_it]
-    for move in [lambda model: None, *moves]:
-        torch.manual_seed(0)
-        model = routed(kind, mp_policy=policy)
-        loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
-        move(model)
-        loss.backward()
-        gradients.append([param.grad.to_local() for param in model.parameters()])
-        assert all(map(torch.equal, gradients[0], gradients[-1]))
-
-
-@on_ranks(2)
-def test_moved_with_streams(rank: int, world_size: int) -> None:
-    """The gathers of the backward wait until the shards are there. (They waited for forward only.)"""
-    with detecting():
-        model = routed("scalar")
-        loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
-        there_and_back(model)
-        loss.backward()
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_converted_between_forward_and_backward(rank: int, world_size: int, kind: str) -> None:
-    """In another dtype there is nobody to take the gradient, and what is sharded has no storage of the old dtype any
-    more. Autograd said so of one storage (`setStorage: ... out of bounds`), or read it (a segmentation fault)."""
+@pytest.mark.parametrize("move", MOVES)
+def test_converted_between_forward_and_backward(rank: int, world_size: int, kind: str, move: str) -> None:
+    """The graph holds parameters that the model has no more: no gradient would reach a shard, and in another dtype
+    there is no memory to read (`setStorage: ... out of bounds`, or a segmentation fault)."""
     model = routed(kind)
-    loss = model(batch(0, rank, 4), (0,)).square().sum()
-    model.to(torch.float64)
+    loss = model(batch(0, rank, 4), (0, 1, 2)).square().sum()
+    MOVES[move](model)
     with pytest.raises(OrderError, match=r"converted between forward and backward"):
         loss.backward()
     model.reset_iter_state()
-    model(batch(0, rank, 4).double(), (0,)).square().sum().backward()
-    assert model.blocks[0].scale.grad.dtype == torch.float64
+    dtype = next(model.parameters()).dtype
+    model(batch(0, rank, 4).to(dtype), (0, 1, 2)).square().sum().backward()
+    assert model.blocks[0].scale.grad.dtype == dtype
 
 
 @on_ranks(2, 4)

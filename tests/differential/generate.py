@@ -463,8 +463,7 @@ class Generator:
         elif way == "forget":
             self.add(way, f"for p in {path}.parameters(): p.grad = None")
         elif way == "to":
-            if self.has_doubles:
-                self.slots.clear()  # not there and back: what is float64 becomes float32
+            self.slots.clear()  # a backward through what was converted is an error
             kind = self.rng.choice(("float64", "bfloat16"))
             self.add(way, f"{model}.to(torch.{kind}).to(torch.float32)")
         elif way == "hook":

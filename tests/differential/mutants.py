@@ -82,7 +82,12 @@ MISSED_BEFORE = (
     Mutant(
         "gradients-by-hand",
         "runtime.gradients",
-        (("partials or any(map(_is_there, map(grad_of, self.unsharded)))", "partials or not self.none_arrived"),),
+        (
+            (
+                "(at_end and has_replicas) or any(map(_is_there, grads))",
+                "(at_end and has_replicas) or not self.none_arrived",
+            ),
+        ),
     ),
     Mutant(
         "inner-backwards-reduce",
@@ -109,11 +114,6 @@ MISSED_BEFORE = (
             ("elif self._used_at is not None and versions", "elif versions"),
             ("self._finish_gathering()  #", "self.wait_for_unshard()  #"),
         ),
-    ),
-    Mutant(
-        "converted-before-backward",
-        "runtime.param_group",
-        (("self._fits = self._unsharded.follow_shards()", "self._fits = False"),),
     ),
     Mutant(
         "call-within-itself",
