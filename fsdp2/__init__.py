@@ -30,6 +30,7 @@ from fsdp2.errors import (
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
+from fsdp2.extras.offload import Offload
 from fsdp2.extras.tiles import tile
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
@@ -56,7 +57,6 @@ from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    Offload,
     OffloadPolicy,
     OptionalPolicy,
     ZeroPolicy,

@@ -5,7 +5,7 @@ Everything is checked before anything is changed, so that a call that raises lea
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 from warnings import warn
 
@@ -30,7 +30,7 @@ from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.pipelining import register_stage
-from fsdp2.placing import PlacementFn, Placing, in_part, roles_for
+from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -204,14 +204,15 @@ def _draft(
     places = _parameter_slots(managed, ignored)
     _check_order(places)
     planned, tied = _plans(places, placing)
-    planned = in_part(planned)
+    offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
+    planned = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
     smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
     return _Draft(modules, managed, places, planned, tied, smaller, [swapped_class(type(each)) for each in modules])
 
 
 def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
-    groups: dict[tuple[MeshRoles, Keep, object], list[ManagedParameter]] = {}
+    groups: dict[tuple[MeshRoles, Keep, OffloadPolicy], list[ManagedParameter]] = {}
     samples: list[tuple[ManagedParameter, torch.Tensor | None]] = []
     while planned:
         param, plan = planned.popleft()
@@ -221,7 +222,7 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
         new = ManagedParameter(slots, fqn, param, data, plan)
         samples.append((new, sample_of(data)))
         del data
-        groups.setdefault((plan.roles, keep, (plan.home, plan.grad_home)), []).append(new)
+        groups.setdefault((plan.roles, keep, plan.offload), []).append(new)
     _move_buffers(draft.managed, device)
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
     note_samples(samples)

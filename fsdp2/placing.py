@@ -1,8 +1,6 @@
 """The plan for each parameter of a unit, which `fully_shard` makes before it changes anything. Layer: api."""
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +12,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2._torch import local_tensor, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
-from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, Offload, OffloadPolicy, ZeroPolicy
+from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
 from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
 
-Planned = deque[tuple[nn.Parameter, Plan]]
 PlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
@@ -110,7 +107,7 @@ class Placing:
                 f"'{fqn}' is a {type(local).__name__} of shape {tuple(local.shape)} that is not contiguous, stride "
                 f"{local.stride()}; tensor subclasses must be: call .contiguous() on it"
             )
-        if is_wrapper(local) and isinstance(self.offload, Offload) and self.offload.params == "files":
+        if is_wrapper(local) and self.offload.param_folders:
             raise UnsupportedError(
                 f"'{fqn}' is a {type(local).__name__}, which cannot rest in a file; pass Offload(params=True, ...)"
             )
@@ -181,19 +178,3 @@ def _roles_of_info(info: Any) -> MeshRoles:
         dims = info.dp_mesh_dims
         return roles_from_dims(info.spmd_mesh, DataParallelMeshDims(dims.shard, dims.replicate))
     return MeshRoles(info.mesh, replicate_axis=info.replicate_mesh_dim, shard_axis=info.shard_mesh_dim)
-
-
-def in_part(planned: Planned) -> Planned:
-    """The plans of a unit, offloaded up to the fraction that the policy says: the largest parameters that fit."""
-    policy = planned[0][1].offload if planned else None
-    if not isinstance(policy, Offload) or policy.fraction == 1:
-        return planned
-    left = policy.fraction * sum(param.nbytes for param, _ in planned)
-    stay = []
-    for param, _ in sorted(planned, key=lambda each: -each[0].nbytes):
-        if param.nbytes <= left:
-            left -= param.nbytes
-        else:
-            stay.append(id(param))
-    here = OffloadPolicy()
-    return deque((param, replace(plan, offload=here) if id(param) in stay else plan) for param, plan in planned)

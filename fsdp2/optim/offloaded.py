@@ -28,11 +28,11 @@ from fsdp2._torch import backward_is_running
 from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.extras.offload import Offload, host
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
 from fsdp2.optim.run import identical
 from fsdp2.optim.staged import State
-from fsdp2.policies import Offload, host
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import Plan
 from fsdp2.runtime.unit import units_with

@@ -30,9 +30,9 @@ from fsdp2._torch.shared import storage_key
 from fsdp2.disk.direct import memory_at
 from fsdp2.disk.file import DiskFile, remove_leftovers, whole_pages
 from fsdp2.disk.mapped import RestingShards
+from fsdp2.extras.offload import HOST
 from fsdp2.optim.run import identical
 from fsdp2.optim.staged import RestingState, State, storages_of
-from fsdp2.policies import HOST
 from fsdp2.runtime.tree import map_tensors
 
 IN_MEMORY = 3  # units' states: one is read, one is stepped, one is written

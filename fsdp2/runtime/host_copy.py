@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.policies import HOST, host
+from fsdp2.policies import HOST_MEMORY
 from fsdp2.runtime.parameter import ManagedParameter
 
 
@@ -21,8 +21,8 @@ class HostCopy:
         with torch.inference_mode(False), torch.no_grad():
             self._flats = []
             for whole in _wholes(params):
-                pins = whole.device.type != HOST.type
-                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=host(), pin_memory=pins)
+                pins = whole.device.type != "cpu"
+                flat = torch.empty(whole.numel(), dtype=whole.dtype, device=HOST_MEMORY[-1], pin_memory=pins)
                 self._flats.append(flat.copy_(whole, non_blocking=True))
 
     @property

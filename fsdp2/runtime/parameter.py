@@ -30,7 +30,7 @@ from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout, strides
 from fsdp2.mesh import MeshRoles
-from fsdp2.policies import MixedPrecisionPolicy, Offload, OffloadPolicy
+from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
 from fsdp2.runtime.geometry import Geometry
 from fsdp2.runtime.slot import Slot, tie_again
@@ -95,12 +95,12 @@ class Plan:
     @property
     def in_files(self) -> bool:
         """Whether `home` is memory of files. (A plan counts what is in files as memory of the host.)"""
-        return isinstance(self.offload, Offload) and self.offload.params == "files" and simulation() is None
+        return bool(self.offload.param_folders) and simulation() is None
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for sharded parameters, 1-D; in a file, if they are moved to `home`, and that is there."""
-        if isinstance(self.offload, Offload) and self.in_files and device == self.home:
-            return mapped.zeros(numel, dtype, self.offload.folders)
+        if self.in_files and device == self.home:
+            return mapped.zeros(numel, dtype, self.offload.param_folders)
         return torch.zeros(numel, dtype=dtype, device=device)
 
 

@@ -400,6 +400,8 @@ def test_fraction(rank: int, world_size: int) -> None:
         "norm.weight": True,
         "norm.bias": False,
     }
+    unit: Any = fsdp2.fully_shard.state(stack(Offload(fraction=0.5)).blocks[0])
+    assert [len({param.plan.offload for param in group.params}) for group in unit.groups] == [1, 1]
 
 
 @on_ranks(2)

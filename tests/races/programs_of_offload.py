@@ -20,7 +20,7 @@ import fsdp2.optim.on_disk as on_disk
 import fsdp2.optim.run as run_of_optimizers
 import fsdp2.runtime.shard_memory as shard_memory
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, offload_optimizer, step_in_backward
-from fsdp2.policies import standing_for_host
+from fsdp2.extras.offload import standing_for_host
 from tests.races.detector import HOME, Detector
 from tests.races.host import host_memory
 from tests.races.nets import Look, batch, net, results, sharded, step

@@ -60,6 +60,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("wrap",),
     ("extras.activations", "extras.full_params", "extras.joint_step"),
     ("api",),
+    ("extras.offload",),
     ("extras.tiles", "placing"),
     ("extras",),
     ("arguments",),

@@ -1,0 +1,142 @@
+"""`Offload`: what rests in host memory or in files. Layer: extras, above policies.
+
+The core knows the attributes of an `OffloadPolicy` only: where parameters and gradients live. `fsdp2.optim` steps them.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fsdp2.errors import ArgumentError
+from fsdp2.policies import HOST_MEMORY, OffloadPolicy, check_bool
+
+HOST = torch.device("cpu")
+
+
+def host() -> torch.device:
+    """The device of host memory; within `standing_for_host`, what stands for it."""
+    return HOST_MEMORY[-1]
+
+
+@contextmanager
+def standing_for_host(device: torch.device) -> Iterator[None]:
+    """In the block, what is offloaded goes to `device`: in a plan the CPU's memory is that of the accelerator."""
+    HOST_MEMORY.append(device)
+    try:
+        yield
+    finally:
+        HOST_MEMORY.pop()
+
+
+@dataclass(frozen=True)
+class Offload(OffloadPolicy):
+    """Keep the optimizer's state, or also gradients, or also sharded parameters, in host memory. Step with
+    `offload_optimizer`, which keeps the state there and hides the step behind compute.
+
+    The step runs where the gradient lives; what lives elsewhere is copied there and back. Host memory is page-locked
+    where there is an accelerator, but for what is read from files. Each setting includes those before it::
+
+        Offload()                            state in host memory; the device steps, on copies of one unit's state
+        Offload(grads=True)                  gradients too; the host steps a copy of the parameters
+        Offload(grads=True, params=True)     everything: as `CPUOffloadPolicy`, with a step that overlaps
+        Offload(tier="/nvme/0")              state in files; each of these may have a tier
+        Offload(grads=True, params="files", tier="/nvme/0")     sharded parameters in files too
+
+    Attributes:
+        states: the optimizer's state lives in host memory.
+        grads: sharded gradients live in host memory. Needs `states`.
+        params: sharded parameters live in host memory; ``"files"``: in files of the `tier`, and those of a few units in
+            memory. Needs `grads`.
+        fraction: of each unit's bytes, 0 to 1, the part to which this applies: whole parameters, the largest first. The
+            others stay on the device, and are gathered and reduced by themselves.
+        overlap: `offload_optimizer` steps in the background. False: within ``step()``.
+        tier: where the state rests: ``"cpu"`` for host memory, or a folder, or several, used in turn, for files there;
+            then three units' state is in memory at a time. The files have no names, and are gone when the process is.
+        threads: threads of this rank that step in host memory, bound to cores of their own if ``LOCAL_RANK`` and
+            ``LOCAL_WORLD_SIZE`` are set and there are enough. None: as many as compute has, and not bound.
+
+    Raises:
+        ArgumentError: a setting without one that it needs, a fraction outside of 0 to 1, or fewer than one thread.
+        OSError: (later) a folder has no room for parameters, where they get their memory.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block, offload_policy=Offload(grads=True))
+        fully_shard(model, offload_policy=Offload(grads=True))
+        optimizer = fsdp2.offload_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-3)
+
+    Source: ZeRO-Offload, https://arxiv.org/abs/2101.06840.
+    """
+
+    states: bool = True
+    grads: bool = False
+    params: bool | Literal["files"] = False
+    fraction: float = 1.0
+    overlap: bool = True
+    threads: int | None = None
+    tier: str | Path | Sequence[str | Path] = "cpu"
+
+    def __post_init__(self) -> None:
+        tiers = [self.tier] if isinstance(self.tier, (str, Path)) else self.tier
+        are_paths = isinstance(tiers, (list, tuple)) and all(isinstance(each, (str, Path)) for each in tiers)
+        if not are_paths or not tiers:
+            raise ArgumentError(f"Offload: tier: expected 'cpu', a folder or a list of folders, got {self.tier!r}")
+        if self.tier != "cpu":  # files are made later, when the program may have changed its folder
+            object.__setattr__(self, "tier", tuple(map(os.path.abspath, tiers)))  # a tuple: policies are hashable
+        for name in ("states", "grads", "overlap"):
+            check_bool(f"Offload: {name}", getattr(self, name))
+        if self.params != "files":
+            check_bool("Offload: params", self.params)
+        elif self.tier == "cpu":
+            raise ArgumentError('Offload: params="files" needs a folder: tier="/a/fast/disk"; got tier="cpu"')
+        if not self.states or (self.params and not self.grads):
+            raise ArgumentError(
+                f"Offload: gradients need states=True, and parameters grads=True; got states={self.states}, "
+                f"grads={self.grads}, params={self.params}. For no offload leave offload_policy out."
+            )
+        if type(self.fraction) not in (int, float) or not 0 <= self.fraction <= 1:
+            raise ArgumentError(f"Offload: fraction: expected a number from 0 to 1, got {self.fraction!r}")
+        if self.threads is not None and (type(self.threads) is not int or self.threads < 1):
+            raise ArgumentError(f"Offload: threads: expected a number of at least 1 or None, got {self.threads!r}")
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """Where the files are; empty without any."""
+        tiers = (self.tier,) if isinstance(self.tier, (str, Path)) else self.tier
+        return () if self.tier == "cpu" else tuple(map(str, tiers))
+
+    @property
+    def home(self) -> torch.device | None:
+        """Where the sharded parameters live."""
+        return host() if self.params else None
+
+    @property
+    def grad_home(self) -> torch.device | None:
+        """Where their gradients live."""
+        return host() if self.grads else None
+
+    @property
+    def pins(self) -> bool:
+        """Whether what lives in host memory is page-locked."""
+        return torch.accelerator.is_available()
+
+    @property
+    def param_folders(self) -> tuple[str, ...]:
+        """Folders for files in which the sharded parameters live; empty for none."""
+        return self.folders if self.params == "files" else ()
+
+    def of_params(self, sizes: Sequence[int]) -> Sequence[OffloadPolicy]:
+        """This policy for the largest parameters that fit into the fraction, and none for the others."""
+        left = self.fraction * sum(sizes)
+        policies = [OffloadPolicy() for _ in sizes]
+        for index in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+            if sizes[index] <= left:
+                left -= sizes[index]
+                policies[index] = self
+        return policies
