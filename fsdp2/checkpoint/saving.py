@@ -51,8 +51,7 @@ from fsdp2.checkpoint.ranks.entry import Entry
 from fsdp2.checkpoint.ranks.world import World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.run.committing import commit, may_count
-from fsdp2.checkpoint.run.folders import free_name, step_name, work_folder
-from fsdp2.checkpoint.run.lease import Lease, take_lease
+from fsdp2.checkpoint.run.folders import free_name, own_folder, step_name, work_folder
 from fsdp2.checkpoint.schema.checksum import crc32
 from fsdp2.checkpoint.schema.manifest import MANIFEST, table_of
 from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
@@ -179,16 +178,13 @@ def save(
         step = _as_int(step)
         path = storage.join(path, step_name(step))
     agreement = Agreement(f"save {storage.split(path)[1]}", world, process_group, options.timeout_s)
-    lease = Lease()
     try:
         in_flight.settle()  # report an error of the last save that only this rank knows to the others
         free_name(storage, path, options.overwrite)
         model = unwrapped(model)
         job = _Job(storage, path, step, world, agreement, options)
-        nonce, write = job.prepare(model, optimizer, extra or {}, staged=async_op)
+        write = job.prepare(model, optimizer, extra or {}, staged=async_op)
         agreement.check()  # a rank may have failed by now; checked after this rank's own errors, which say more
-        if world.rank == 0:
-            lease = take_lease(storage, path, nonce, options.timeout_s)
     except BaseException as error:
         agreement.abandon(error)
         raise
@@ -196,19 +192,12 @@ def save(
     returned = time.perf_counter()
 
     def run() -> None:
-        try:
-            nbytes = write()
-        finally:
-            lease.release()
+        nbytes = write()
         if options.on_saved is not None:
             end = time.perf_counter()
             options.on_saved(Saved(path, nbytes, end - began, (returned if async_op else end) - began))
 
-    def not_run(error: BaseException) -> None:
-        agreement.abandon(error)
-        lease.release()
-
-    return in_flight.start(path, run, async_op, not_run)
+    return in_flight.start(path, run, async_op, agreement.abandon)
 
 
 def _as_int(step: SupportsIndex) -> int:
@@ -256,9 +245,9 @@ class _Job:
         optimizer: Optimizers | None,
         extra: Mapping[str, Any],
         staged: bool,
-    ) -> tuple[str, Callable[[], int]]:
-        """Plan everything. Returns the id of the save, and a function that writes and commits on any thread, and
-        returns the bytes of values that this rank wrote."""
+    ) -> Callable[[], int]:
+        """Plan everything. Returns a function that writes and commits on any thread, and returns the bytes of values
+        that this rank wrote."""
         world = self.world
         for name, value, kinds in (
             ("model", model, (nn.Module, Mapping)),
@@ -307,9 +296,7 @@ class _Job:
             with profiler_range("FSDP::checkpoint_stage"):
                 pieces, shares = stage(pieces, shares)
         homes = self._homes(entries) if self.options.consolidated else {}
-        return nonce, lambda: self._run(
-            nonce, {"table": table, "copies": copies, "plain": plain}, pieces, shares, homes
-        )
+        return lambda: self._run(nonce, {"table": table, "copies": copies, "plain": plain}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
         if self.storage.sequential:
@@ -376,12 +363,13 @@ class _Job:
         self, work: str, planned: list[PlannedFile], about: Mapping[str, Any], consolidated: bool
     ) -> list[Written]:
         """Write and sync this rank's part."""
-        written = write_files(self.storage, work, planned)
-        if consolidated:
-            name = sums_file_name(self.world.rank, self.world.size)
-            content = encode_sums(about, written)
-            self.storage.write_all(self.storage.join(work, name), content)
-            written.append(Written(name, len(content), f"{zlib.crc32(content):08x}", {}))
+        with own_folder(self.storage, work, self.path):
+            written = write_files(self.storage, work, planned)
+            if consolidated:
+                name = sums_file_name(self.world.rank, self.world.size)
+                content = encode_sums(about, written)
+                self.storage.write_all(self.storage.join(work, name), content)
+                written.append(Written(name, len(content), f"{zlib.crc32(content):08x}", {}))
         return written
 
     @uncollected()

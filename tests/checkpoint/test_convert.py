@@ -391,8 +391,8 @@ convert(sys.argv[1], sys.argv[2], world=2, progress=lambda done, total: os.kill(
 @pytest.mark.exhaustive
 def test_killed_conversion_is_nothing_and_is_cleaned_up(old: Path, tmp_path: Path) -> None:
     assert run(KILLED, old, tmp_path / "new").returncode == -signal.SIGKILL
-    lease, left, old_one = sorted(os.listdir(tmp_path))
-    assert (lease, old_one) == (".lease-new", "old") and left.startswith(".tmp-new-")
+    left, old_one = sorted(os.listdir(tmp_path))
+    assert old_one == "old" and left.startswith(".tmp-new-")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         fc.load(tmp_path / "new", model={})
     convert(old, tmp_path / "new", world=2)

@@ -16,10 +16,8 @@ from fsdp2 import ArgumentError, CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.run import retention
 from fsdp2.checkpoint.run.folders import left_overs, sweep
-from fsdp2.checkpoint.run.lease import check_lease, take_lease
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.checkpoint.tools import cli
 from fsdp2.checkpoint.tools.cli import main
 
 
@@ -136,16 +134,7 @@ def test_intervals_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             checkpoint.prune(tmp_path, keep=1, every_s=wrong)
 
 
-def test_what_is_being_saved_stays(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    lease = take_lease(LocalStorage(), str(tmp_path / "step-00000001"), "0123456789ab", 5)
-    assert checkpoint.prune(tmp_path, keep=1) == []
-    lease.release()
-    assert checkpoint.prune(tmp_path, keep=1) == [str(tmp_path / "step-00000001")]
-
-
-@pytest.mark.parametrize("when", ["is_leased", "set_aside", "id_at"])
+@pytest.mark.parametrize("when", ["set_aside", "id_at"])
 def test_what_is_saved_while_it_prunes_stays(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process saves step 1 again when `prune` has made up its mind, and between any two of its steps."""
     for step in (1, 2):
@@ -153,10 +142,9 @@ def test_what_is_saved_while_it_prunes_stays(when: str, tmp_path: Path, monkeypa
     real, left = getattr(retention, when), [1]
 
     def meanwhile(*args: Any) -> Any:
-        found = real(*args) if when == "is_leased" else None
         if left.pop() if left else False:
             save(tmp_path, 1, value=7.0, overwrite=True)
-        return found if when == "is_leased" else real(*args)
+        return real(*args)
 
     monkeypatch.setattr(retention, when, meanwhile)
     assert checkpoint.prune(tmp_path, keep=1) == []
@@ -255,31 +243,6 @@ def test_killed_between_any_two_changes(last: int, tmp_path: Path, monkeypatch: 
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("when", ["prune", "left_overs"])
-def test_left_overs_that_are_in_use_when_their_turn_comes(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The list was made before `prune`, which may read for an hour: a dead lease had been taken by another save. It was
-    deleted."""
-    save(tmp_path, 1)
-    dead = tmp_path / ".lease-step-00000003"
-    dead.write_text("")
-    os.utime(dead, (1, 1))
-    leases = []
-    real = left_overs
-
-    def meanwhile(*args: Any) -> list[str]:
-        found = real(LocalStorage(), str(tmp_path)) if when == "left_overs" else []
-        leases.append(take_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab", 5))
-        return found
-
-    monkeypatch.setattr(cli, when, meanwhile)
-    keep = ["--keep", "5"] if when == "prune" else []
-    assert main(["prune", str(tmp_path), *keep, "--sweep", "--json"]) == 0
-    check_lease(LocalStorage(), str(tmp_path / "step-00000003"), "0123456789ab")
-    leases[0].release()
-
-
 def test_what_is_a_users_stays(tmp_path: Path) -> None:
     """A folder that has the name of a step, and files that may be the user's."""
     mine = tmp_path / "step-00000001"
@@ -354,28 +317,11 @@ def test_a_save_deletes_what_it_replaced_only_if_all_of_its_files_are_there(
     file = next(path.glob("model-*"))
     content = file.read_bytes()
     file.unlink()
-    assert sweep(LocalStorage(), str(path), files, manifest.id) == []
+    assert sweep(LocalStorage(), str(path), files) == []
     assert aside.exists()
     file.write_bytes(content)
-    assert len(sweep(LocalStorage(), str(path), files, manifest.id)) == 1
+    assert len(sweep(LocalStorage(), str(path), files)) == 1
     assert not aside.exists()
-
-
-def test_a_save_that_takes_hours_stays(tmp_path: Path) -> None:
-    """The folder changes when a file is made in it, which may be long ago; the lease tells that somebody writes."""
-    save(tmp_path, 1)
-    lease = take_lease(LocalStorage(), str(tmp_path / "step-00000002"), "0123456789ab", 5)
-    writing = tmp_path / ".tmp-step-00000002-0123456789ab"
-    writing.mkdir()
-    os.utime(writing, (1, 1))
-    assert left_overs(LocalStorage(), str(tmp_path)) == []
-    save(tmp_path, 1, overwrite=True)
-    checkpoint.prune(tmp_path, keep=1)
-    assert writing.exists()
-    lease.release()
-    assert left_overs(LocalStorage(), str(tmp_path)) == [str(writing)]
-    save(tmp_path, 1, overwrite=True)
-    assert not writing.exists()
 
 
 def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

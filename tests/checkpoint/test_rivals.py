@@ -275,14 +275,14 @@ sampled_remote = pytest.mark.parametrize("count", [3, pytest.param(100, marks=EX
 
 @sampled
 def test_two_jobs_that_overwrite_one_name(count: int, tmp_path: Path) -> None:
-    """A requeued job beside the old one: each deleted what the other was writing, then what had been there. Now one of
-    two is told who else saves there, and what counts is always whole."""
+    """A requeued job beside the old one: each deleted what the other was writing, then what had been there. Now of two
+    at the same time the second is told, and what counts is always whole."""
     results = rounds(tmp_path, ["overwrites", "overwrites", "watches"], count)
     found = []
     for root, outcomes in results:
         problems = [problem for one in outcomes for problem in problems_of(one)] + afterwards(root)
         errors = [error for one in outcomes[:2] if one.ok for error in one.value]
-        problems += [f"save: {error}" for error in errors if "is being saved by" not in error]
+        problems += [f"save: {error}" for error in errors if "another save to this name has completed" not in error]
         found.append((root, problems))
     report(found, looks_of(results))
 
@@ -375,7 +375,7 @@ def afterwards_remote(root: str, outcomes: list[Outcome]) -> list[str]:
 @sampled_remote
 @pytest.mark.parametrize("kill_within_s", [None, 0.1], ids=["", "killed"])
 def test_two_jobs_that_save_to_one_object_store(kill_within_s: float | None, count: int, tmp_path: Path) -> None:
-    """There is no lease and nothing is renamed: whose manifest comes first counts, and the other takes only its own
+    """Nothing is renamed: whose manifest comes first counts, and the other takes only its own
     files away."""
     roles = ["competes", "competes", "watches"]
     results = rounds(tmp_path, roles, count, kill_within_s=kill_within_s, remote=True)

@@ -1,1 +1,1 @@
-"""A folder of checkpoints: leases, commits, what replaces what, what is deleted when. Layer: checkpoint."""
+"""A folder of checkpoints: commits, what replaces what, what is deleted when. Layer: checkpoint."""

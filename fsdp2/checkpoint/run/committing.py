@@ -14,8 +14,7 @@ from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.planned_files import Homes
 from fsdp2.checkpoint.ranks.agreement import FAILED, GO, Agreement
-from fsdp2.checkpoint.run.folders import delete, is_complete, replace_folder, sweep
-from fsdp2.checkpoint.run.lease import check_lease, end_lease
+from fsdp2.checkpoint.run.folders import delete, is_complete, own_folder, replace_folder, sweep
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, body_of
 from fsdp2.checkpoint.storage.base import Storage
@@ -38,7 +37,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     records = [json.loads(record) for record in agreement.records()]
     options = _common_options(records)
     try:
-        files = _files(storage, work, records)
+        with own_folder(storage, work, path):
+            files = _files(storage, work, records)
     finally:
         # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
         if not storage.renames and is_complete(storage, path):
@@ -62,14 +62,14 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:
-        write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
-        if storage.renames:
-            replace_folder(storage, work, path, options["overwrite"], lambda: check_lease(storage, path, save_id))
+        with own_folder(storage, work, path):
+            write_manifest(storage, storage.join(work, MANIFEST), content, save_id)
+            if storage.renames:
+                replace_folder(storage, work, path, options["overwrite"])
     except BaseException as error:
         agreement.fail(error)
         raise
-    gone = sweep(storage, path, files, save_id)  # before other ranks continue and may write to this name
-    end_lease(storage, path, save_id)
+    gone = sweep(storage, path, files)  # before other ranks continue and may write to this name
     agreement.finish()
     claims = [f"extra/{key}/{share[0]}" for record in records for key, share in record["shares"].items()]
     agreement.forget("nonce", "count", *claims, *(f"table/{digest}" for digest in tables))

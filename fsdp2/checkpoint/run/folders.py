@@ -3,29 +3,29 @@
 In the folder of a run::
 
     step-00001000/            a checkpoint, if it has a manifest
-    .lease-step-00002000      a process is saving to this name (see `lease.py`)
     .tmp-step-00002000-<id>/  a save in progress, a dead save, or a folder being deleted; never read
     .old-step-00001000-<id>/  a replaced checkpoint, to be deleted; `find` still finds it if the replacement was cut off
 
 Any number of processes may change this at the same time, and each may die at any moment. These rules keep checkpoints
 safe:
 
-* A folder of the last two kinds belongs to the process that chose its name, which no other process ever uses.
+* A folder of the last two kinds has a name that only its process chooses.
 * Nothing is deleted or taken apart under a name that others use. It is first renamed to a private name. The rename is
   atomic and succeeds for only one process.
+* A save that commits takes away the ``.tmp-`` folders of all other saves to its name. So of two that run at the same
+  time the second fails, even if it was suspended for hours: it has no folder to rename.
 * A replaced checkpoint is deleted only after it was seen first and then its successor was seen under the common name
   with all its files: this order proves that it is older than the successor.
 """
 
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
 
 from fsdp2.checkpoint.formats.native import read_manifest
-from fsdp2.checkpoint.run.lease import LEASE_NAME, has_lease, is_leased, lease_name
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CheckpointError
@@ -41,6 +41,7 @@ __all__ = [
     "is_whole",
     "left_overs",
     "old_of",
+    "own_folder",
     "replace_folder",
     "replaced",
     "set_aside",
@@ -117,11 +118,11 @@ def find(storage: Storage, path: str) -> str:
     Raises:
         CheckpointError: it is in neither place; the message says what is at `path` instead.
     """
-    for _ in range(LOOKS):
+    for look in range(LOOKS):
         found = _place(storage, path)
         if found is not None:
             return found
-        if not _is_moving(storage, path):
+        if look and not _is_moving(storage, path):  # a long listing may miss what is renamed meanwhile
             break
     steps = [other for other in storage.names(path) if step_of(other) is not None]
     if steps:
@@ -143,7 +144,7 @@ def _is_moving(storage: Storage, path: str) -> bool:
     """Whether any folder belongs to this name: it may have moved from one place to the other between two looks."""
     folder, name = storage.split(path)
     names = storage.names(folder) if storage.renames else ()
-    return any(other in (name, lease_name(name)) or _owner(other) == name for other in names)
+    return any(name in (other, _owner(other)) for other in names)
 
 
 def _owner(name: str) -> str | None:
@@ -255,24 +256,39 @@ def _check_contents(storage: Storage, path: str) -> None:
         raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
 
 
-def replace_folder(
-    storage: Storage, work: str, path: str, overwrite: bool, check: Callable[[], object] = lambda: None
-) -> None:
-    """Rename the complete folder `work` to `path`.
-
-    Args:
-        check: raises if this save may no longer do so. It is called before each rename, because a process can be
-            suspended at any moment while another one takes over.
+def _check_work(storage: Storage, work: str, path: str) -> None:
+    """Check that a save still has its folder.
 
     Raises:
-        CheckpointError: something exists there that must not be replaced.
+        CheckpointError: another save to `path` has taken it away.
+    """
+    if storage.renames and storage.kind(work) is None:
+        raise CheckpointError(
+            f"{path}: another save to this name has completed in the meantime, and this one is given up. Two jobs must "
+            "not save to one name: stop one, or save to another folder."
+        )
+
+
+@contextmanager
+def own_folder(storage: Storage, work: str, path: str) -> Iterator[None]:
+    """Within this context, an error of missing files is explained if the whole folder is gone; see `_check_work`."""
+    try:
+        yield
+    except (CheckpointError, FileNotFoundError):
+        _check_work(storage, work, path)
+        raise
+
+
+def replace_folder(storage: Storage, work: str, path: str, overwrite: bool) -> None:
+    """Rename the complete folder `work` to `path`.
+
+    Raises:
+        CheckpointError: something exists there that must not be replaced, or another save has replaced it.
     """
     for _ in range(ATTEMPTS):
-        check()
+        _check_work(storage, work, path)
         aside = _make_way(storage, path) if overwrite else None
         try:
-            if aside is not None:
-                check()
             storage.rename_folder(work, path)
         except BaseException as error:
             if aside is not None:
@@ -281,7 +297,6 @@ def replace_folder(
             if not isinstance(error, OSError):
                 raise
             if error.errno not in (EEXIST, ENOTEMPTY, ENOTDIR):
-                check()  # if another save took over, it has swept `work`
                 raise
             free_name(storage, path, overwrite)  # raises, unless another save has just taken the name
         else:
@@ -310,8 +325,8 @@ def _make_way(storage: Storage, path: str) -> str | None:
 
 
 def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> list[str]:
-    """What dead processes left in the folder of a run and has not changed for a while: saves, deletions, leases. Does
-    not include replaced checkpoints that exist nowhere else.
+    """What dead processes left in the folder of a run and has not changed for a while: saves and deletions. Does not
+    include replaced checkpoints that exist nowhere else.
 
     Only names that saves create are considered.
     """
@@ -320,21 +335,19 @@ def left_overs(storage: Storage, folder: str, older_than_s: float = STALE_S) -> 
 
 
 def _is_stale(storage: Storage, folder: str, name: str, older_than_s: float) -> bool:
-    """Whether a short-lived file or folder is older than `older_than_s`."""
+    """Whether a short-lived folder is older than `older_than_s`."""
     match = LEFT_OVER.fullmatch(name)
-    if match is None and not LEASE_NAME.fullmatch(name):
+    if match is None:
         return False
     with suppress(OSError):  # another process may be cleaning up too
         if storage.age(storage.join(folder, name)) <= older_than_s:
             return False
-        own = storage.join(folder, match[2]) if match else ""
-        return match is None or (not is_leased(storage, own) and (match[1] == "tmp" or is_whole(storage, own)))
+        return match[1] == "tmp" or is_whole(storage, storage.join(folder, match[2]))
     return False
 
 
 def discard_left_over(storage: Storage, path: str) -> bool:
-    """Delete one of `left_overs`, if it still is one: since they were listed, a process may have taken that lease.
-    Returns whether it was deleted."""
+    """Delete one of `left_overs`, if it still is one. Returns whether it was deleted."""
     folder, name = storage.split(path)
     aside = put_aside(storage, path) if _is_stale(storage, folder, name, STALE_S) else None
     if aside is None:
@@ -343,12 +356,12 @@ def discard_left_over(storage: Storage, path: str) -> bool:
     return True
 
 
-def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> list[str]:
-    """Put aside what dead saves left. For the name `path`, that is everything, if the save that has just committed
-    still holds its lease; for other names, only what is old. Never raises: what stays does no harm.
+def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
+    """After a commit, put aside what other saves left. For the name `path`, that is everything; for other names, only
+    what is old. Never raises: what stays does no harm.
 
-    Call this before the save is finished. The returned paths can be given to `delete` later, after the lease was
-    released and other ranks have continued.
+    Call this before the save is finished. The returned paths can be given to `delete` later, after other ranks have
+    continued.
 
     Args:
         files: the names of the checkpoint's files, or their entries in its manifest; empty if the save failed.
@@ -361,11 +374,9 @@ def sweep(storage: Storage, path: str, files: Collection[str], save_id: str) -> 
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
         superseded = old if old and is_whole(storage, path, files) else []  # in this order: see above, third rule
-        # In this order too: if the lease was taken over, one of these may belong to the save that now holds it.
-        is_ours = has_lease(storage, path, save_id)
         for other in names:
             with suppress(OSError):
-                left = other in superseded or (is_ours and _owner(other) == name and other not in old)
+                left = other in superseded or (_owner(other) == name and other not in old)
                 if left or (other not in old and _is_stale(storage, folder, other, STALE_S)):
                     gone += filter(None, [put_aside(storage, storage.join(folder, other))])
     return gone

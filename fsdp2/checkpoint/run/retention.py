@@ -8,7 +8,6 @@ from math import inf
 
 from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, replaced, set_aside, step_of
-from fsdp2.checkpoint.run.lease import is_leased
 from fsdp2.checkpoint.run.replacing import id_at, open_found
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
@@ -213,12 +212,10 @@ def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -
 
 
 def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
-    """Delete the checkpoint `path`, wherever it is, if it still has this save's id and no process is saving there."""
+    """Delete the checkpoint `path`, wherever it is, if it still has this save's id."""
     if not storage.renames:
         discard(storage, path)
         return True
-    if is_leased(storage, path):
-        return False
     older = replaced(storage, path)
     # `find` still finds it under that name. So if it is the wrong one, or this process dies, nothing is lost.
     aside = set_aside(storage, path)

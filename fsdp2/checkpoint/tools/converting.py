@@ -10,8 +10,7 @@ import torch
 
 from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.opening import open_catalog
-from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, replace_folder, sweep, work_folder
-from fsdp2.checkpoint.run.lease import LEASE_S, Lease, check_lease, take_lease
+from fsdp2.checkpoint.run.folders import delete, free_name, is_complete, own_folder, replace_folder, sweep, work_folder
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.rewriting import Conversion, Rewriting
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -73,14 +72,13 @@ def convert(
     nonce = uuid.uuid4().hex[:12]
     work = work_folder(storage, path, nonce)
     files: list[str] = []
-    lease = Lease()
     try:
-        lease = take_lease(storage, path, nonce, LEASE_S)
         storage.make_folder(work)
-        Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
-        if storage.renames:
-            replace_folder(storage, work, path, chosen.overwrite, lambda: check_lease(storage, path, nonce))
-        gone = sweep(storage, path, files, nonce)
+        with own_folder(storage, work, path):
+            Rewriting(catalog, storage, chosen, nonce, files).run(work, progress)
+            if storage.renames:
+                replace_folder(storage, work, path, chosen.overwrite)
+        gone = sweep(storage, path, files)
     except BaseException:
         if storage.renames:
             with suppress(OSError):
@@ -89,7 +87,6 @@ def convert(
             delete(storage, _own_files(storage, path, files, nonce))
         raise
     finally:
-        lease.release()
         catalog.close()
     delete(storage, gone)
     return path

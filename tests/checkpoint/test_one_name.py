@@ -1,0 +1,214 @@
+"""Around one name, step by step: a save that another one overtakes, and readers whose folder is replaced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2 import checkpoint
+from fsdp2.checkpoint.io import reading
+from fsdp2.checkpoint.io.reading import Filler
+from fsdp2.checkpoint.storage import local
+from fsdp2.checkpoint.storage.local import LocalStorage
+from fsdp2.errors import CheckpointError, ReplacedError
+from tests.helpers.ranks import on_ranks
+
+NAME = "step-00000001"
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def save(root: Path, value: float = 1.0, **options: Any) -> checkpoint.SaveHandle:
+    return checkpoint.save(root, model={"w": torch.full((3,), value)}, step=1, overwrite=True, **options)
+
+
+def value_at(root: Path) -> float:
+    into = {"w": torch.zeros(3)}
+    checkpoint.load(root / NAME, model=into)
+    return float(into["w"][0])
+
+
+class Stopping:
+    """Calls `meanwhile` before one of the calls that look at a folder or change it, once the folder of the save is
+    there, as if this process had been stopped there for hours."""
+
+    NAMES = ("open", "rename", "replace", "unlink", "fsync", "listdir", "scandir", "lstat")
+
+    def __init__(self, last: int, meanwhile: Callable[[], object], patch: pytest.MonkeyPatch):
+        self.last, self.meanwhile = last, meanwhile
+        self.calls, self.has_begun = 0, False
+        for name in self.NAMES:
+            patch.setattr(os, name, self.counting(getattr(os, name)))
+
+    def counting(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            if self.last:
+                self.has_begun = self.has_begun or "/.tmp-" in str(args[:1])
+                self.calls += self.has_begun
+                if self.calls == self.last:
+                    self.last = 0
+                    self.meanwhile()
+            return real(*args, **how)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("there_before", "every"), [(True, 5), *(pytest.param(before, 1, marks=EXHAUSTIVE) for before in (True, False))]
+)
+def test_stopped_anywhere_while_another_saves(there_before: bool, every: int, tmp_path: Path) -> None:
+    """What the other has saved stays: it came later. A save that goes on put its older values over those, or left them
+    under another name. It has no folder any more, and raises."""
+    for last in range(1, 200, every):
+        root = tmp_path / str(last)
+        root.mkdir()
+        if there_before:
+            save(root, 0.0)
+        outcome: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            stopping = Stopping(last, lambda root=root: save(root, 2.0), patch)
+            try:
+                save(root, 1.0)
+            except CheckpointError as error:
+                outcome.append(str(error))
+        if stopping.last:
+            break
+        assert value_at(root) == 2.0, f"stopped at {last}: {outcome}"
+        assert os.listdir(root) == [NAME], f"stopped at {last}: {outcome}"
+        assert not outcome or "another save to this name has completed" in outcome[0], f"stopped at {last}: {outcome}"
+    assert last > 12
+
+
+@on_ranks(2)
+def test_all_ranks_are_told_of_another_job(rank: int, world_size: int, tmp_path: Path) -> None:
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    real = checkpoint.saving.write_files
+
+    def write_files(*args: Any) -> Any:
+        written = real(*args)
+        if rank == 1:
+            patch.undo()
+            save(tmp_path, 2.0, process_group=alone)
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.saving, "write_files", write_files)
+        with pytest.raises(CheckpointError, match="another save to this name has completed"):
+            save(tmp_path, 1.0, timeout_s=20)
+    torch.distributed.barrier()
+    assert value_at(tmp_path) == 2.0
+    save(tmp_path, 3.0)
+    assert value_at(tmp_path) == 3.0 and os.listdir(tmp_path) == [NAME]
+
+
+# --- readers beside a writer ------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_all_ranks_read_again_if_one_must(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Another job replaces the checkpoint when both have read its manifest, and rank 1 comes to files that are gone."""
+    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    save(tmp_path)
+    torch.distributed.barrier()
+    real, times = LocalStorage.pinned, []
+
+    def pinned(self: LocalStorage, folder: str) -> Any:
+        found = real(self, folder)
+        times.append(folder)
+        if len(times) == 1:
+            torch.distributed.barrier()
+            if rank == 1:
+                checkpoint.save(
+                    tmp_path, model={"w": torch.full((3,), 2.0)}, step=1, overwrite=True, process_group=alone
+                )
+            torch.distributed.barrier()
+        return found
+
+    into = {"w": torch.zeros(3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "pinned", pinned)
+        checkpoint.load(tmp_path / NAME, model=into)
+    assert into["w"].eq(2).all()
+    assert len(times) > 1
+
+
+def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more files than stay open, say. The load begins again; if that happens each time, it is no damage either."""
+    save(tmp_path)
+    monkeypatch.setattr(local, "KEPT_OPEN", 0)
+    real, left = checkpoint.loading.read_all, [1]
+
+    def read_all(*args: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            save(tmp_path, 2.0 + left[0])
+        real(*args)
+
+    monkeypatch.setattr(checkpoint.loading, "read_all", read_all)
+    assert value_at(tmp_path) == 2.0
+    left[0] = 100
+    with pytest.raises(checkpoint.loading.ReplacedError, match=r"was replaced by save .* while it was read"):
+        value_at(tmp_path)
+    assert left[0] == 97
+    left[0] = 0
+    next((tmp_path / NAME).glob("model-*")).unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        value_at(tmp_path)
+
+
+@on_ranks(1, 3)
+def test_load_from_rank_beside_a_writer(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The reader's files are replaced when it comes to them, after the others had parts of what was there before. It
+    raised, where `load` begins again."""
+    alone = [torch.distributed.new_group([each]) for each in range(world_size)][rank]
+    reader = world_size - 1
+
+    def save_alone(value: float) -> None:
+        model = {"a": torch.full((3,), value), "b": torch.full((4,), value)}
+        checkpoint.save(tmp_path, model=model, step=1, overwrite=True, process_group=alone)
+
+    if rank == reader:
+        save_alone(1.0)
+    into = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    real, left, reads = Filler.fill, [1], [0]
+
+    def fill(self: Filler, requests: Any) -> None:
+        reads[0] += 1
+        if reads[0] % 2 == 0 and left[0]:  # of each two tensors the second
+            left[0] -= 1
+            save_alone(2.0 + left[0])
+        real(self, requests)
+
+    folder = tmp_path / NAME if rank == reader else Path("/nowhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "KEPT_OPEN", 0)
+        patch.setattr(reading, "MAX_OPEN_FILES", 0)
+        patch.setattr(Filler, "fill", fill)
+        checkpoint.load_from_rank(folder, model=into, rank=reader)
+        assert all(values.eq(2).all() for values in into.values())
+        assert reads[0] == (4 if rank == reader else 0)
+        left[0] = 100
+        with pytest.raises(ReplacedError, match=r"was replaced by save .* while it was read"):
+            checkpoint.load_from_rank(folder, model=into, rank=reader)
+        assert left[0] == (97 if rank == reader else 100)
+        left[0] = 0
+        checkpoint.load_from_rank(folder, model=into, rank=reader)
+    if rank == reader:
+        for file in (tmp_path / NAME).glob("model-*"):
+            file.unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        checkpoint.load_from_rank(folder, model=into, rank=reader)
+
+
+def test_left_overs_of_a_name_with_a_line_break(tmp_path: Path) -> None:
+    """Nobody took them for what they are: what a save had set aside stayed for ever."""
+    for name in ("a\nb", "ü ", "x'\"y"):
+        for value in (1.0, 2.0):
+            checkpoint.save(tmp_path / name, model={"w": torch.full((3,), value)}, overwrite=True)
+        assert os.listdir(tmp_path) == [name]
+        shutil.rmtree(tmp_path / name)
