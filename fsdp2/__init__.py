@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import typing
 
+from fsdp2 import checks as _checks  # noqa: F401  # plugs itself into the hooks of the runtime
 from fsdp2.api import fully_shard
 from fsdp2.errors import (
     ArgumentError,

@@ -22,9 +22,6 @@ from fsdp2.arguments import (
     own_precision_policy,
     parameter_set,
 )
-from fsdp2.checks.left_out import note_ignored
-from fsdp2.checks.replicas import note_samples, sample_of
-from fsdp2.checks.step_hook import install_step_hooks
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
@@ -151,7 +148,8 @@ def fully_shard(
     placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
     drafts = [_draft(each, placing, ignored, reshard_to) for each in _apart(modules)]
     _check_tiled(drafts)
-    note_ignored(ignored)
+    for hook in hooks.params_ignored:
+        hook(ignored)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
     for draft in drafts:
         _build(draft, placing, settings)
@@ -213,24 +211,22 @@ def _draft(
 def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
     groups: dict[tuple[MeshRoles, Keep, OffloadPolicy], list[ManagedParameter]] = {}
-    samples: list[tuple[ManagedParameter, torch.Tensor | None]] = []
     while planned:
         param, plan = planned.popleft()
         fqn, slots = draft.places.pop(param)  # so that a parameter's whole data is freed as soon as it is sharded
         keep = Keep.wanted(zero, not param.requires_grad)
         data = placing.data(param, plan)
         new = ManagedParameter(slots, fqn, param, data, plan)
-        samples.append((new, sample_of(data)))
+        for seen in hooks.param_sharded:
+            seen(new, data)
         del data
         groups.setdefault((plan.roles, keep, plan.offload), []).append(new)
     _move_buffers(draft.managed, device)
     unit = Unit(modules, list(groups.values()), device, placing.policy, settings)
-    note_samples(samples)
     for group, (_, keep, _) in zip(unit.groups, groups, strict=True):
         group.smaller, group.keep = None if keep is Keep.HOST else draft.smaller[group.roles], keep
     for each in draft.tied:
         _share(each, unit)
-    install_step_hooks()
     for module, cls in zip(modules, draft.classes, strict=True):
         module.__class__ = cls
         attach(module, unit)

@@ -16,9 +16,8 @@ import torch.distributed.fsdp
 from torch import nn
 
 from fsdp2._torch import parameter_slots
-from fsdp2.checks.emptied import mark_left, places_left
-from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError, MisuseError, OrderError
+from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import post_forward, pre_forward
 from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
@@ -168,12 +167,13 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         unit = unit_for(self)
         unit.reshard_all()
         explicit = [(p, p.grad_dtype) for p in unit.params if p.grad_dtype != p.dtype]
-        left = places_left(self, fn, recurse)
+        afterwards = [hook(self, fn, recurse) for hook in hooks.before_apply]
         module = super(_TorchFSDPModule, self)._apply(fn, recurse)
         unit.move_groups()
         if unit.context is not None:
             unit.context.follow_compute()  # a backward may gather the shards next
-        mark_left(self, left, recurse)
+        for each in afterwards:
+            each()
         for param, grad_dtype in explicit:
             param.sharded.grad_dtype = grad_dtype
         return module  # type: ignore[no-any-return]
@@ -189,7 +189,8 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
                 if group.phase is not Phase.SHARDED:
                     _clear_grads([param.sharded for param in group.params], set_to_none)
         super(_TorchFSDPModule, self).zero_grad(set_to_none)
-        check_reduced("zero_grad", self.parameters(), is_read=False)
+        for hook in hooks.after_zero_grad:
+            hook(self)
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 

@@ -7,4 +7,16 @@
     replicas    replicas that start from different parameters
     unreduced   a step, clip or `zero_grad` while gradients wait to be reduced
     step_hook   where optimizers are checked, before they step
+
+Importing this package plugs them into the hooks of the runtime, which knows none of them.
 """
+
+from fsdp2.checks import emptied, left_out, replicas, step_hook, unreduced
+from fsdp2.runtime import hooks
+
+hooks.params_ignored.append(left_out.note_ignored)
+hooks.param_sharded.append(replicas.note_sample)
+hooks.unit_made.append(step_hook.install_step_hooks)
+hooks.root_made += [replicas.check_root, emptied.watch_root, left_out.watch_root, unreduced.watch_root]
+hooks.before_apply.append(emptied.before_apply)
+hooks.after_zero_grad.append(unreduced.check_zero_grad)

@@ -1,5 +1,5 @@
 """Memory from `to_empty` that was never written to: detected at the first forward, before training on it. Layer:
-checks, below the hooks.
+checks.
 
 A mark of a few bytes is written at both ends of each tensor. Any way of filling the tensor overwrites the mark,
 including those that leave no other trace (`.data`, NumPy, a file read into memory). Tensors of less than `SMALLEST`
@@ -9,22 +9,24 @@ marked.
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor
+from fsdp2._torch import local_tensor, outside_transforms
 from fsdp2._torch.checks import makes_empty, non_persistent_buffers
 from fsdp2.errors import OrderError
 from fsdp2.layout import dense_strides
+from fsdp2.runtime.context import Context
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.unit import Unit, unit_of
 
 MARK = (0x1F, 0xD3, 0xE5, 0x7F, 0xB6, 0x4C, 0xF9, 0x7F)  # NaN in every floating dtype of 2, 4 or 8 bytes
 SMALLEST = 4
 
-Place = tuple[nn.Module, str]
+_num_emptied = 0  # calls of `to_empty` of sharded modules
 
 
 def can_mark(tensor: torch.Tensor) -> bool:
@@ -65,26 +67,25 @@ def _ends(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # --- after `to_empty` ------------------------------------------------------------------------------------------------
 
 
-def places_left(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> set[Place]:
-    """Parameters and buffers of a sharded module that will have no values after ``module._apply(fn)``: after `to_empty`
-    all of them, after `to` those that have none now. Sharded modules below handle their own."""
-    unit, empties = unit_of(module), makes_empty(fn)
-    if unit is None or not (empties or unit.was_emptied):
-        return set()
-    return {place for place, tensor in _tensors(module, recurse) if empties or is_marked(tensor)}
+def before_apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> Callable[[], None]:
+    """Before ``module._apply(fn)``. What is returned marks what has no values afterwards: after `to_empty` all
+    parameters and buffers of the module, after `to` those that have none now. Sharded modules below handle theirs."""
+    global _num_emptied
+    empties = makes_empty(fn)
+    _num_emptied += empties
+    if not _num_emptied:
+        return lambda: None
+    places = {place for place, tensor in _tensors(module, recurse) if empties or is_marked(tensor)}
 
-
-def mark_left(module: nn.Module, places: set[Place], recurse: bool) -> None:
-    """After `_apply`, mark the tensors that `places_left` returned."""
-    unit = unit_of(module)
-    if unit is not None and places:
-        unit.was_emptied = True
+    def mark_left() -> None:
         for place, tensor in _tensors(module, recurse):
             if place in places:
                 mark(tensor)
 
+    return mark_left
 
-def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[Place, torch.Tensor]]:
+
+def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[tuple[nn.Module, str], torch.Tensor]]:
     waiting = [module]
     while waiting:
         each = waiting.pop()
@@ -98,8 +99,22 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[Place, torch.Te
 # --- the first forward -----------------------------------------------------------------------------------------------
 
 
+def watch_root(context: Context[Unit]) -> None:
+    """Check the root's first forward, and the first one after each `to_empty` of any model."""
+    num_seen = 0
+
+    def check(*_: Any) -> None:
+        nonlocal num_seen
+        if num_seen != _num_emptied:
+            with outside_transforms():
+                check_filled(context.units[0])
+            num_seen = _num_emptied
+
+    context.hooks.before_forward.append(check)
+
+
 def check_filled(unit: Unit) -> None:
-    """Before the first forward after `to_empty`: check that everything in and below the unit's modules has values.
+    """Check that everything in and below the unit's modules has values.
 
     Raises:
         OrderError: parameters or persistent buffers have none. (Other buffers, which some modules recompute in forward,
@@ -123,8 +138,6 @@ def check_filled(unit: Unit) -> None:
             "fsdp2.init.materialize(model), in place of to_empty, does both. After to_empty, initialise all of the "
             "model (init_weights, reset_parameters) or load all of it before the first forward."
         )
-    for one in units:
-        one.was_emptied = False
     if scratch:
         warnings.warn(
             f"to_empty allocated {_some(scratch)}, and nothing has filled it since. No checkpoint has these "

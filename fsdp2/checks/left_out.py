@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2._torch import composable_apis
+from fsdp2.runtime.context import Context
 from fsdp2.runtime.parameter import managed_by
 
 _CALL: Any = nn.Module.__call__
@@ -54,9 +55,14 @@ def outermost_model(module: nn.Module) -> nn.Module:
     return found
 
 
-def warn_after_backward(model: nn.Module) -> None:
-    """Warn about parameters of `model` that got a gradient in its first backward; called for each root in it."""
-    if model not in _trained:
+def watch_root(context: Context[Any]) -> None:
+    """Warn about parameters of the model around a root that got a gradient in its first backward."""
+    model = ref(outermost_model(context.units[0].modules[0]))
+    context.hooks.after_backward.append(lambda: _after_backward(model()))
+
+
+def _after_backward(model: nn.Module | None) -> None:
+    if model is not None and model not in _trained:
         _trained.add(model)
         _warn("backward", [each for each in _never_reduced(model) if each[1].grad is not None])
 

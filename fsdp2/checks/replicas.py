@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from fsdp2._torch import is_fake, local_tensor
 from fsdp2.errors import ArgumentError
 from fsdp2.mesh import MeshRoles
+from fsdp2.runtime.context import Context
 from fsdp2.runtime.extension import is_wrapper
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
@@ -77,6 +79,13 @@ class _Replicated:
         return [*lines, "..."] if len(differing) > 5 else lines
 
 
+def check_root(context: Context[Any]) -> None:
+    """Compare what the ranks of a new root start from. Raises and warns as the two functions below."""
+    groups = [group for unit in context.units for group in unit.groups]
+    check_replicas(groups)
+    warn_of_different_models(groups)
+
+
 def check_replicas(groups: Sequence[ParamGroup]) -> None:
     """Compare the sharded parameters of `groups` over their replicate axes. Collective over their meshes.
 
@@ -107,11 +116,10 @@ def sample_of(data: torch.Tensor) -> torch.Tensor | None:
     return row[:8].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def note_samples(samples: Sequence[tuple[ManagedParameter, torch.Tensor | None]]) -> None:
-    """These parameters have been sharded, of whole ones with these first bytes."""
-    for param, sample in samples:
-        if sample is not None and param.roles.shard_group is not None:
-            _samples[param] = sample, sample_of(param.flat[: param.geometry.local_numel])
+def note_sample(param: ManagedParameter, data: torch.Tensor) -> None:
+    """`param` has been sharded, and `data` are its whole values."""
+    if param.roles.shard_group is not None and (sample := sample_of(data)) is not None:
+        _samples[param] = sample, sample_of(param.flat[: param.geometry.local_numel])
 
 
 def warn_of_different_models(groups: Sequence[ParamGroup]) -> None:

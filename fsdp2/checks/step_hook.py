@@ -32,7 +32,7 @@ def when_gradients_are_final(check: Check) -> None:
     _final.append(check)
 
 
-def install_step_hooks() -> None:
+def install_step_hooks(_unit: object = None) -> None:
     """Install the hooks. Calling it again does nothing."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_before_step))

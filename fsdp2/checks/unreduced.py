@@ -7,37 +7,37 @@ check costs almost nothing if there are none.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from weakref import WeakMethod, WeakSet
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+from torch import nn
 
 from fsdp2._torch import backward_is_running
 from fsdp2.checks.step_hook import when_gradients_are_final
 from fsdp2.errors import OrderError
+from fsdp2.runtime.context import Context
+from fsdp2.runtime.unit import Unit
 
 _waiting: "WeakSet[Unreduced]" = WeakSet()
 
 
+def watch_root(context: Context[Unit]) -> None:
+    """Watch the gradients of a new root."""
+    unreduced = Unreduced(context)
+    context.hooks.after_forward.append(unreduced.after_forward)
+    context.hooks.before_last_reductions.append(unreduced.after_backward)
+    context.hooks.on_reset.append(unreduced.reset)
+
+
 class Unreduced:
-    """The state of one root's unreduced gradients.
+    """The unreduced gradients of one root, whose hooks keep it alive."""
 
-    Args:
-        find: a method, held weakly, that returns the units that have unreduced gradients of parameters with these ids,
-            and the call that left them.
-        lacks: a method, held weakly, that returns whether sharded parameters with these ids have no gradient at all.
-
-    Attributes:
-        has_reduced: whether a reduction of this root into sharded gradients has been issued.
-        expects: a forward ran with gradients, and none has come since.
-    """
-
-    def __init__(self, find: Callable[[set[int]], list[tuple[str, str]]], lacks: Callable[[set[int]], bool]) -> None:
-        self.has_reduced = False
-        self.expects = False
-        self._find = WeakMethod(find)
-        self._lacks = WeakMethod(lacks)
-        self._some_wait = False
+    def __init__(self, context: Context[Unit]) -> None:
+        self._context = ref(context)
+        self._has_reduced = False  # into sharded gradients, ever
+        self._expects = False  # a forward ran with gradients, and none has come since
+        self._left_by: WeakKeyDictionary[Unit, str] = WeakKeyDictionary()  # unit -> the call that left its gradients
         self._num_backwards = 0
         self._used_after = 0  # the number of backwards when gradients were last used while some waited
         self._num_uses = 0
@@ -45,19 +45,44 @@ class Unreduced:
 
     def after_forward(self) -> None:
         """A forward ran, and a backward may follow."""
-        self.expects = True
-        _waiting.add(self)
+        if torch.is_grad_enabled():
+            self._expects = True
+            _waiting.add(self)
 
-    def after_backward(self, some_wait: bool) -> None:
-        """A backward has ended, or was finalised. `some_wait`: it may have left gradients."""
+    def after_backward(self) -> None:
+        """A backward has ended, or is finalised."""
+        context = self._context()
+        assert context is not None
         self._num_backwards += 1
-        self._some_wait = some_wait
-        (_waiting.add if some_wait or self.expects else _waiting.discard)(self)
+        units, step = context.units, context.step
+        if step.is_partial:
+            self._warn_of_partial(units)
+        if self._expects:
+            self._expects = not any(map(_has_arrived, units))
+        is_last = context.is_last_backward
+        causes = {
+            unit: _what_leaves(unit, step.is_manual) for unit in units if not (is_last and unit.settings.ends_step)
+        }
+        self._left_by.clear()
+        self._left_by.update({unit: cause for unit, cause in causes.items() if cause})
+        if not self._has_reduced:
+            reduced = [unit for unit in units if unit not in self._left_by]
+            self._has_reduced = any(step.is_finalizing or _has_arrived(unit) for unit in reduced)
+        (_waiting.add if causes or self._expects or step.is_finalizing else _waiting.discard)(self)
 
-    def after_partial_backward(self, left_out: list[str]) -> None:
-        """Warn, once, if a backward for some inputs gave gradients to some units, and not to those of `left_out`."""
-        if left_out:
-            names = ", ".join(f"'{fqn}'" for fqn in left_out[:5])
+    def reset(self) -> None:
+        """Gradients that were left have been dropped."""
+        self._left_by.clear()
+
+    def _warn_of_partial(self, units: list[Unit]) -> None:
+        """Warn, once, if a backward for some inputs gave gradients to some units, and not to all that ran."""
+        arrived = [unit for unit in units if _has_arrived(unit)]
+        if not arrived or any(unit.settings.reshards_before_backward for unit in arrived):
+            return
+        ran = [unit for unit in units if unit not in arrived and unit.first_node >= units[0].first_node]
+        missed = [unit.fqn for unit in ran if any(group.gradients.has_trainable for group in unit.groups)]
+        if missed:
+            names = ", ".join(f"'{fqn}'" for fqn in missed[:5])
             self._warn(
                 f"backward(inputs=...) gave gradients to parameters that were unsharded, and none to those of {names}, "
                 "which were not. Call loss.backward(), without inputs."
@@ -73,25 +98,65 @@ class Unreduced:
             OrderError: gradients are read while some are unreduced for the second time, and none of this root was ever
                 reduced.
         """
-        find, lacks = self._find(), self._lacks()
-        found = find(params) if self._some_wait and find is not None else []
+        context = self._context()
+        if context is None:
+            return
+        found = self._find(context, params)
         if found:
             if is_read and self._used_after != self._num_backwards:
                 self._used_after = self._num_backwards
                 self._num_uses += 1
-                if self._num_uses > 1 and not self.has_reduced:
+                if self._num_uses > 1 and not self._has_reduced:
                     raise OrderError(
                         f"{_message(call, found)} No gradient has reached a sharded parameter yet: nothing is trained."
                     )
             self._warn(_message(call, found))
-        elif is_read and self.expects and lacks is not None and lacks(params):
+        elif is_read and self._expects and _lacks_gradients(context.units, params):
             self._warn(_NO_GRADIENTS.format(call=call))
+
+    def _find(self, context: Context[Unit], ids: set[int]) -> list[tuple[str, str]]:
+        """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
+        found = {unit.fqn: cause for unit, cause in self._left_by.items() if _has_unreduced(unit, ids)}
+        late = "set_is_last_backward(False)" if context.in_flight.ticket is None else "a handle that was not waited for"
+        for fqn in context.in_flight.fqns_of(ids):
+            found.setdefault(fqn, late)
+        return list(found.items())
 
     def _warn(self, message: str) -> None:
         """Warn once."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(message, stacklevel=5)
+
+
+def _has_arrived(unit: Unit) -> bool:
+    """Whether the running backward has given some parameter a gradient."""
+    return any(group.gradients.some_arrived for group in unit.groups)
+
+
+def _what_leaves(unit: Unit, is_manual: bool) -> str:
+    """The call because of which this backward leaves gradients of `unit` unreduced; "" for none."""
+    if is_manual:
+        return "set_manual_backward_finalization(True) without finalize_backward() since"
+    if unit.in_backward().ends_step:
+        return ""
+    if not unit.settings.requires_gradient_sync:
+        return "set_requires_gradient_sync(False)"
+    return "set_is_last_backward(False)" if unit.settings.requires_all_reduce else "set_requires_all_reduce(False)"
+
+
+def _has_unreduced(unit: Unit, ids: set[int]) -> bool:
+    """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
+    params = [param for group in unit.groups for param in group.params if param.is_among(ids)]
+    wholes = [param.unsharded for param in params if param.unsharded is not None]
+    return any(param.partial is not None for param in params) or any(whole.grad is not None for whole in wholes)
+
+
+def _lacks_gradients(units: Sequence[Unit], ids: set[int]) -> bool:
+    """Whether there are trainable sharded parameters with these ids, and none has a gradient."""
+    params = [param.sharded for unit in units for param in unit.params if param.is_among(ids)]
+    trainable = [param for param in params if param.requires_grad]
+    return bool(trainable) and all(param.grad is None for param in trainable)
 
 
 _NO_GRADIENTS = (
@@ -123,6 +188,11 @@ def check_reduced(call: str, params: Iterable[torch.Tensor], is_read: bool = Tru
     ids = {id(param) for param in params}
     for unreduced in list(_waiting):
         unreduced.check(call, ids, is_read)
+
+
+def check_zero_grad(module: nn.Module) -> None:
+    """`zero_grad` of a sharded module has been called."""
+    check_reduced("zero_grad", module.parameters(), is_read=False)
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from fsdp2._torch import outside_transforms
-from fsdp2.checks.emptied import check_filled
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
@@ -80,9 +79,6 @@ def pre_forward(
     if unit.context is None or unit.context.is_provisional:
         with outside_transforms():
             become_root(unit)
-    if unit.was_emptied:
-        with outside_transforms():
-            check_filled(unit)
     return unit.pre_forward(module, args, kwargs)
 
 

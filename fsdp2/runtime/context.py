@@ -10,11 +10,8 @@ from typing import Generic, TypeVar
 from weakref import ref
 
 import torch
-from torch import nn
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
-from fsdp2.checks.left_out import warn_after_backward
-from fsdp2.checks.unreduced import Unreduced
 from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
 from fsdp2.runtime.hooks import Hooks
@@ -41,7 +38,6 @@ class Context(Generic[Unit]):
     Attributes:
         hooks: where features plug in; a provisional context calls none.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
-        model: a weak reference to the outermost module around the root, until its first backward has been checked.
         optional: the optional units of the root; None without any.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
     """
@@ -54,10 +50,8 @@ class Context(Generic[Unit]):
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.step = Step()
         self.hooks = Hooks()
-        self.unreduced = Unreduced(self._find_unreduced, self._lacks_gradients)
         self.schedule: Schedule[Unit] = Schedule()
         self.is_provisional = is_provisional
-        self.model: ref[nn.Module] | None = None
         self.optional: OptionalUnits | None = None
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
@@ -135,7 +129,6 @@ class Context(Generic[Unit]):
             self._wait_for_host_memory()  # before the all-gather stream has to wait for compute
         else:  # an evaluation between a forward and its backward changes nothing
             self.step.awaits_backward = not backward_is_running()
-            self.unreduced.after_forward()
         self.memory.free_all()  # the next all-gather may be far away
 
     def _wait_for_host_memory(self) -> None:
@@ -170,17 +163,10 @@ class Context(Generic[Unit]):
         with profiler_range("FSDP::root_post_backward_callback"):
             self.recomputed.clear()
             root = self.units[0]
-            arrived = [unit for unit in self.units if unit.has_arrived] if self.step.is_partial else []
-            if arrived and not any(unit.settings.reshards_before_backward for unit in arrived):
-                self.unreduced.after_partial_backward([unit.fqn for unit in self.units if unit.is_unreached])
             self._finish_units()
             if self.is_last_backward:
                 compare_order()
                 self.finish_reductions()
-            self._note_unreduced()
-            weak_model, self.model = self.model, None
-            if weak_model is not None and (model := weak_model()) is not None:
-                warn_after_backward(model)
             for hook in self.hooks.after_backward:
                 hook()
             emit("root_post_backward", root.fqn)
@@ -195,23 +181,6 @@ class Context(Generic[Unit]):
             unit.finish_backward()
         if self.optional is not None:
             self.optional.end_reductions()
-
-    def _note_unreduced(self) -> None:
-        self.unreduced.after_backward(self.in_flight.is_busy or any(unit.left_by for unit in self.units))
-
-    def _find_unreduced(self, params: set[int]) -> list[tuple[str, str]]:
-        """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
-        found = {unit.fqn: unit.left_by for unit in self.units if unit.left_by and unit.has_unreduced(params)}
-        late = "set_is_last_backward(False)" if self.in_flight.ticket is None else "a handle that was not waited for"
-        for fqn in self.in_flight.fqns_of(params):
-            found.setdefault(fqn, late)
-        return list(found.items())
-
-    def _lacks_gradients(self, ids: set[int]) -> bool:
-        """Whether there are trainable sharded parameters with these ids, and none has a gradient."""
-        params = [param.sharded for unit in self.units for param in unit.params if param.is_among(ids)]
-        trainable = [param for param in params if param.requires_grad]
-        return bool(trainable) and all(param.grad is None for param in trainable)
 
     def finish_reductions(self) -> None:
         """Complete all sharded gradients, and free released storage."""
@@ -243,7 +212,6 @@ class Context(Generic[Unit]):
             self.step.is_finalizing = False
         if not is_async:
             self.finish_reductions()
-        self._note_unreduced()
         self.in_flight.ticket = Ticket(self.step) if is_async else None
         return self.in_flight.ticket
 
@@ -272,7 +240,6 @@ class Context(Generic[Unit]):
         if self.in_flight.ticket is ticket:
             self.in_flight.ticket = None
             self.finish_reductions()
-            self._note_unreduced()
 
     # --- after an error ----------------------------------------------------------------------------------------------
 

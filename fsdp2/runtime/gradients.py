@@ -206,11 +206,6 @@ class Gradients:
         """For each parameter, whether it has an unsharded gradient."""
         return [param.unsharded is not None and param.unsharded.grad is not None for param in self._params]
 
-    def wait_for_reduction(self, params: set[int]) -> bool:
-        """Whether gradients of parameters with these ids are unsharded, or wait for an all-reduce."""
-        grads = [(param.partial, param.unsharded) for param in self._params if param.is_among(params)]
-        return any(partial is not None or (whole is not None and whole.grad is not None) for partial, whole in grads)
-
     def drop(self) -> None:
         """Drop all unreduced and partial gradients."""
         for param in self._params:

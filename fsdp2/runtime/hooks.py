@@ -5,14 +5,21 @@ none of them. A feature adds itself when its module is imported (`unit_made`, `r
 (`Hooks`) where it has something to do there. For a plain model all lists of a root are empty.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-# Called by `fully_shard` with each unit it has made.
+# Called by `fully_shard`: with `ignored_params`, with each parameter that it has sharded and its whole values, and with
+# each unit that it has made.
+params_ignored: list[Callable[[Iterable[Any]], None]] = []
+param_sharded: list[Callable[[Any, Any], None]] = []
 unit_made: list[Callable[[Any], None]] = []
 # Called when a unit becomes a root, with its `Context`, before its first forward: names are final, parameters are
-# sharded and not on the meta device.
+# sharded and not on the meta device. Units get the context afterwards: after an error there is no root.
 root_made: list[Callable[[Any], None]] = []
+# Called before `_apply` of a sharded module, with its arguments. What a hook returns is called afterwards.
+before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None]]] = []
+# Called after `zero_grad` of a sharded module, with the module.
+after_zero_grad: list[Callable[[Any], None]] = []
 
 
 class Hooks:
@@ -21,7 +28,8 @@ class Hooks:
     Attributes:
         before_forward: the root's forward starts, with these positional and keyword inputs.
         after_forward: it has ended, without an error.
-        before_last_reductions: backward is over, and the gradients that are left will be reduced.
+        before_last_reductions: backward is over, and the gradients that are left will be reduced; or
+            `finalize_backward` will reduce those of earlier backwards.
         after_backward: backward is over, and all reductions of it have been issued; if it is the last of a step, they
             are done.
         on_reset: `reset_iter_state` was called.

@@ -6,12 +6,9 @@ they share one context, and their names are relative to the root.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from weakref import ref
 
 from torch import nn
 
-from fsdp2.checks.left_out import outermost_model
-from fsdp2.checks.replicas import check_replicas, warn_of_different_models
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.context import Context
@@ -77,20 +74,16 @@ def become_root(root: Unit) -> None:
         for group in unit.groups:
             group.warn_of_assigned_data()
         unit.refresh()
-    groups = [group for unit in units for group in unit.groups]
-    check_replicas(groups)
-    warn_of_different_models(groups)
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
-    context.model = ref(outermost_model(modules[0]))
     context.optional = optional
+    for hook in hooks.root_made:
+        hook(context)
     for unit in units:
         if unit.context is not None:
             unit.context.memory.free_all()
         unit.context = context
         if unit.settings.reshard_after_forward is None and unit is not root:
             unit.settings = replace(unit.settings, reshard_after_forward=True)
-    for hook in hooks.root_made:
-        hook(context)
 
 
 def _described(root: Unit | None) -> str:

@@ -91,13 +91,12 @@ class Unit:
         borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
-        left_by: the call that let its last backward leave gradients unreduced; "" for none.
         split_backward: a backward without gradient sync and reshard ran through the unit without giving any of its
             parameters a gradient, as in pipeline schedules that compute the gradients of weights later.
         role: in the running of optional units; None without one.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
-        was_emptied: `to_empty` was called, and `checks.emptied` has not looked yet.
+        first_node: `next_node_number()` at the beginning of the last forward.
     """
 
     def __init__(
@@ -120,16 +119,13 @@ class Unit:
         self.backward_prefetch: list[ref[Unit]] = []
         self.role: Role | None = None
         self.in_flight: InFlight | None = None
-        self.left_by = ""
-        self.was_emptied = False
         self.split_backward = False
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
         self._was_whole = False  # unsharded before the forward that runs
-        self._ran_for_backward = False  # since the last backward
         self._sees_end = False  # the last forward had inputs that need gradients
-        self._first_node = 0  # `next_node_number()` at the beginning of the last forward
+        self.first_node = 0
         _units.add(self)
         self.adopt(modules, param_lists)
 
@@ -364,9 +360,8 @@ class Unit:
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
         if is_first:
-            self._first_node = next_node_number()
+            self.first_node = next_node_number()
         if is_first and self.groups and torch.is_grad_enabled() and not self._holds_container():
-            self._ran_for_backward = True
             end, again = self.post_backward, self._pre_backward_again
             args, kwargs, self._sees_end = on_backward_end(end, again, args, kwargs)
         return args, kwargs
@@ -408,8 +403,6 @@ class Unit:
                 self._reshard_after_forward(output)
         if self.context.root is self:
             self.context.end_forward()
-        elif not (self.context.schedule.in_root_forward or backward_is_running()) and torch.is_grad_enabled():
-            self.context.unreduced.after_forward()
         return output
 
     def _holds_container(self) -> bool:
@@ -434,7 +427,7 @@ class Unit:
         elif self.groups or self.role is not None:
             order, position = self.context.schedule.finished(self)
         conversions = self._conversions()
-        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output, self._first_node)
+        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output, self.first_node)
 
     def _conversions(self) -> int:
         """How often unsharded parameters were recreated, because those before did not match any more."""
@@ -547,9 +540,6 @@ class Unit:
             settings, wanted = self.role.reduction_of(group, settings)
         with outside_transforms():
             reductions = group.gradients.take(settings, at_end, self.context.streams, wanted)
-            if reductions:
-                self.context.unreduced.expects = False
-                self.context.unreduced.has_reduced |= not reductions[0].leaves_partials
             self.context.in_flight.start(reductions)
 
     def post_backward(self) -> None:
@@ -575,54 +565,23 @@ class Unit:
             self.post_backward()
         elif self.stage is Stage.IDLE:
             self._adopt_changes()  # unsharded by hand, for a loss outside of the forward
-        self._ran_for_backward = False
         settings = self.in_backward()
         if settings.reshard_after_backward and self.context.is_last_backward:
             self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
-        elif not all(group.gradients.none_arrived for group in self.groups):
-            self.context.unreduced.expects = False
         # Pipelines turn both off. A user who does not may ask for the gradients of inputs alone.
         is_microbatch = not (settings.requires_gradient_sync or settings.reshard_after_backward)
         if self.stage is Stage.DONE and self.groups and is_microbatch:
             self.split_backward |= all(group.gradients.none_arrived for group in self.groups)
         for group in self.groups:
             group.gradients.end_backward()
-        self.left_by = "" if settings.ends_step else self._what_left_gradients()
         self._move(Stage.IDLE)
-
-    def _what_left_gradients(self) -> str:
-        """The call because of which this backward leaves gradients unreduced."""
-        if self.ready_context().step.is_manual:
-            return "set_manual_backward_finalization(True) without finalize_backward() since"
-        if not self.settings.requires_gradient_sync:
-            return "set_requires_gradient_sync(False)"
-        return "set_is_last_backward(False)" if self.settings.requires_all_reduce else "set_requires_all_reduce(False)"
-
-    @property
-    def is_unreached(self) -> bool:
-        """Whether a forward with gradients ran, and the running backward has given none of the parameters one."""
-        return (
-            self._ran_for_backward
-            and not self.has_arrived
-            and any(group.gradients.has_trainable for group in self.groups)
-        )
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether the running backward has given some parameter a gradient."""
-        return any(group.gradients.some_arrived for group in self.groups)
-
-    def has_unreduced(self, params: set[int]) -> bool:
-        """Whether gradients of parameters with these ids wait to be reduced."""
-        return any(group.gradients.wait_for_reduction(params) for group in self.groups)
 
     def reset(self) -> None:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
         self._move(Stage.IDLE)
-        self.left_by = ""
         for group in (*self.groups, *self.borrowed):
             group.abandon_gather()
             group.changes.forget()
@@ -645,7 +604,6 @@ class Unit:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         """An empty unit with these settings; the copied modules fill it (see `runtime.copying`)."""
         copied = Unit([], [], self.device, self.policy, self.settings)
-        copied.was_emptied = self.was_emptied
         memo[id(self)] = copied
         return copied
 
