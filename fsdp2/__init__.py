@@ -28,6 +28,7 @@ from fsdp2.errors import (
     StepError,
     UnsupportedError,
 )
+from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two setters
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step

@@ -10,15 +10,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from warnings import warn
 from weakref import ref
 
 import torch
 from torch import nn
 
 from fsdp2.comm.custom import AllGather, ReduceScatter
-from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter, GroupMemory, Memory, SymmetricMemory
-from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.runtime import hooks
 from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit, unit_for, unit_of
@@ -113,7 +112,7 @@ class Settings:
             ArgumentError: the unit's parameters are on several meshes, and `hook` takes no mesh; or `stream` with a
                 replicate axis.
         """
-        groups = _groups(self)
+        groups = groups_of(self)
         meshes = {group.roles.mesh for group in groups}
         if len(meshes) > 1 and hook is not None and not _takes(hook, 2):
             raise ArgumentError(
@@ -165,11 +164,7 @@ class Settings:
         Raises:
             MisuseError: a custom collective was set before.
         """
-        make = GroupMemory if boolean("enable", enable) else None
-        try:
-            _use_memory(self, "set_allocate_memory_from_process_group_for_comm", make)
-        except UnsupportedError as error:
-            warn(f"set_allocate_memory_from_process_group_for_comm: no effect: {error}", stacklevel=2)
+        _by_feature("set_allocate_memory_from_process_group_for_comm")(self, boolean("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
@@ -181,9 +176,7 @@ class Settings:
             ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
                 is unknown.
         """
-        if unit_for(self).settings.max_input_buffers > 1:
-            raise ArgumentError("set_symm_mem_for_comm: set_reduce_scatter_max_input_buffers must be 1 with it")
-        _use_memory(self, "set_symm_mem_for_comm", lambda group, device: SymmetricMemory(group, device, backend))
+        _by_feature("set_symm_mem_for_comm")(self, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
@@ -258,31 +251,21 @@ def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
         unit.settings = replace(unit.settings, **changes)
 
 
-def _groups(module: object) -> list[ParamGroup]:
+def groups_of(module: object) -> list[ParamGroup]:
     """Those of the unit, and of its tiles."""
     return [group for unit in _units(module, recurse=False) for group in unit.groups]
 
 
-def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
-    for group in _groups(module):
-        if make is not None and group.channel.has_custom:
-            raise MisuseError(
-                f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
-            )
-        shard_group = group.roles.shard_group
-        if make is None or shard_group is None:
-            group.channel.use_memory(None, None)
-        else:
-            memory = make(shard_group, group.roles.device)
-            # Rows that are narrower than their sum are sent by an exchange of our own.
-            is_flat = unit_for(module).policy.reduce_scatter_dtype is None
-            group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
-        group.channel_changed()
+def _by_feature(setter: str) -> Callable[..., None]:
+    """What implements a setter outside of the core."""
+    if setter not in hooks.setters:
+        raise UnsupportedError(f"{setter}: the module of fsdp2.extras that implements it was removed")
+    return hooks.setters[setter]
 
 
 def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:
     """The unit's groups that have something to gather, which must be on one mesh."""
-    groups = _groups(module)
+    groups = groups_of(module)
     meshes = {group.roles.mesh for group in groups}
     if len(meshes) > 1:
         raise ArgumentError(f"{call}: expected the unit's parameters on one mesh, got {sorted(map(str, meshes))}")

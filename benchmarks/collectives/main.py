@@ -25,7 +25,7 @@ from fsdp2.comm import comm_for
 from fsdp2.comm.base import Comm, Operand, Scatter
 from fsdp2.comm.custom import CustomComm
 from fsdp2.comm.flat import FlatComm
-from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter
+from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "backend"

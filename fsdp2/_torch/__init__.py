@@ -21,7 +21,6 @@ import torch.distributed.fsdp
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, profiler
-from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -270,39 +269,6 @@ def foreach_divided(tensors: Sequence[torch.Tensor], divisor: float) -> list[tor
 def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
     """`torch._chunk_cat`: chunk along dim 0, pad with zeros, put chunk r of every tensor into row r of `out`."""
     torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
-
-
-# --- communication memory ---------------------------------------------------------------------------------------------
-
-
-def group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's backend can allocate memory on `device`. Only a private method of the group returns the
-    backend."""
-    try:
-        return bool(group._get_backend(device).supports_tensor_alloc(device))
-    except RuntimeError:  # no backend for this kind of device
-        return False
-
-
-def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """1-D memory of the group's backend, which it registered with the network. Only where `group_allocates`."""
-    tensor: torch.Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)
-    return tensor
-
-
-def use_symmetric_memory(backend: str) -> None:
-    """Choose where symmetric memory comes from, for this process; there is no public module for symmetric memory."""
-    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
-
-
-def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> torch.Tensor:
-    """1-D memory that every rank of `group` has mapped; collective. It comes from the pool of symmetric memory, which
-    reuses freed memory that is already registered; `symmetric_memory.empty` would register it again."""
-    pool: Any = symmetric_memory.get_mem_pool(device)
-    with torch.cuda.use_mem_pool(pool):
-        tensor = torch.empty(numel, dtype=dtype, device=device)
-    symmetric_memory.rendezvous(tensor, group.group_name)
-    return tensor
 
 
 _own = threading.local()  # `name`: that of the group which this thread makes

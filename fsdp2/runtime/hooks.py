@@ -20,6 +20,8 @@ root_made: list[Callable[[Any], None]] = []
 before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None]]] = []
 # Called after `zero_grad` of a sharded module, with the module.
 after_zero_grad: list[Callable[[Any], None]] = []
+# Setters of `FSDPModule` that are implemented outside of the core, by name; called with the module and the arguments.
+setters: dict[str, Callable[..., None]] = {}
 
 
 class Hooks:

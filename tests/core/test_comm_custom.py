@@ -16,9 +16,9 @@ from fsdp2.comm.base import Operand, Scatter
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
-from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2 import agree_on_step
 from fsdp2.comm.base import Pending
-from fsdp2.comm.memory import FlatAllGather
+from fsdp2.extras.comm_memory import FlatAllGather
 from fsdp2.watch import joint_step
 from fsdp2.watch import watchdog as watchdog_module
 from fsdp2.watch.board import Board

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, ZeroPolicy, events, fully_shard, tile
-from fsdp2.comm.memory import FlatAllGather
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.extras.comm_memory import FlatAllGather
 from fsdp2.runtime.storage import FlatStorage
 from tests.helpers.parity_models import mesh_2d
 from tests.helpers.ranks import on_ranks

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from benchmarks.gpu import groups
 from fsdp2 import checkpoint
-from fsdp2._torch import group_allocates
+from fsdp2._torch.extras import group_allocates
 from fsdp2.comm import comm_for
 from fsdp2.comm.flat import FlatComm
 from tests.device.scenarios import SCENARIOS, SCENARIOS_ON_FOUR

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
-from fsdp2.comm.memory import FlatAllGather, FlatReduceScatter
+from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
 from tests.races.detector import Detector
 
 __all__ = ["Look", "Recomputed", "batch", "customise", "mesh_of", "net", "results", "sharded", "step", "trained"]

@@ -1,4 +1,6 @@
-"""Where a unit's communication buffers come from: the process group's own memory, or symmetric memory. Layer: comm.
+"""Where a unit's communication buffers come from: the process group's own memory, or symmetric memory. Layer: extras.
+
+Implements two setters of `FSDPModule`, which it adds to `hooks.setters`.
 
 Both allow a backend to be faster than with ordinary memory (NCCL: zero-copy over NVLink SHARP and InfiniBand;
 copy-engine all-gathers). They are kinds of *memory* below the backend's own flat collectives::
@@ -10,22 +12,20 @@ Not yet confirmed on a GPU: everything but the errors. The group's own memory ne
 memory needs ranks that can map each other's; the ranks of the tests share a GPU, and have neither.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+from warnings import warn
 
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import (
-    all_gather_flat,
-    allocate_from_group,
-    group_allocates,
-    reduce_scatter_flat,
-    symmetric_empty,
-    use_symmetric_memory,
-)
+from fsdp2._torch import all_gather_flat, reduce_scatter_flat
+from fsdp2._torch.extras import allocate_from_group, group_allocates, symmetric_empty, use_symmetric_memory
 from fsdp2.comm.custom import AllGather, ReduceScatter
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
+from fsdp2.runtime import hooks
+from fsdp2.runtime.unit import unit_for
+from fsdp2.settings import groups_of
 
 
 class Memory(Protocol):
@@ -123,3 +123,40 @@ class FlatReduceScatter(InMemory, ReduceScatter):
     ) -> dist.Work | None:
         """Always returns a handle."""
         return reduce_scatter_flat(output_tensor, input_tensor, op, group)
+
+
+def set_group_memory(module: object, enable: bool) -> None:
+    """`FSDPModule.set_allocate_memory_from_process_group_for_comm`."""
+    call = "set_allocate_memory_from_process_group_for_comm"
+    try:
+        _use_memory(module, call, GroupMemory if enable else None)
+    except UnsupportedError as error:
+        warn(f"{call}: no effect: {error}", stacklevel=3)
+
+
+def set_symmetric_memory(module: object, backend: str) -> None:
+    """`FSDPModule.set_symm_mem_for_comm`."""
+    if unit_for(module).settings.max_input_buffers > 1:
+        raise ArgumentError("set_symm_mem_for_comm: set_reduce_scatter_max_input_buffers must be 1 with it")
+    _use_memory(module, "set_symm_mem_for_comm", lambda group, device: SymmetricMemory(group, device, backend))
+
+
+hooks.setters["set_allocate_memory_from_process_group_for_comm"] = set_group_memory
+hooks.setters["set_symm_mem_for_comm"] = set_symmetric_memory
+
+
+def _use_memory(module: object, call: str, make: Callable[..., Memory] | None) -> None:
+    for group in groups_of(module):
+        if make is not None and group.channel.has_custom:
+            raise MisuseError(
+                f"{call}: this unit has custom collectives, which say themselves where their memory comes from"
+            )
+        shard_group = group.roles.shard_group
+        if make is None or shard_group is None:
+            group.channel.use_memory(None, None)
+        else:
+            memory = make(shard_group, group.roles.device)
+            # Rows that are narrower than their sum are sent by an exchange of our own.
+            is_flat = unit_for(module).policy.reduce_scatter_dtype is None
+            group.channel.use_memory(FlatAllGather(memory), FlatReduceScatter(memory) if is_flat else None)
+        group.channel_changed()
