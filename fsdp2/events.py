@@ -9,7 +9,7 @@ In a trace of `torch.profiler` the phases are ranges with the same names as in t
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from time import perf_counter
@@ -19,6 +19,7 @@ import torch
 from torch.profiler import record_function
 
 from fsdp2._torch import profiler_is_on
+from fsdp2.nothing import NOTHING
 
 __all__ = ["Event", "emit", "profiled", "profiler_range", "record"]
 
@@ -102,13 +103,12 @@ class Named(Protocol):
 
 
 Owner = TypeVar("Owner", bound=Named)
-_NO_RANGE = nullcontext()
 
 
 def profiler_range(name: str, fqn: str = "") -> AbstractContextManager[object]:
     """A range of the profiler around a block: ``name (fqn)``; with a name that ends in "for", ``name fqn``."""
     if not profiler_is_on():
-        return _NO_RANGE
+        return NOTHING
     if name.endswith(" for"):
         return record_function(f"{name} {fqn}")
     return record_function(f"{name} ({fqn})" if fqn else name)

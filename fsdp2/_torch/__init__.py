@@ -10,7 +10,8 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -28,7 +29,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-_NOTHING = nullcontext()
+from fsdp2.nothing import NOTHING
+
 _fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
 
@@ -142,10 +144,8 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def running_backward() -> int:
-    """A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number."""
-    task: int = torch._C._current_graph_task_id()
-    return task
+# A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number.
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def next_node_number() -> int:
@@ -186,13 +186,12 @@ def tensors_have_levels() -> bool:
 def outside_transforms() -> AbstractContextManager[object]:
     """Run the block as if no transform of `torch.func` were active, because a tensor that is created within a transform
     is unusable once the transform is over. There is no public name for this."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else NOTHING
 
 
-def profiler_is_on() -> bool:
-    """Whether a profiler of this process records. torch's own optimizers check this flag before `record_function`,
-    which costs microseconds even if no profiler records."""
-    return profiler._is_profiler_enabled
+# Whether a profiler of this process records. torch's own optimizers check this flag before `record_function`, which
+# costs microseconds even if no profiler records.
+profiler_is_on: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
 def allows_direct_slots(module: nn.Module) -> bool:

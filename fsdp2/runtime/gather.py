@@ -38,8 +38,8 @@ class Gather:
             that autograd does not see filling as a modification.
 
     Attributes:
-        packed: the indices of the tensors that are copied out of the packed buffer, and so need memory only once the
-            collective has finished.
+        is_packed: all tensors are copied out of the packed buffer, and so need memory only once the collective has
+            finished.
     """
 
     def __init__(self, layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor], axis: Axis, channel: Channel):
@@ -63,7 +63,7 @@ class Gather:
             else:
                 self.operands.append(Operand(full.view(-1), layout.flat_bounds))
                 self._own[index] = self.operands[-1].row(axis.rank)
-        self.packed = frozenset(packed)
+        self.is_packed = len(packed) == len(layouts)
         if packed:
             self._make_packed(packed, layouts, fulls)
         dtypes = [full.dtype for full in fulls]

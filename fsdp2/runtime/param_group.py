@@ -280,9 +280,9 @@ class ParamGroup:
                 self._kept_at = self._gathered_at
             elif self.keep is not Keep.STORAGE:
                 memory.release(unsharded.storage)
-        if to is Phase.SHARDED:
+        if to is Phase.SHARDED and self.roles.sharded_replicas:
             with memory.streams.gathering():
-                unsharded.free_inner()
+                unsharded.source.free()
         self._put([param.resharded if to is Phase.SMALLER else param.at_rest for param in self.params])
         if to is not Phase.SMALLER:
             unsharded.copies = []

@@ -43,32 +43,30 @@ class Storages:
 
 
 class FlatStorage:
-    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`."""
+    """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`. `is_taken`: it is."""
 
     def __init__(self, nbytes: int, device: torch.device):
         self.nbytes = nbytes
         self._device = device
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.is_taken = False
 
     def alloc(self) -> None:
         """Allocate the memory; its content is undefined. It must be freed on the same stream."""
-        if self._storage.size() != self.nbytes:
+        if not self.is_taken:
+            self.is_taken = True
             self._storage.resize_(self.nbytes)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether it is allocated."""
-        return self._storage.size() == self.nbytes
 
     def free(self) -> None:
         """Free the memory; views keep their shapes but must not be read."""
-        if self._storage.size():
+        if self.is_taken:
+            self.is_taken = False
             self._storage.resize_(0)
 
     def view(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor on the bytes from `offset_bytes`, which `dtype` must divide. Only between `alloc` and
         `free`: torch would grow a freed storage."""
-        assert self._storage.size() == self.nbytes
+        assert self.is_taken
         tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(self._storage, offset_bytes // dtype.itemsize, tuple(shape), strides(shape))
 

@@ -10,18 +10,19 @@ run one after another lose nothing by sharing.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
 import torch
 
-_NOTHING = nullcontext()
+from fsdp2.nothing import NOTHING
+
 _simulated: list["Streams"] = []
 
 
 def without_grad() -> AbstractContextManager[object]:
     """`torch.no_grad()` if it has an effect; in backward it usually has none, and costs 2 us."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return torch.no_grad() if torch.is_grad_enabled() else NOTHING
 
 
 class Streams:
@@ -31,23 +32,23 @@ class Streams:
 
     def gathering(self) -> AbstractContextManager[object]:
         """Run the block on the all-gather stream."""
-        return _NOTHING
+        return NOTHING
 
     def reducing(self) -> AbstractContextManager[object]:
         """Run the block on the reduce-scatter stream."""
-        return _NOTHING
+        return NOTHING
 
     def all_reducing(self) -> AbstractContextManager[object]:
         """Run the block on the all-reduce stream."""
-        return _NOTHING
+        return NOTHING
 
     def stepping(self) -> AbstractContextManager[object]:
         """Run the block on the stream of optimizers that step in the background."""
-        return _NOTHING
+        return NOTHING
 
     def copying(self) -> AbstractContextManager[object]:
         """Run the block on the stream of activations that move to host memory and back."""
-        return _NOTHING
+        return NOTHING
 
     def record(self) -> torch.Event | None:
         """Record an event on the current stream."""

@@ -126,8 +126,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "inner shards: freed while another stream is current",
         PARAM_GROUP,
-        "            with memory.streams.gathering():\n                unsharded.free_inner()",
-        "            unsharded.free_inner()",
+        "            with memory.streams.gathering():\n                unsharded.source.free()",
+        "            unsharded.source.free()",
         "inner",
         harmless="the allocator gives a block back to the stream on which it was allocated, whatever is current",
     ),

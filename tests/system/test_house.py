@@ -82,6 +82,7 @@ LAYERS: list[tuple[str, ...]] = [
         "runtime.gradients",
         "runtime.unsharded",
     ),
+    ("runtime.source",),
     ("runtime.extended", "runtime.host_copy", "runtime.reduction"),
     ("runtime.gather",),
     ("runtime.shard_memory",),
@@ -133,6 +134,7 @@ LAYERS: list[tuple[str, ...]] = [
     ),
     ("_torch.shared",),
     ("_torch",),
+    ("nothing",),
 ]
 
 # What users may import: the packages' `__all__`, and of two modules these names. docs/api.md has the same names.
