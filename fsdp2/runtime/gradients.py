@@ -71,14 +71,14 @@ class Gradients:
         self._missing: set[int] = set()
         self._backward: int | None = None
         self._had_grads = False  # before this backward
-        self.unsharded: list[torch.Tensor] = []
+        self.unsharded: list[nn.Parameter] = []
         self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
         self._nodes: list[tuple[str, Any]] | None = None  # of unsharded parameters in autograd's graphs
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
-        wanted = [param.sharded.requires_grad for param in self._params]
+        wanted = list(map(_requires_grad, self._sharded))
         if wanted != self._trainable:
             self.unsharded = [param.unsharded for param in self._params if param.unsharded is not None]
             self._untyped = [param for param in self._params if param.sharded.grad_dtype is None]
@@ -89,8 +89,8 @@ class Gradients:
 
     def follow_unsharded(self) -> None:
         """If the user froze or unfroze an unsharded parameter, or the sharded one meanwhile, do it to the other."""
-        found = [param.unsharded is not None and param.unsharded.requires_grad for param in self._params]
-        if not (found == self._trainable == [param.sharded.requires_grad for param in self._params]):
+        found, wanted = list(map(_requires_grad, self.unsharded)), list(map(_requires_grad, self._sharded))
+        if not found == self._trainable == wanted:
             self.follow([param.unsharded for param in self._params])
             self.sync_trainable()
 
@@ -231,7 +231,9 @@ class Gradients:
         """
         fill = at_end and (settings.reduce_unused or bool(wanted))
         has_replicas = self._channel.roles.replicate_group is not None
-        unsharded = self.unsharded or [_NONE if param.unsharded is None else param.unsharded for param in self._params]
+        unsharded: Sequence[torch.Tensor] = self.unsharded or [
+            _NONE if param.unsharded is None else param.unsharded for param in self._params
+        ]
         grads = list(map(grad_of, unsharded))
         if not (fill or (at_end and has_replicas) or any(map(_is_there, grads))):
             return []

@@ -36,7 +36,7 @@ from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.shard_memory import FlatShard, flat_shards, in_memory_order, lay_together
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.storage import ReleasedMemory
-from fsdp2.runtime.streams import without_grad
+from fsdp2.runtime.streams import streams_for, without_grad
 from fsdp2.runtime.unsharded import UnshardedStorage
 
 
@@ -99,7 +99,8 @@ class ParamGroup:
     def __init__(
         self, params: Sequence[ManagedParameter], on_ready: Callable[[], None], on_unannounced: Callable[[], None]
     ):
-        self.channel = Channel(params[0].roles)
+        self.roles = params[0].roles
+        self.channel = Channel(self.roles)
         self.params = in_memory_order(params, self.channel)
         lay_together(self.params)
         self.gradients = Gradients(self.params, self.channel, on_ready, on_unannounced)
@@ -121,6 +122,7 @@ class ParamGroup:
         self._comparison = Comparison()
         self._used_at: list[int] | None = None
         self._host: HostCopy | None = None
+        self._copies_at: list[int] | None = None  # versions of what is gathered now and will be copied to the host
         self._shards: list[torch.Tensor] = []
         # The sharded parameters, their local tensors, and their own storages, at the last `refresh`.
         self._sharded = [param.sharded for param in self.params]
@@ -135,11 +137,6 @@ class ParamGroup:
     def fqn(self) -> str:
         """FQN of the unit."""
         return self.channel.fqn
-
-    @property
-    def roles(self) -> MeshRoles:
-        """Mesh and axes."""
-        return self.channel.roles
 
     # --- shard -> unshard -> reshard ---------------------------------------------------------------------------------
 
@@ -175,34 +172,35 @@ class ParamGroup:
             memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
             if self._unsharded is None:
                 self._unsharded = UnshardedStorage(self.params, self.channel)
-            finish, then_keep = self._start(self._unsharded)
-            if streams.lazy:
-                self._under_way = partial(_both, finish, then_keep)
-            else:
+            finish = self._start(self._unsharded)
+            if not streams.lazy:
                 finish()
-                self._under_way = partial(streams.wait, streams.record())
-                then_keep()
+                finish = partial(streams.wait, streams.record())
+            self._under_way = finish
 
-    def _start(self, unsharded: UnshardedStorage) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Start to fill the unsharded parameters. Returns what completes them, and what is to be done behind that."""
+    def _start(self, unsharded: UnshardedStorage) -> Callable[[], None]:
+        """Start to fill the unsharded parameters. Returns what completes them."""
         if self.phase is Phase.SMALLER:
             assert self.smaller is not None
-            return unsharded.start_smaller(self.smaller.shard), _nothing
+            return unsharded.start_smaller(self.smaller.shard)
         stays = self.keep is Keep.HOST and not any(param.sharded.requires_grad for param in self.params)
         versions = self._versions() if stays or self.channel.roles.sharded_replicas else []
         if self._host is not None and stays and self._host.versions == versions:
-            return unsharded.start_from(self._host), _nothing
+            return unsharded.start_from(self._host)
         self._host = None
-        keep = partial(self._copy_to_host, versions) if stays else _nothing
+        self._copies_at = versions if stays else None
         if self._resting is not None:
             self._resting.check()
         finish = unsharded.start(self._shards, self.flat_shards, versions)
         if self._resting is not None:
             self._resting.used()
-        return finish, keep
+        return finish
 
-    def _copy_to_host(self, versions: list[int]) -> None:
-        self._host = HostCopy(self.params, versions)
+    def _copy_to_host(self) -> None:
+        """Compute does not wait for the copy, and the next gather of these parameters does."""
+        assert self._copies_at is not None
+        with streams_for(self.roles.device).gathering():
+            self._host, self._copies_at = HostCopy(self.params, self._copies_at), None
 
     def settle(self, gathering: bool = False) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
@@ -226,18 +224,19 @@ class ParamGroup:
         """Make the unsharded parameters usable, and make the module hold them."""
         if self.phase is Phase.UNSHARDED:
             self.gradients.follow_unsharded()
-        self._finish_gathering()
-        if self.phase is Phase.UNSHARDED:
+        elif self.phase is Phase.GATHERING:
+            self._finish_gathering()
+        if self.phase is Phase.UNSHARDED and self.roles.shard_axis is None:
             self._check_aliases()
 
     def _finish_gathering(self) -> None:
-        if self.phase is not Phase.GATHERING:
-            return
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         try:
             with profiler_range("FSDP::all_gather_copy_out", self.channel.fqn), without_grad():
                 under_way()
+                if self._copies_at is not None:
+                    self._copy_to_host()
             self._check_slots()
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.
@@ -245,16 +244,19 @@ class ParamGroup:
             self._move(Phase.SHARDED)
             raise
         self._move(Phase.UNSHARDED)
-        self._follow_resharded()
+        if self.smaller is not None:
+            self._follow_resharded()
         self.gradients.sync_trainable()
         self.changes.forget()
-        self._put([param.unsharded for param in self.params])
-        self._drop_resharded()
+        self._put(self.gradients.unsharded)
+        if self.smaller is not None:
+            self._drop_resharded()
 
     def abandon_gather(self) -> None:
         """Wait for an all-gather ahead that nobody will use. If it fails too, its failure is not the first."""
-        with suppress(CollectiveError):
-            self._finish_gathering()
+        if self.phase is Phase.GATHERING:
+            with suppress(CollectiveError):
+                self._finish_gathering()
 
     def reshard(self, memory: ReleasedMemory, to: Phase = Phase.SHARDED, keep_values: bool = False) -> None:
         """Free the unsharded parameters. `to` is `SHARDED`; `SMALLER`, where there is a smaller mesh; or `INNER`, with
@@ -263,7 +265,8 @@ class ParamGroup:
         Raises:
             OrderError: an unsharded parameter was changed in place, and `adopt_changes` was not called.
         """
-        self._finish_gathering()  # prefetched but not used
+        if self.phase is Phase.GATHERING:
+            self._finish_gathering()  # prefetched but not used
         if self.phase is Phase.SHARDED or (self.phase is not Phase.UNSHARDED and to is not Phase.SHARDED):
             return
         emit("reshard", self.channel.fqn)
@@ -284,20 +287,19 @@ class ParamGroup:
             with memory.streams.gathering():
                 unsharded.source.free()
         self._put([param.resharded if to is Phase.SMALLER else param.at_rest for param in self.params])
-        if to is not Phase.SMALLER:
+        if to is not Phase.SMALLER and self.smaller is not None:
             unsharded.copies = []
             self._follow_resharded()
             self._drop_resharded()
         self._move(to)
 
     def _follow_resharded(self) -> None:
-        if self.smaller is not None and any(param.resharded is not None for param in self.params):
+        if any(param.resharded is not None for param in self.params):
             self.gradients.follow([param.resharded for param in self.params])
 
     def _drop_resharded(self) -> None:
-        if self.smaller is not None:
-            for param in self.params:
-                param.resharded = None
+        for param in self.params:
+            param.resharded = None
 
     def _put(self, forms: Sequence[nn.Parameter | None]) -> None:
         """Make the modules hold these forms of the parameters."""
@@ -358,7 +360,7 @@ class ParamGroup:
         DTensor operators, while local tensors may change on some ranks only, and a gather that only some ranks issue
         would hang."""
         try:
-            return [version(param.sharded) for param in self.params]
+            return list(map(version, self._sharded))
         except RuntimeError:  # made in inference mode: such tensors count no changes
             return []
 
@@ -384,8 +386,6 @@ class ParamGroup:
     def _check_aliases(self) -> None:
         """Unsharded parameters may share the memory of sharded ones. Then changing these between forward and backward
         makes gradients wrong, and autograd, which raises for a plain model, does not see it: raise in its place."""
-        if self.channel.roles.shard_axis is not None:
-            return
         versions = [version(param.sharded) for param in self.params if param.aliases]
         if not backward_is_running():
             self._used_at = versions
@@ -497,15 +497,6 @@ class ParamGroup:
     def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
         """The sharded parameter, or a replacement from a loader."""
         return param.held if self.phase is Phase.SHARDED else param.sharded
-
-
-def _nothing() -> None:
-    """Nothing is to be done behind a gather."""
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _refuse_gradient(fqn: str, _param: torch.Tensor) -> None:

@@ -23,32 +23,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the event is recorded before the collective ends",
         PARAM_GROUP,
-        "                finish()\n                self._under_way = partial(streams.wait, streams.record())\n",
-        "                self._under_way = partial(streams.wait, streams.record())\n                finish()\n",
+        "                finish()\n                finish = partial(streams.wait, streams.record())\n",
+        "                event = streams.record()\n                finish()\n"
+        "                finish = partial(streams.wait, event)\n",
         "plain",
     ),
     Mutant(
         "gather: no event after it",
         PARAM_GROUP,
-        "self._under_way = partial(streams.wait, streams.record())",
-        "self._under_way = lambda: None",
+        "finish = partial(streams.wait, streams.record())",
+        "finish = lambda: None",
         "plain",
     ),
     Mutant(
         "gather: the event is that of another stream",
         PARAM_GROUP,
-        "            if streams.lazy:\n                self._under_way = partial(_both, finish, then_keep)\n"
-        "            else:\n                finish()\n"
-        "                self._under_way = partial(streams.wait, streams.record())\n"
-        "                then_keep()\n",
+        "            if not streams.lazy:\n                finish()\n"
+        "                finish = partial(streams.wait, streams.record())\n            self._under_way = finish\n",
         "            finish()\n        self._under_way = partial(streams.wait, streams.record())\n",
         "plain",
     ),
     Mutant(
         "gather: frozen parameters are copied to the host on the compute stream",
         PARAM_GROUP,
-        "                then_keep()\n",
-        "        then_keep()\n",
+        "with streams_for(self.roles.device).gathering():",
+        "if True:",
         "frozen",
     ),
     Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(resharded)", "pass", "kept"),
