@@ -169,7 +169,7 @@ class ParamGroup:
             self.settle(gathering=True)
             if self.phase is not Phase.SMALLER:  # where copies are gathered, from before
                 self._gathered_at = self._versions()
-            memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)
+            memory.make_room(self._unsharded, prefetching)
             if self._unsharded is None:
                 self._unsharded = UnshardedStorage(self.params, self.channel)
             finish = self._start(self._unsharded)
@@ -186,7 +186,7 @@ class ParamGroup:
         stays = self.keep is Keep.HOST and not any(param.sharded.requires_grad for param in self.params)
         versions = self._versions() if stays or self.channel.roles.sharded_replicas else []
         if self._host is not None and stays and self._host.versions == versions:
-            return unsharded.start_from(self._host)
+            return partial(unsharded.copy_from, self._host)
         self._host = None
         self._copies_at = versions if stays else None
         if self._resting is not None:
@@ -282,7 +282,7 @@ class ParamGroup:
             if (self.keep is Keep.FROZEN and not self.gradients.has_trainable) or (keep_values and self._can_compare):
                 self._kept_at = self._gathered_at
             elif self.keep is not Keep.STORAGE:
-                memory.release(unsharded.storage)
+                memory.release(unsharded)
         if to is Phase.SHARDED and self.roles.sharded_replicas:
             with memory.streams.gathering():
                 unsharded.source.free()
@@ -328,7 +328,7 @@ class ParamGroup:
         self._host = None
         if self.phase is Phase.SHARDED and self._unsharded is not None and self._kept_at is not None:
             self._kept_at = None
-            memory.release(self._unsharded.storage)
+            memory.release(self._unsharded)
 
     @property
     def is_stale(self) -> bool:

@@ -27,21 +27,6 @@ class Storage(Protocol):
     def free(self) -> None: ...
 
 
-class Storages:
-    """Several storages as one."""
-
-    def __init__(self, parts: Sequence[Storage]):
-        self.parts = parts
-
-    def alloc(self) -> None:
-        for part in self.parts:
-            part.alloc()
-
-    def free(self) -> None:
-        for part in self.parts:
-            part.free()
-
-
 class FlatStorage:
     """`nbytes` of memory on `device`, allocated on the stream that is current at `alloc`. `is_taken`: it is."""
 

@@ -22,14 +22,14 @@ from fsdp2.runtime.host_copy import HostCopy
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.source import source_of
-from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage, Storages
+from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage
 
 
 class UnshardedStorage:
-    """The unsharded parameters of a group. The all-gather stream owns their memory.
+    """The unsharded parameters of a group. A `Storage`: their memory, and what gather hooks need, which the all-gather
+    stream owns.
 
     Attributes:
-        storage: the memory of the unsharded parameters, and of what gather hooks need.
         source: what a gather sends.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
     """
@@ -43,8 +43,8 @@ class UnshardedStorage:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = self._make_flat([param for param in params if not param.is_extended])
             self._extended = {param: ExtendedGather(param) for param in params if param.is_extended}
+            self._parts: list[Storage] = [self._flat, *self._extended.values()]
             self._flat.free()
-        self.storage: Storage = Storages([self._flat, *self._extended.values()]) if self._extended else self._flat
 
     def _make_flat(self, params: Sequence[ManagedParameter]) -> FlatStorage:
         """One block of memory for the parameters without an extension, and the parameters as views of it."""
@@ -64,6 +64,16 @@ class UnshardedStorage:
             param.make_unsharded(param.geometry.from_memory(storage.view(offset, shape, dtype)))
         return storage
 
+    def alloc(self) -> None:
+        """Allocate all memory."""
+        for each in self._parts:
+            each.alloc()
+
+    def free(self) -> None:
+        """Free all memory; the next gather allocates it."""
+        for each in self._parts:
+            each.free()
+
     # --- one unshard -------------------------------------------------------------------------------------------------
 
     def start(
@@ -73,12 +83,11 @@ class UnshardedStorage:
         function that completes the unsharded parameters."""
         sent, known = self.source.take(shards, blocks, versions)
         if self._channel.roles.shard_group is None:
-            self.storage.alloc()
-            self._copy(sent)
-            return _nothing
+            self.alloc()
+            return partial(self._copy, sent)
         gather = self._gathers.get((self._channel.roles.shard_size, False)) or self._plan(self._channel.roles.shard)
         if self._extended:
-            self.storage.alloc()
+            self.alloc()
             return partial(self._finish_extended, gather.start(self._call_hooks(sent), None))
         if not gather.is_packed:
             self._flat.alloc()
@@ -100,11 +109,8 @@ class UnshardedStorage:
             self._flat.alloc()
         return partial(self._finish, gather.start(self.copies))
 
-    def start_from(self, kept: HostCopy) -> Callable[[], None]:
-        """Copy instead of gathering; returns as `start` does."""
-        return partial(self._copy_from, kept)
-
-    def _copy_from(self, kept: HostCopy) -> None:
+    def copy_from(self, kept: HostCopy) -> None:
+        """Copy instead of gathering."""
         self._flat.alloc()
         for extended in self._extended.values():
             extended.take_inner()
@@ -142,7 +148,7 @@ class UnshardedStorage:
                 fulls.append(param.whole)
         with torch.inference_mode(False), torch.no_grad():
             stays = self._flat.is_taken  # memory that is kept at the same address
-            (self._flat if plain else self.storage).alloc()
+            (self._flat if plain else self).alloc()
             gather = self._gathers[axis.size, plain] = Gather(layouts, fulls, axis, self._channel)
             if not stays:
                 self._flat.free()
@@ -169,10 +175,6 @@ class UnshardedStorage:
     def forget_gathers(self) -> None:
         """Drop the gathers, because the channel changed."""
         self._gathers = {}
-
-
-def _nothing() -> None:
-    """Complete an unshard that needs no completion."""
 
 
 def _set_data(param: ManagedParameter, data: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: no room is made",
         PARAM_GROUP,
-        "            memory.make_room(None if self._unsharded is None else self._unsharded.storage, prefetching)\n",
+        "            memory.make_room(self._unsharded, prefetching)\n",
         "",
         "again",
     ),
