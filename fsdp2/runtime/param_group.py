@@ -480,7 +480,7 @@ class ParamGroup:
         """The channel has another `Comm`: forget what was planned for the previous one."""
         self.gradients.forget_plans()
         if self._unsharded is not None:
-            self._unsharded.forget_gathers()
+            self._unsharded.gathers.clear()
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that are on the meta device."""

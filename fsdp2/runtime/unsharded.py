@@ -31,13 +31,14 @@ class UnshardedStorage:
 
     Attributes:
         source: what a gather sends.
+        gathers: by the size of the axis, and whether they are of `copies`; to be cleared when the channel changes.
         copies: this rank's rows on the smaller mesh, flat, while the parameters are resharded to it.
     """
 
     def __init__(self, params: Sequence[ManagedParameter], channel: Channel):
         self._params = params
         self._channel = channel
-        self._gathers: dict[tuple[int, bool], Gather] = {}
+        self.gathers: dict[tuple[int, bool], Gather] = {}
         self.copies: list[torch.Tensor] = []
         self.source = source_of(params, channel)
         with torch.inference_mode(False), torch.no_grad():
@@ -85,7 +86,7 @@ class UnshardedStorage:
         if self._channel.roles.shard_group is None:
             self.alloc()
             return partial(self._copy, sent)
-        gather = self._gathers.get((self._channel.roles.shard_size, False)) or self._plan(self._channel.roles.shard)
+        gather = self.gathers.get((self._channel.roles.shard_size, False)) or self._plan(self._channel.roles.shard)
         if self._extended:
             self.alloc()
             return partial(self._finish_extended, gather.start(self._call_hooks(sent), None))
@@ -104,7 +105,7 @@ class UnshardedStorage:
         """Issue the all-gather from `copies`, over the smaller mesh's shard `axis`; returns as `start` does."""
         for extended in self._extended.values():
             extended.take_inner()
-        gather = self._gathers.get((axis.size, True)) or self._plan(axis, plain=True)
+        gather = self.gathers.get((axis.size, True)) or self._plan(axis, plain=True)
         if not gather.is_packed:
             self._flat.alloc()
         return partial(self._finish, gather.start(self.copies))
@@ -149,7 +150,7 @@ class UnshardedStorage:
         with torch.inference_mode(False), torch.no_grad():
             stays = self._flat.is_taken  # memory that is kept at the same address
             (self._flat if plain else self).alloc()
-            gather = self._gathers[axis.size, plain] = Gather(layouts, fulls, axis, self._channel)
+            gather = self.gathers[axis.size, plain] = Gather(layouts, fulls, axis, self._channel)
             if not stays:
                 self._flat.free()
         return gather
@@ -168,19 +169,10 @@ class UnshardedStorage:
                     continue
                 local = unsharded if param.plan.specs.inner_mesh is None else local_tensor(unsharded)
                 if local.untyped_storage() is not whole.untyped_storage():
-                    _set_data(param, param.geometry.from_memory(whole.data))
+                    data = param.geometry.from_memory(whole.data)
+                    if param.plan.specs.inner_mesh is not None:
+                        set_local_tensor(unsharded, data, param.plan.specs.unsharded(data.dtype))
+                    else:
+                        unsharded.data = data
                     found = found or (param.fqn if unsharded.requires_grad else None)
         return found
-
-    def forget_gathers(self) -> None:
-        """Drop the gathers, because the channel changed."""
-        self._gathers = {}
-
-
-def _set_data(param: ManagedParameter, data: torch.Tensor) -> None:
-    """Let the unsharded parameter be `data`, as the same object: a graph may hold it."""
-    assert param.unsharded is not None
-    if param.plan.specs.inner_mesh is not None:
-        set_local_tensor(param.unsharded, data, param.plan.specs.unsharded(data.dtype))
-    else:
-        param.unsharded.data = data

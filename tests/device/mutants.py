@@ -275,9 +275,9 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "reshard: memory is freed at once, on the gather stream",
         PARAM_GROUP,
-        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
+        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded)",
         "            elif self.keep is not Keep.STORAGE:\n                with memory.streams.gathering():\n"
-        "                    unsharded.storage.free()",
+        "                    unsharded.free()",
         "plain",
     ),
 )

@@ -100,8 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reshard: memory is freed at once",
         PARAM_GROUP,
-        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded.storage)",
-        "            elif self.keep is not Keep.STORAGE:\n                unsharded.storage.free()",
+        "            elif self.keep is not Keep.STORAGE:\n                memory.release(unsharded)",
+        "            elif self.keep is not Keep.STORAGE:\n                unsharded.free()",
         "plain",
     ),
     Mutant("release: no event", MEMORY, "(storage, self.streams.record())", "(storage, None)", "plain"),
