@@ -21,8 +21,6 @@ from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
-from fsdp2.watch.order import compare_order
-from fsdp2.watch.trail import forget_old_entries
 
 Unit = TypeVar("Unit", bound=Member)
 
@@ -81,7 +79,6 @@ class Context(Generic[Unit]):
         """The root's forward starts."""
         self.in_flight.check_nobody_waits(f"forward of '{self.units[0].fqn}'")
         emit("root_pre_forward", self.units[0].fqn)
-        forget_old_entries()
         has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:
             unit.complete_forward()
@@ -165,7 +162,8 @@ class Context(Generic[Unit]):
             root = self.units[0]
             self._finish_units()
             if self.is_last_backward:
-                compare_order()
+                for hook in self.hooks.before_wait:
+                    hook()
                 self.finish_reductions()
             for hook in self.hooks.after_backward:
                 hook()

@@ -32,6 +32,7 @@ class Hooks:
         after_forward: it has ended, without an error.
         before_last_reductions: backward is over, and the gradients that are left will be reduced; or
             `finalize_backward` will reduce those of earlier backwards.
+        before_wait: all reductions of the last backward of a step have been issued, and will be waited for.
         after_backward: backward is over, and all reductions of it have been issued; if it is the last of a step, they
             are done.
         on_reset: `reset_iter_state` was called.
@@ -41,5 +42,6 @@ class Hooks:
         self.before_forward: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.after_forward: list[Callable[[], None]] = []
         self.before_last_reductions: list[Callable[[], None]] = []
+        self.before_wait: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self.on_reset: list[Callable[[], None]] = []

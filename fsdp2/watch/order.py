@@ -7,6 +7,7 @@ before `backward` returns, and before the optimizer steps.
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import real_tensors
 from fsdp2.errors import CollectiveError, OrderError, StepError
+from fsdp2.runtime import hooks
 from fsdp2.watch.current import current, waiting
 from fsdp2.watch.settings import settings
-from fsdp2.watch.trail import Entry, Trail, trail_of, trails
+from fsdp2.watch.trail import Entry, Trail, forget_old_entries, trail_of, trails
 from fsdp2.watch.watchdog import Watchdog, watchdog
 
 _HELD_S = 60.0  # then the rank goes on: what it waits for is no exchange, and the others are alive and elsewhere
@@ -86,6 +88,14 @@ def compare_order(ends_step: bool = False, groups: Iterable[dist.ProcessGroup] |
                 dog.later.append((trail.name, position, total))
     if dog is not None and held:
         _hold(dog, held)
+
+
+def _watch_root(context: Any) -> None:
+    context.hooks.before_forward.append(lambda *_: forget_old_entries())
+    context.hooks.before_wait.append(compare_order)
+
+
+hooks.root_made.append(_watch_root)
 
 
 def compare_before_step(optimizer: torch.optim.Optimizer) -> None:

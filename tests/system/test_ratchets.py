@@ -37,8 +37,6 @@ MAX_CORE_LINES = 9_816
 KNOWN_IMPORTS: list[tuple[str, str]] = [
     ("api", "extras.tiles"),
     ("runtime.changes", "watch.exchange"),
-    ("runtime.context", "watch.order"),
-    ("runtime.context", "watch.trail"),
     ("runtime.gather", "watch.exchange"),
     ("runtime.optional", "watch.exchange"),
     ("runtime.param_group", "disk.mapped"),
