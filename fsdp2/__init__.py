@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import typing
 
-from fsdp2 import checks as _checks  # noqa: F401  # plugs itself into the hooks of the runtime
+from fsdp2 import checks as _checks  # noqa: F401  # these plug themselves into the hooks of the runtime
 from fsdp2.api import fully_shard
 from fsdp2.errors import (
     ArgumentError,
@@ -29,6 +29,7 @@ from fsdp2.errors import (
     UnsupportedError,
 )
 from fsdp2.extras import comm_memory as _comm_memory  # noqa: F401  # adds two setters
+from fsdp2.extras import prediction as _prediction  # noqa: F401
 from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step

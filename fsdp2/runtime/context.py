@@ -98,27 +98,10 @@ class Context(Generic[Unit]):
         with self.streams.gathering():
             self.streams.wait(event)
 
-    def predict(self, unit: Unit) -> list[Unit]:
-        """`unit` starts in the root's forward: return the unit that ran after it in the last iterations, if their
-        order agrees."""
-        root = self.root
-        if not self.schedule.in_root_forward or root is None or not root.settings.predicts_forward:
-            return []
-        fqn = self.schedule.started(unit.fqn)
-        return [other for other in self.units if fqn is not None and other.fqn == fqn]
-
-    def _give_up_wrong_guesses(self) -> None:
-        """Reshard units that were prefetched by prediction but did not run."""
-        unused = self.schedule.unused_predictions()
-        for unit in self.units if unused else ():
-            if unit.fqn in unused and unit.settings.reshards_before_backward:
-                unit.reshard()
-
     def end_forward(self) -> None:
         """The root's forward is over."""
         for unit in self.units:
             unit.complete_forward()
-        self._give_up_wrong_guesses()
         self.schedule.end_forward()
         for hook in self.hooks.after_forward:
             hook()

@@ -29,7 +29,8 @@ class Hooks:
 
     Attributes:
         before_forward: the root's forward starts, with these positional and keyword inputs.
-        after_forward: it has ended, without an error.
+        unit_started: the forward of this unit starts, and its parameters are there; not called for recomputations.
+        after_forward: the root's forward has ended, without an error.
         before_last_reductions: backward is over, and the gradients that are left will be reduced; or
             `finalize_backward` will reduce those of earlier backwards.
         before_wait: all reductions of the last backward of a step have been issued, and will be waited for.
@@ -40,6 +41,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.before_forward: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
+        self.unit_started: list[Callable[[Any], None]] = []
         self.after_forward: list[Callable[[], None]] = []
         self.before_last_reductions: list[Callable[[], None]] = []
         self.before_wait: list[Callable[[], None]] = []

@@ -48,10 +48,6 @@ class Schedule(Generic[Unit]):
         self.skipped: frozenset[int] = frozenset()
         self._pass: Pass[Unit] = Pass()
         self.in_root_forward = False
-        self._starts: list[str] = []
-        self._last: list[str] = []
-        self._follows = False
-        self._guesses: set[str] = set()
 
     def skip(self, groups: frozenset[int]) -> None:
         """The ranks have agreed that none needs these groups in the root's forward that runs."""
@@ -65,9 +61,6 @@ class Schedule(Generic[Unit]):
         """The root's forward starts: a new pass."""
         self._pass = Pass()
         self.in_root_forward = True
-        self._follows = bool(self._starts) and self._starts == self._last
-        self._last, self._starts = self._starts, []
-        self._guesses = set()
 
     def end_forward(self) -> None:
         """The root's forward is over; from now on only the backward hooks keep its pass alive."""
@@ -89,24 +82,6 @@ class Schedule(Generic[Unit]):
             return explicit
         implicit = current.before(position)
         return () if implicit is None else (implicit,)
-
-    # --- prediction --------------------------------------------------------------------------------------------------
-
-    def started(self, name: str) -> str | None:
-        """The unit called `name` starts in the root's forward. Returns the unit to prefetch now, if the last two
-        iterations ran in the same order and this one has followed it so far."""
-        position = len(self._starts)
-        self._starts.append(name)
-        if not self._follows or position + 1 >= len(self._last) or self._last[position] != name:
-            self._follows = False
-            return None
-        guess = self._last[position + 1]
-        self._guesses.add(guess)
-        return guess
-
-    def unused_predictions(self) -> set[str]:
-        """The names that were predicted in this forward but did not start."""
-        return self._guesses.difference(self._starts)
 
 
 def num_kept(prefetching: bool) -> int:

@@ -367,10 +367,11 @@ class Unit:
         return args, kwargs
 
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
-        predicted = context.predict(self)  # called even if a list takes precedence, because it records what starts
+        for hook in context.hooks.unit_started:
+            hook(self)
         if backward_is_running() and any(group.whole() for group in self.groups):
             return  # of recomputed parts of a large layer, that before this one is still there
-        for unit in _prefetched(self.forward_prefetch) or predicted:
+        for unit in _prefetched(self.forward_prefetch):
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
 

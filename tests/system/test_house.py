@@ -59,6 +59,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("init.*",),
     ("wrap",),
     ("extras.activations", "extras.comm_memory", "extras.full_params", "extras.joint_step"),
+    ("extras.prediction",),
     ("checks",),
     ("checks.emptied", "checks.left_out", "checks.replicas", "checks.unreduced"),
     ("checks.step_hook",),

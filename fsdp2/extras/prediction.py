@@ -1,0 +1,63 @@
+"""`set_auto_forward_prefetch`: gather in forward what ran next in the last two iterations. Layer: extras."""
+
+from typing import Any
+from weakref import ref
+
+from fsdp2.events import profiler_range
+from fsdp2.runtime import hooks
+from fsdp2.runtime.unit import Unit
+
+
+class Prediction:
+    """The order in which the units of one root start, and what follows from it. A unit with an explicit list prefetches
+    that instead."""
+
+    def __init__(self, context: Any):
+        self._context = ref(context)
+        self._starts: list[ref[Unit]] = []  # of this forward
+        self._last: list[ref[Unit]] = []  # of the one before
+        self._follows = False  # the last two were the same, and this one is so far
+        self._guesses: list[ref[Unit]] = []
+
+    def before_forward(self, *_: object) -> None:
+        """The root's forward starts."""
+        self._follows = bool(self._starts) and self._starts == self._last
+        self._last, self._starts = self._starts, []
+        self._guesses = []
+        context: Any = self._context()
+        is_on, is_called = context.root.settings.predicts_forward, self.started in context.hooks.unit_started
+        if is_on and not is_called:
+            context.hooks.unit_started.append(self.started)
+        elif is_called and not is_on:
+            context.hooks.unit_started.remove(self.started)
+
+    def started(self, unit: Unit) -> None:
+        """`unit` starts: prefetch the one that ran next."""
+        context: Any = self._context()
+        if not context.schedule.in_root_forward:
+            return
+        position = len(self._starts)
+        self._starts.append(ref(unit))
+        if not self._follows or position + 1 >= len(self._last) or self._last[position] != ref(unit):
+            self._follows = False
+            return
+        self._guesses.append(self._last[position + 1])
+        guess = self._last[position + 1]()
+        if guess is not None and not unit.forward_prefetch:
+            with profiler_range("FSDP::forward_prefetch for", guess.fqn):
+                guess.unshard(prefetching=True)
+
+    def after_forward(self) -> None:
+        """Reshard what was prefetched and did not run."""
+        for unit in [weak() for weak in self._guesses if weak not in self._starts]:
+            if unit is not None and unit.settings.reshards_before_backward:
+                unit.reshard()
+
+
+def _follow_root(context: Any) -> None:
+    prediction = Prediction(context)
+    context.hooks.before_forward.append(prediction.before_forward)
+    context.hooks.after_forward.append(prediction.after_forward)
+
+
+hooks.root_made.append(_follow_root)
