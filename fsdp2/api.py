@@ -26,7 +26,6 @@ from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedErro
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
-from fsdp2.pipelining import register_stage
 from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import (
     DataParallelMeshDims,
@@ -230,7 +229,6 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     for module, cls in zip(modules, draft.classes, strict=True):
         module.__class__ = cls
         attach(module, unit)
-        register_stage(module, unit)
     for owner in {slot.module for param in unit.params for slot in param.slots}:
         if owner is not None:
             guard_state_dict(owner, unit)

@@ -174,15 +174,16 @@ class Context(Generic[Unit]):
         there is nothing to wait for.
 
         Raises:
-            OrderError: called at the wrong time (see `Step`), HSDP gradients wait for an all-reduce, or some were lost
-                (`check_split_backward`).
+            OrderError: called at the wrong time (see `Step`), HSDP gradients wait for an all-reduce, or a hook
+                refuses.
         """
         root = self.units[0]
         self.step.check_can_finalize(root.fqn, root.settings.manual_finalization)
         self.in_flight.check_nobody_waits(f"finalize_backward of '{root.fqn}'")
         if not self.step.is_due:
             return None
-        self.check_split_backward()
+        for hook in self.hooks.before_finalize:
+            hook()
         for unit in self.units:
             unit.check_no_partials()
         self.step.reset()
@@ -195,23 +196,6 @@ class Context(Generic[Unit]):
             self.finish_reductions()
         self.in_flight.ticket = Ticket(self.step) if is_async else None
         return self.in_flight.ticket
-
-    def check_split_backward(self) -> None:
-        """A pipeline schedule that splits backward reads a stage's parameters before it computes either kind of
-        gradient. A stage that reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.15,
-        also with its own FSDP2).
-
-        Raises:
-            OrderError: that has happened since the last call.
-        """
-        lost = [u.fqn for u in self.units if u.split_backward and u.settings.reshards_before_backward]
-        for unit in self.units:
-            unit.split_backward = False
-        if lost:
-            raise OrderError(
-                f"a pipeline schedule that splits backward lost gradients of the units {lost} of a stage, since they "
-                "reshard after forward. Call fully_shard(..., reshard_after_forward=False) on all units of the stage."
-            )
 
     def finish_ticket(self, ticket: Ticket) -> None:
         """Wait for an asynchronous finalisation; does nothing the second time. Raises `OrderError` if it was

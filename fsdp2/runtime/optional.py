@@ -39,7 +39,6 @@ class Member(Protocol):
     groups: list[ParamGroup]
     settings: UnitSettings
     fqn: str
-    split_backward: bool
 
     @property
     def params(self) -> list[ManagedParameter]: ...

@@ -91,8 +91,6 @@ class Unit:
         borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
-        split_backward: a backward without gradient sync and reshard ran through the unit without giving any of its
-            parameters a gradient, as in pipeline schedules that compute the gradients of weights later.
         role: in the running of optional units; None without one.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
@@ -119,7 +117,6 @@ class Unit:
         self.backward_prefetch: list[ref[Unit]] = []
         self.role: Role | None = None
         self.in_flight: InFlight | None = None
-        self.split_backward = False
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
         self._depth = 0  # of nested forwards
@@ -572,10 +569,6 @@ class Unit:
         if settings.requires_gradient_sync:
             for group in reversed(self.groups):
                 self._reduce(group, settings, at_end=True)
-        # Pipelines turn both off. A user who does not may ask for the gradients of inputs alone.
-        is_microbatch = not (settings.requires_gradient_sync or settings.reshard_after_backward)
-        if self.stage is Stage.DONE and self.groups and is_microbatch:
-            self.split_backward |= all(group.gradients.none_arrived for group in self.groups)
         for group in self.groups:
             group.gradients.end_backward()
         self._move(Stage.IDLE)

@@ -1,0 +1,108 @@
+"""What `torch.distributed.pipelining` needs from a sharded stage beyond `FSDPModule`. Layer: extras.
+
+A schedule calls public methods: `unshard(async_op=True)` and `reshard` to look ahead, and before each microbatch's
+backward `set_requires_gradient_sync(False)`, `set_reshard_after_backward(False)`, `set_is_last_backward(False)`. After
+the last microbatch it resets them, and ends the backward of the whole step itself, through the object that
+``torch.distributed.fsdp.fully_shard.state(stage)`` returns::
+
+    for state in stage_state._state_ctx.all_states:        # each unit: reduce what waits
+        for group in state._fsdp_param_groups: group.post_backward()
+    stage_state._root_post_backward_final_callback()       # wait for the reductions
+
+`StageState` is that object here. Our end of backward reduces all waiting gradients and waits for the reductions, so
+only the second call has work to do, and the list is empty. A stage of torch 2.15 calls `finalize_backward` instead.
+
+Its schedules that split backward read a stage's parameters before they compute either kind of gradient. A stage that
+reshards after forward then holds shards, which no gradient reaches (torch 2.11 to 2.15, also with its own FSDP2). That
+is an error when the step is finalised.
+
+Source: torch/distributed/pipelining/stage.py, `perform_reduce_grad` (torch 2.13).
+"""
+
+from typing import Any
+from weakref import WeakSet, ref
+
+from fsdp2._torch import set_fully_shard_state
+from fsdp2.errors import OrderError
+from fsdp2.runtime import hooks
+from fsdp2.runtime.context import Context
+from fsdp2.runtime.unit import Stage, Unit
+
+_lost: WeakSet[Unit] = WeakSet()  # units that a split backward has left without gradients
+
+
+class StageState:
+    """The state of one sharded module, as torch's pipeline stages expect it.
+
+    Attributes:
+        all_states: states of the units to reduce one by one; empty, see above.
+    """
+
+    all_states: tuple[Any, ...] = ()
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    @property
+    def _state_ctx(self) -> "StageState":
+        """The state that the units of a root share: only the list."""
+        return self
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients that wait on the unsharded parameters, reshard, wait for the reductions.
+
+        Collective over the meshes of the units of this root. Does nothing for a stage that never ran.
+
+        Raises:
+            OrderError: the schedule computes the gradients of weights separately from those of inputs, and the stage
+                reshards after forward.
+        """
+        context = self._unit.context
+        if context is not None:
+            _check_root(context)
+            context.end_backward()
+
+
+def _register(unit: Unit) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` find `unit`."""
+    for module in unit.modules:
+        set_fully_shard_state(module, StageState(unit))
+
+
+def _note_lost(context: Context[Unit]) -> None:
+    """A backward is over. Pipelines turn both settings off. A user who does not may ask for the gradients of inputs
+    alone."""
+    for unit in [unit for unit in context.units if not unit.settings.reshard_after_backward]:
+        if unit.settings.reshards_before_backward and not unit.in_backward().requires_gradient_sync:
+            ran = unit.stage in (Stage.BACKWARD, Stage.DONE) and bool(unit.groups)
+            if ran and all(group.gradients.none_arrived for group in unit.groups):
+                _lost.add(unit)
+
+
+def _check_root(context: Context[Unit]) -> None:
+    """Raise if a backward has lost gradients since the last call."""
+    lost = [unit for unit in context.units if unit in _lost]
+    for unit in lost:
+        _lost.discard(unit)
+    if lost:
+        raise OrderError(
+            f"a pipeline schedule that splits backward lost gradients of the units {[unit.fqn for unit in lost]} of a "
+            "stage, since they reshard after forward. Call fully_shard(..., reshard_after_forward=False) on all units "
+            "of the stage."
+        )
+
+
+def _follow_root(context: Context[Unit]) -> None:
+    weak = ref(context)
+    context.hooks.before_last_reductions.append(lambda: _note_lost(_alive(weak)))
+    context.hooks.before_finalize.append(lambda: _check_root(_alive(weak)))
+
+
+def _alive(weak: "ref[Context[Unit]]") -> Context[Unit]:
+    context = weak()
+    assert context is not None
+    return context
+
+
+hooks.unit_made.append(_register)
+hooks.root_made.append(_follow_root)
