@@ -13,6 +13,7 @@ from fsdp2._torch import local_tensor, real_tensors
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
 from fsdp2.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, ZeroPolicy
+from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import extension_of, is_wrapper
 from fsdp2.runtime.parameter import Plan
 from fsdp2.specs import specs_of
@@ -96,9 +97,11 @@ class Placing:
             roles = roles.replicated()
         self._check_extension(fqn, param, roles)
         specs = specs_of(fqn, param, dim, roles)
-        wants_ints = self.policy.all_gather_dtype is not None and param.dtype.is_floating_point
-        quantises = wants_ints and roles.shard_size > 1 and extension_of(fqn, self._local(param)) is None
-        return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload, quantises)
+        wanted = self.policy.all_gather_dtype
+        has_own = extension_of(fqn, self._local(param)) is not None
+        converts = wanted is not None and param.dtype.is_floating_point and roles.shard_size > 1 and not has_own
+        extension = hooks.implementation(hooks.gather_dtypes, wanted, "all_gather_dtype") if converts else None
+        return Plan(roles, specs, dim, self.policy, self._param_dtype(fqn, param), self.offload, extension)
 
     def _check_extension(self, fqn: str, param: nn.Parameter, roles: MeshRoles) -> None:
         local = self._local(param)

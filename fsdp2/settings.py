@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp2.comm.custom import AllGather, ReduceScatter
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import ArgumentError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.param_group import Keep, ParamGroup
 from fsdp2.runtime.root import units_below
@@ -164,7 +164,8 @@ class Settings:
         Raises:
             MisuseError: a custom collective was set before.
         """
-        _by_feature("set_allocate_memory_from_process_group_for_comm")(self, boolean("enable", enable))
+        name = "set_allocate_memory_from_process_group_for_comm"
+        hooks.implementation(hooks.setters, name, name)(self, boolean("enable", enable))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Allocate this unit's communication buffers in symmetric memory. Collective.
@@ -176,7 +177,8 @@ class Settings:
             ArgumentError: several reductions may be in flight, for which there is only one buffer; or `backend`
                 is unknown.
         """
-        _by_feature("set_symm_mem_for_comm")(self, backend)
+        name = "set_symm_mem_for_comm"
+        hooks.implementation(hooks.setters, name, name)(self, backend)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters have their own process group (default False). Recursive. An NCCL group runs one
@@ -254,13 +256,6 @@ def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
 def groups_of(module: object) -> list[ParamGroup]:
     """Those of the unit, and of its tiles."""
     return [group for unit in _units(module, recurse=False) for group in unit.groups]
-
-
-def _by_feature(setter: str) -> Callable[..., None]:
-    """What implements a setter outside of the core."""
-    if setter not in hooks.setters:
-        raise UnsupportedError(f"{setter}: the module of fsdp2.extras that implements it was removed")
-    return hooks.setters[setter]
 
 
 def _groups_of_one_mesh(module: object, call: str) -> list[ParamGroup]:

@@ -7,18 +7,13 @@ the param group.
                                            (its data may be in `raw` or in tensors that `post` made)
 """
 
-from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 
-from fsdp2._torch import foreach_copy
-from fsdp2.comm.quantise import DEFAULT_BLOCK, dequantise, quantise
 from fsdp2.errors import MisuseError
 from fsdp2.layout import ShardLayout
 from fsdp2.runtime.extension import Extension, call_pre, releases_outputs
-from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.storage import FlatStorage
 
@@ -34,7 +29,8 @@ class ExtendedGather:
 
     def __init__(self, param: ManagedParameter):
         self.param = param
-        self._quantised = QuantisedGather(param) if param.extension is None else None
+        make = param.plan.extension
+        self._made = make(param) if make is not None and param.extension is None else None
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -52,10 +48,9 @@ class ExtendedGather:
     @property
     def _extension(self) -> Extension:
         """The hooks of the current sharded parameter, which may have been replaced by another of its kind."""
-        if self._quantised is not None:
-            return self._quantised
-        assert self.param.extension is not None
-        return self.param.extension
+        found = self._made or self.param.extension
+        assert found is not None
+        return found
 
     def sources(self) -> list[torch.Tensor]:
         """The tensors that this rank sends; the hook runs once per all-gather. Raises like `_call_pre`."""
@@ -134,56 +129,3 @@ class ExtendedGather:
         self._free_raw()
         for storage, _ in self._inner:
             storage.resize_(0)
-
-
-class QuantisedGather:
-    """The `Extension` of one floating-point parameter with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. Every
-    rank dequantises the same numbers, including its own rows, so all ranks compute with the same parameters::
-
-        padded shard --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> unsharded parameter
-    """
-
-    def __init__(self, param: ManagedParameter):
-        self._param = ref(param)
-
-    def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[Sequence[torch.Tensor], None]:
-        """int8 ``[padded shard numel]`` and fp32 ``[number of blocks]``."""
-        param = self._param()
-        assert param is not None
-        flat = param.flat.to(param.roles.device, non_blocking=True)
-        return quantise(flat, DEFAULT_BLOCK), None
-
-    def fsdp_post_all_gather(
-        self,
-        gathered: Sequence[torch.Tensor],
-        _metadata: None,
-        param_dtype: torch.dtype,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
-        """Dequantise into the parameter."""
-        param = self._param()
-        assert param is not None
-        whole = (
-            param.whole
-            if out is not None
-            else torch.empty(param.layout.shape, dtype=param_dtype, device=gathered[0].device)
-        )
-        assert whole is not None
-        size, layout = param.layout.parts, param.layout
-        ints, scales = gathered[0].view(size, -1), gathered[1].view(size, -1)
-        if layout.dim == 0 and layout.even:
-            dequantise(ints, scales, DEFAULT_BLOCK, whole.view(size, -1))
-        else:
-            rows = torch.empty(size, layout.padded_numel, dtype=param_dtype, device=whole.device)
-            dequantise(ints, scales, DEFAULT_BLOCK, rows)
-            pairs = interleave(rows, 0, whole, layout)
-            foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
-        if out is not None:
-            return None
-        tensor = param.geometry.from_memory(whole)
-        return tensor, [tensor]
-
-    @staticmethod
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool:
-        """The integers are not needed once they are dequantised."""
-        return True

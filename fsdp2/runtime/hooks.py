@@ -5,8 +5,10 @@ none of them. A feature adds itself when its module is imported (`unit_made`, `r
 (`Hooks`) where it has something to do there. For a plain model all lists of a root are empty.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from fsdp2.errors import UnsupportedError
 
 # Called by `fully_shard`: with `ignored_params`, with each parameter that it has sharded and its whole values, and with
 # each unit that it has made.
@@ -22,6 +24,15 @@ before_apply: list[Callable[[Any, Callable[[Any], Any], bool], Callable[[], None
 after_zero_grad: list[Callable[[Any], None]] = []
 # Setters of `FSDPModule` that are implemented outside of the core, by name; called with the module and the arguments.
 setters: dict[str, Callable[..., None]] = {}
+# By the `all_gather_dtype` of `MixedPrecisionPolicy`: makes the hooks of the all-gather of a managed parameter.
+gather_dtypes: dict[Any, Callable[[Any], Any]] = {}
+
+
+def implementation(table: Mapping[Any, Any], key: Any, name: str) -> Any:
+    """What a feature has added to one of these tables for `key`. Raises `UnsupportedError` if it was removed."""
+    if key not in table:
+        raise UnsupportedError(f"{name}: the module of fsdp2.extras that implements it was removed")
+    return table[key]
 
 
 class Hooks:

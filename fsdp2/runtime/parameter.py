@@ -15,6 +15,7 @@ autograd graphs hold `unsharded`. The group knows which form the module currentl
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ref
@@ -66,7 +67,7 @@ class Plan:
         policy: mixed precision.
         param_dtype: compute dtype of this parameter; None for the original dtype.
         offload: where the sharded parameter lives.
-        quantises: the all-gather sends block-quantised integers.
+        extension: makes the hooks of its all-gather, if the shard has none: for an `all_gather_dtype`.
     """
 
     roles: MeshRoles
@@ -75,7 +76,7 @@ class Plan:
     policy: MixedPrecisionPolicy
     param_dtype: torch.dtype | None
     offload: OffloadPolicy
-    quantises: bool = False
+    extension: Callable[[Any], Extension] | None = None
 
     @property
     def home(self) -> torch.device:
@@ -295,7 +296,7 @@ class ManagedParameter:
     @property
     def is_extended(self) -> bool:
         """Whether an all-gather sends something other than the shard."""
-        return self.extension is not None or self.plan.quantises
+        return self.extension is not None or self.plan.extension is not None
 
     @property
     def has_known_reduce_dtype(self) -> bool:

@@ -1,7 +1,10 @@
-"""int8 with one scale per block: an all-gather with a quarter of the bytes of fp32, half those of bf16. Layer: comm.
+"""int8 with one scale per block: an all-gather with a quarter of the bytes of fp32, half those of bf16. Layer: extras.
+
+`Int8Gather` gives a parameter the hooks of `runtime.extension`; ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``
+asks for it. The rest are pure functions.
 
 Symmetric, by the largest magnitude of the block, like the quantised weights of ZeRO++ (qwZ, arXiv:2306.10209, 3.1):
-with one scale for a whole tensor an outlier would leave no precision for all others. Pure functions; every dim but the
+with one scale for a whole tensor an outlier would leave no precision for all others. Every dim but the
 last is a batch dim, so that the data of several ranks is dequantised in one call::
 
     x  [..., n]   ->   q int8 [..., n],  scales fp32 [..., ceil(n / block)]         x is near q * scale
@@ -10,10 +13,18 @@ Scales are fp32: 1.6 % of the bytes at 256 elements a block. bf16 scales would s
 largest values would be off by up to a quarter of a step, and also be clipped.
 """
 
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
 import torch
 from torch.nn.functional import pad
 
+from fsdp2._torch import foreach_copy
 from fsdp2.errors import ArgumentError
+from fsdp2.runtime import hooks
+from fsdp2.runtime.packing import interleave
+from fsdp2.runtime.parameter import ManagedParameter
 
 DEFAULT_BLOCK = 256
 _MAX = 127  # -128 is not used: symmetric
@@ -80,3 +91,59 @@ def dequantise(q: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Ten
         torch.mul(blocks, scales[..., :num_full, None], out=target)
     if numel > whole:
         torch.mul(q[..., whole:], scales[..., num_full:], out=out[..., whole:])
+
+
+class Int8Gather:
+    """The `Extension` of one floating-point parameter with ``MixedPrecisionPolicy(all_gather_dtype=torch.int8)``. Every
+    rank dequantises the same numbers, including its own rows, so all ranks compute with the same parameters::
+
+        padded shard --quantise--> int8, scales ==collective==> those of all ranks --dequantise--> unsharded parameter
+    """
+
+    def __init__(self, param: ManagedParameter):
+        self._param = ref(param)
+
+    def fsdp_pre_all_gather(self, _mesh: Any) -> tuple[Sequence[torch.Tensor], None]:
+        """int8 ``[padded shard numel]`` and fp32 ``[number of blocks]``."""
+        param = self._param()
+        assert param is not None
+        flat = param.flat.to(param.roles.device, non_blocking=True)
+        return quantise(flat, DEFAULT_BLOCK), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: Sequence[torch.Tensor],
+        _metadata: None,
+        param_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+        """Dequantise into the parameter."""
+        param = self._param()
+        assert param is not None
+        whole = (
+            param.whole
+            if out is not None
+            else torch.empty(param.layout.shape, dtype=param_dtype, device=gathered[0].device)
+        )
+        assert whole is not None
+        size, layout = param.layout.parts, param.layout
+        ints, scales = gathered[0].view(size, -1), gathered[1].view(size, -1)
+        if layout.dim == 0 and layout.even:
+            dequantise(ints, scales, DEFAULT_BLOCK, whole.view(size, -1))
+        else:
+            rows = torch.empty(size, layout.padded_numel, dtype=param_dtype, device=whole.device)
+            dequantise(ints, scales, DEFAULT_BLOCK, rows)
+            pairs = interleave(rows, 0, whole, layout)
+            foreach_copy([destination for _, destination in pairs], [source for source, _ in pairs])
+        if out is not None:
+            return None
+        tensor = param.geometry.from_memory(whole)
+        return tensor, [tensor]
+
+    @staticmethod
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool:
+        """The integers are not needed once they are dequantised."""
+        return True
+
+
+hooks.gather_dtypes[torch.int8] = Int8Gather

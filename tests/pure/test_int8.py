@@ -4,8 +4,8 @@ lies. It is the format of ZeRO++'s qwZ."""
 import pytest
 import torch
 
-from fsdp2.comm.quantise import DEFAULT_BLOCK, dequantise, quantise
 from fsdp2.errors import ArgumentError
+from fsdp2.extras.int8 import DEFAULT_BLOCK, dequantise, quantise
 
 
 def there_and_back(values: torch.Tensor, block: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
