@@ -21,7 +21,6 @@ from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import post_forward, pre_forward
 from fsdp2.runtime.calls import note_entry
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.copying import copy_module
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.param_group import Phase
 from fsdp2.runtime.root import units_below
@@ -41,6 +40,11 @@ def swapped_class(original: type) -> type:
         names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         _swapped_classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), names)
     return _swapped_classes[original]
+
+
+def original_class(swapped: type) -> Any:
+    """The class that a module of class `swapped` had before it was sharded."""
+    return swapped.__mro__[swapped.__mro__.index(_TorchFSDPModule) + 1]
 
 
 def check_names(module: nn.Module) -> None:
@@ -102,20 +106,14 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module of the original class: containers create new containers of their class when they are
         sliced."""
-        original = cls.__mro__[cls.__mro__.index(_TorchFSDPModule) + 1]
+        original = original_class(cls)
         module = original.__new__(original, *args, **kwargs)
         module.__init__(*args, **kwargs)
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """An independent sharded module on the same mesh, for example for an EMA. Reshards this module first. No
-        communication."""
-        original = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
-        return copy_module(self, original, memo)  # type: ignore[return-value]
-
     def __copy__(self) -> Self:
         """A second module object on the same parameters and units."""
-        original: Any = type(self).__mro__[type(self).__mro__.index(_TorchFSDPModule) + 1]
+        original = original_class(type(self))
         copied: Self = original.__new__(original)
         copied.__dict__.update(self.__dict__)
         copied.__dict__["_fsdp2_copy_of"] = self  # keeps it alive: its unit refers to it weakly

@@ -595,12 +595,6 @@ class Unit:
                     f"({partial_fqns}); call set_requires_all_reduce(True) before the first backward"
                 )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
-        """An empty unit with these settings; the copied modules fill it (see `runtime.copying`)."""
-        copied = Unit([], [], self.device, self.policy, self.settings)
-        memo[id(self)] = copied
-        return copied
-
 
 def _gradients_ready(weak_unit: "ref[Unit]", index: int) -> None:
     unit = weak_unit()

@@ -1,16 +1,19 @@
-"""`copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: runtime, top.
+"""`copy.deepcopy` of sharded modules: for EMA, teachers, snapshots. Layer: extras.
 
 A copy is a sharded module on the same mesh, with its own shards, units and hooks. Copying does not communicate.
-`deepcopy` copies modules from the outside in and does not handle units, so a unit's copy starts empty
-(`Unit.__deepcopy__`) and is filled whenever one of its modules has been copied.
+`deepcopy` copies modules from the outside in and does not handle units, so a unit's copy starts empty and is filled
+whenever one of its modules has been copied.
 """
 
 import copy
+import copyreg
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from fsdp2.module import FSDPModule, original_class
 from fsdp2.runtime.attach import guard_state_dict, owner_of
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
@@ -20,7 +23,7 @@ from fsdp2.runtime.unit import Unit, unit_for
 _COPIED_UNITS = object()  # its id is the key in `memo` for the units seen so far
 
 
-def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of `module`, of the same (swapped) class, without gradients. Reshards it first."""
     unit = unit_for(module)
     unit.reshard_all(to_change=False)
@@ -28,7 +31,8 @@ def copy_module(module: nn.Module, original_class: type[nn.Module], memo: dict[i
         for param in group.params:
             if id(param.sharded) not in memo:
                 memo[id(param.sharded)] = param.clone_sharded()
-    copied: nn.Module = original_class.__new__(original_class)
+    original = original_class(type(module))
+    copied: nn.Module = original.__new__(original)
     memo[id(module)] = copied
     for key, value in module.__dict__.items():
         copied.__dict__[key] = copy.deepcopy(value, memo)
@@ -85,3 +89,12 @@ def _copied(param: ManagedParameter, memo: dict[int, Any]) -> ManagedParameter:
         if module is not None and id(module) in memo:
             slots.append(Slot(memo[id(module)], slot.name))
     return param.copy_with(slots, memo[id(param.sharded)])
+
+
+def _emptied(unit: Unit) -> tuple[Any, tuple[()]]:
+    """How to make an empty unit with the settings of `unit`."""
+    return partial(Unit, [], [], unit.device, unit.policy, unit.settings), ()
+
+
+copyreg.pickle(Unit, _emptied)  # for `deepcopy`
+FSDPModule.__deepcopy__ = copy_module
