@@ -15,18 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._torch import composable_apis, parameter_slots
 from fsdp2.arguments import (
+    PlacementFn,
+    Placing,
     check_options,
     own_mesh_dims,
     own_offload_policy,
     own_optional_policy,
     own_precision_policy,
     parameter_set,
+    roles_for,
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
 from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
-from fsdp2.placing import PlacementFn, Placing, roles_for
 from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,

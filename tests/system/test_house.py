@@ -65,7 +65,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("checks.step_hook",),
     ("api",),
     ("extras.offload",),
-    ("extras.tiles", "placing"),
+    ("extras.tiles",),
     ("extras",),
     ("arguments",),
     ("module",),
