@@ -4,7 +4,7 @@ Everything is checked before anything is changed, so that a call that raises lea
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 from warnings import warn
@@ -26,7 +26,6 @@ from fsdp2.arguments import (
     roles_for,
 )
 from fsdp2.errors import ArgumentError, MisuseError, OrderError, UnsupportedError
-from fsdp2.extras.tiles import check_can_tile, is_tiled, make_tiles
 from fsdp2.mesh import MeshRoles
 from fsdp2.module import FSDPModule, check_names, swapped_class
 from fsdp2.policies import (
@@ -147,8 +146,12 @@ def fully_shard(
     placing = Placing(roles, shard_placement_fn, precision, offload)
     keeps_on_host = zero is not None and zero.keep_frozen == "host"
     placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
-    drafts = [_draft(each, placing, ignored, reshard_to) for each in _apart(modules)]
-    _check_tiled(drafts)
+    apart = [each for _, each in _managed_modules(modules) if any(needs(each) for needs in hooks.needs_own_unit)]
+    others = [each for each in modules if each not in apart]
+    lists = [*([each] for each in apart), *([others] if others else [])]
+    drafts = [_draft(each, apart, placing, ignored, reshard_to) for each in lists]
+    for check in hooks.units_drafted:
+        check(drafts)
     for hook in hooks.params_ignored:
         hook(ignored)
     settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
@@ -169,7 +172,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A unit that has been checked and not been made.
 
     Attributes:
@@ -189,27 +192,24 @@ class _Draft:
     classes: list[type]
 
 
-def _apart(modules: list[nn.Module]) -> list[list[nn.Module]]:
-    """The modules of each unit: tiled layers are units of their own, and made first."""
-    tiled = [each for _, each in _managed_modules(modules, enters_tiled=True) if is_tiled(each)]
-    others = [each for each in modules if not is_tiled(each)]
-    return [*([each] for each in tiled), *([others] if others else [])]
-
-
 def _draft(
-    modules: list[nn.Module], placing: Placing, ignored: set[nn.Parameter], reshard_to: bool | int | None
-) -> _Draft:
-    managed = list(_managed_modules(modules))
+    modules: list[nn.Module],
+    apart: Collection[nn.Module],
+    placing: Placing,
+    ignored: set[nn.Parameter],
+    reshard_to: bool | int | None,
+) -> Draft:
+    managed = list(_managed_modules(modules, apart))
     places = _parameter_slots(managed, ignored)
     _check_order(places)
     planned, tied = _plans(places, placing)
     offloads = placing.offload.of_params([param.nbytes for param, _ in planned])
     planned = deque((param, replace(plan, offload=each)) for (param, plan), each in zip(planned, offloads, strict=True))
     smaller = {plan.roles: _smaller(plan.roles, reshard_to) for _, plan in planned}
-    return _Draft(modules, managed, places, planned, tied, smaller, [swapped_class(type(each)) for each in modules])
+    return Draft(modules, managed, places, planned, tied, smaller, [swapped_class(type(each)) for each in modules])
 
 
-def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
+def _build(draft: Draft, placing: Placing, settings: UnitSettings) -> None:
     modules, planned, zero, device = draft.modules, draft.planned, settings.zero, placing.roles.device
     groups: dict[tuple[MeshRoles, Keep, OffloadPolicy], list[ManagedParameter]] = {}
     while planned:
@@ -234,8 +234,6 @@ def _build(draft: _Draft, placing: Placing, settings: UnitSettings) -> None:
     for owner in {slot.module for param in unit.params for slot in param.slots}:
         if owner is not None:
             guard_state_dict(owner, unit)
-    if is_tiled(modules[0]) and unit.groups:
-        make_tiles(modules[0], unit)
     for hook in hooks.unit_made:
         hook(unit)
 
@@ -280,25 +278,6 @@ def _plans(
         else:
             planned.append((param, plan))
     return planned, tied
-
-
-def _check_tiled(drafts: Sequence[_Draft]) -> None:
-    """Raise if a tiled layer cannot be cut, or a weight is tied to that of a tiled layer."""
-    for draft in drafts:
-        for each in draft.tied:
-            _, group = owner_of(each.param)
-            if group.parts:
-                raise UnsupportedError(
-                    f"fully_shard: '{each.fqn}' is tied to '{each.param.fqn}' of a tiled layer, and would be gathered "
-                    "whole. Give them a weight each, or do not tile."
-                )
-        if is_tiled(draft.modules[0]):
-            others = [param for other in drafts if other is not draft for param in other.places]
-            plans = {draft.places[param][0]: plan for param, plan in draft.planned}
-            tied = {each.fqn for each in draft.tied}
-            tied |= {fqn for param, (fqn, _) in draft.places.items() if any(param is other for other in others)}
-            if draft.places:
-                check_can_tile(draft.modules[0], plans, tied.__contains__)
 
 
 def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> None:
@@ -391,17 +370,18 @@ def _share(tied: _Tied, unit: Unit) -> None:
 # --- what the unit manages --------------------------------------------------------------------------------------------
 
 
-def _managed_modules(modules: Sequence[nn.Module], enters_tiled: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The modules and their submodules, with names; skips modules of other units, replicated ones, and tiled layers
-    below, unless `enters_tiled`."""
+def _managed_modules(
+    modules: Sequence[nn.Module], apart: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules and their submodules, with names; skips modules of other units, replicated ones, and those of
+    `apart` below."""
     seen: set[nn.Module] = set()
     roots = set(modules)
     for root in modules:
         stack = [("", root)]
         while stack:
             prefix, module = stack.pop()
-            is_apart = unit_of(module) is not None or (is_tiled(module) and not enters_tiled)
-            if module in seen or (module not in roots and is_apart):
+            if module in seen or (module not in roots and (unit_of(module) is not None or module in apart)):
                 continue
             if "replicate" in composable_apis(module):
                 continue

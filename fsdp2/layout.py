@@ -139,22 +139,6 @@ class ShardLayout:
         """The same tensor and dim cut into another number of chunks."""
         return ShardLayout(self.shape, self.dim, parts)
 
-    def part(self, start: int, num_rows: int) -> "ShardLayout":
-        """What the rows from `start` on, `num_rows` of them, of each chunk of dim 0 are together, in the order of the
-        chunks: a tensor that is cut in the same way, since not more than ``parts - 1`` rows are missing in all.
-
-        >>> layout = ShardLayout((7,), 0, 2)
-        >>> [layout.local_size(rank) for rank in range(2)]
-        [4, 3]
-        >>> part = layout.part(2, 2)  # of the rows 0 1 2 3 | 4 5 6: 2 3 | 6
-        >>> part.shape, [part.local_size(rank) for rank in range(2)]
-        ((3,), [2, 1])
-        """
-        assert self.dim == 0 and start + num_rows <= self.chunk
-        whole, rest = divmod(self.shape[0], self.chunk)
-        size = whole * num_rows + min(max(rest - start, 0), num_rows)
-        return ShardLayout((size, *self.shape[1:]), 0, self.parts)
-
     def local_size(self, rank: int) -> int:
         """Entries along the shard dim of chunk `rank`."""
         return self.bounds[rank + 1] - self.bounds[rank]

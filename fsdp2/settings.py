@@ -243,18 +243,17 @@ class Settings:
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     unit = unit_for(module)
-    is_in_tiles = any(group.parts for group in unit.groups)  # each tile is a unit, which gathers and reduces
-    return units_below(module) if recurse or is_in_tiles else [unit]
+    return units_below(module) if recurse else [unit, *unit.followers]
 
 
 def change_settings(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change fields of `UnitSettings` for the unit of `module` and its tiles; with `recurse` for the units below it."""
+    """Change fields of `UnitSettings` for the unit of `module`; with `recurse` for the units below it."""
     for unit in _units(module, recurse):
         unit.settings = replace(unit.settings, **changes)
 
 
 def groups_of(module: object) -> list[ParamGroup]:
-    """Those of the unit, and of its tiles."""
+    """Those of the unit, and of its followers."""
     return [group for unit in _units(module, recurse=False) for group in unit.groups]
 
 

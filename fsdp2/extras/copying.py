@@ -7,13 +7,13 @@ whenever one of its modules has been copied.
 
 import copy
 import copyreg
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fsdp2.module import FSDPModule, original_class
+from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import guard_state_dict, owner_of
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
@@ -45,6 +45,8 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             _fill(other, memo)
     for other in copied_units:
         memo[id(other)].borrowed = [memo[id(group)] for group in _lent(other, memo)]
+    for hook in hooks.unit_made:
+        hook(memo[id(unit)])
     return copied
 
 
@@ -70,11 +72,6 @@ def _fill(old: Unit, memo: dict[int, Any]) -> None:
         new_group.smaller, new_group.keep = old_group.smaller, old_group.keep
         new_group.channel.like(old_group.channel)
         memo[id(old_group)] = new_group
-        parts = [memo[id(group)] for group in old_group.parts]  # copied before their whole
-        for param in [param for group in parts for param in group.params]:
-            param.part = replace(param.part, whole=copies[param.part.whole])
-            param.refresh()
-        new_group.take_parts(parts)
     for module in {slot.module for param in new.params for slot in param.slots}:
         if module is not None:
             guard_state_dict(module, new)

@@ -1,5 +1,4 @@
-"""`tile`: a layer that is too large to be gathered whole is gathered, used and freed tile by tile. Layer: surface,
-below `api`.
+"""`tile`: a layer that is too large to be gathered whole is gathered, used and freed tile by tile. Layer: surface.
 
 A tile is some rows of each rank's shard, as a unit of its own. So the layer's shard is those of its tiles, one after
 the other in memory, and the layer keeps one parameter: for 2 ranks and 3 tiles, with the numbers of rows::
@@ -14,8 +13,8 @@ and checkpoints see the layer that they know.
 Source: the idea is that of DeepSpeed's TiledLinear, ZeRO-Infinity, https://arxiv.org/abs/2104.07857.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -26,14 +25,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
-from fsdp2._torch import parameter_slots
+from fsdp2._torch import backward_hooks_of, backward_is_running, foreach_add, local_tensor, parameter_slots
+from fsdp2.api import Draft
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
-from fsdp2.layout import ShardLayout, chunk_bounds
+from fsdp2.events import profiler_range
+from fsdp2.layout import ShardLayout, chunk_bounds, strides
 from fsdp2.module import swapped_class
-from fsdp2.runtime.attach import attach, guard_state_dict, owners_of
-from fsdp2.runtime.parameter import Part, Plan, part_of
+from fsdp2.runtime import hooks
+from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
+from fsdp2.runtime.geometry import Geometry
+from fsdp2.runtime.gradients import Gradients
+from fsdp2.runtime.param_group import ParamGroup, Phase
+from fsdp2.runtime.parameter import ManagedParameter, Plan, distributed
+from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.slot import Slot
-from fsdp2.runtime.unit import Unit, unit_of
+from fsdp2.runtime.unit import Unit, unit_for, unit_of
+from fsdp2.specs import ParamSpecs
 
 Layer = TypeVar("Layer", nn.Linear, nn.Embedding)
 
@@ -107,7 +114,7 @@ class _Tiled(nn.Module):
     """
 
     num_tiles: int
-    tiles: nn.ModuleList
+    tiles: "_Tiles"
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not isinstance(self.weight, DTensor):
@@ -142,6 +149,14 @@ class _TiledEmbedding(_Tiled):
         return joined
 
 
+class _Tiles(nn.ModuleList):
+    """The modules of the tiles."""
+
+    def __deepcopy__(self, _: object) -> "_Tiles":
+        """None: the copy of the layer gets its own (`make_tiles`)."""
+        return _Tiles()
+
+
 @cache
 def _tiled_class(original: Any, kind: str) -> Any:
     base = _TiledLinear if kind == "Linear" else _TiledEmbedding
@@ -152,6 +167,9 @@ def _tiled_class(original: Any, kind: str) -> Any:
 class _Tile(nn.Module):
     """The rows from `start` on, `num_rows` of them, of the shard of each rank that has them. It holds its parameters
     only while they are gathered.
+
+    Attributes:
+        following: the next tile, if any.
 
     Args:
         layout: of the layer's weight.
@@ -166,6 +184,7 @@ class _Tile(nn.Module):
         for name in parameter_slots(layer):
             self.register_parameter(name, None)
         self.padding_idx: int | None = getattr(layer, "padding_idx", None)
+        self.following: ref[nn.Module] | None = None
 
 
 class _LinearTile(_Tile):
@@ -202,20 +221,168 @@ class _EmbeddingTile(_Tile):
         return owner * self.num_rows + row - self.start if is_here else None
 
 
+# --- parameters and groups --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Whole:
+    """A parameter of a layer in tiles.
+
+    Attributes:
+        num_tiles: how many tiles it has.
+        arrived: the indices of the tiles that have added their gradient to its own, in this backward.
+    """
+
+    param: ManagedParameter
+    num_tiles: int
+    arrived: set[int] = field(default_factory=set)
+
+
+class _TileParameter(ManagedParameter):
+    """The rows of a tile. Its sharded parameter is the layer's, and its slot is empty while it is sharded.
+
+    Attributes:
+        index: of the tile.
+        start: the first of its rows in the layer's shard.
+    """
+
+    def __init__(self, whole: _Whole, index: int, start: int, num_rows: int, slot: Slot):
+        param = whole.param
+        self.__dict__.update(param.__dict__)  # what is not said here is the layer's
+        self.slots, self.fqn = [slot], f"tiles.{index}.{slot.name}"
+        shape = part_of(param.layout, start, num_rows).shape
+        specs = ParamSpecs(param.plan.specs.mesh, param.plan.specs.placements, shape, strides(shape))
+        self.plan = replace(param.plan, specs=specs)
+        self.geometry = Geometry(torch.empty(shape, device="meta"), 0, param.roles)
+        self.of, self.index, self.start = whole, index, start
+        self.refresh()
+
+    @property
+    def at_rest(self) -> None:
+        """Nothing."""
+
+    def refresh(self) -> bool:
+        """Find the tile's shard in the layer's. Returns whether that is another than before."""
+        whole, start = self.of.param, self.start * self.layout.row_numel
+        before, self.flat = self.flat, whole.flat[start : start + self.layout.padded_numel]
+        is_same = before.untyped_storage() is self.flat.untyped_storage() and whole.sharded is self.sharded
+        self.sharded = whole.sharded
+        return not is_same
+
+    def drop_grad(self) -> None:
+        """Drop the gradient, and forget which tiles have added theirs."""
+        super().drop_grad()
+        self.of.arrived.clear()
+
+    @staticmethod
+    def deliver(params: Sequence[Any], grads: Sequence[torch.Tensor], _: object) -> list[ManagedParameter]:
+        """Add gradients to rows of the layer's. A parameter of the layer is complete when its last tile came."""
+        complete, rows = [], []
+        for tile, grad in zip(params, grads, strict=True):
+            rows.append(tile._rows_for(grad))
+            whole = tile.of
+            whole.arrived.add(tile.index)
+            if len(whole.arrived) == whole.num_tiles:
+                whole.arrived.clear()
+                complete.append(whole.param)
+        foreach_add(rows, [*grads])
+        return complete
+
+    def _rows_for(self, local: torch.Tensor) -> torch.Tensor:
+        """The rows for the tile's gradient `local` in the layer's, which is zeros if there was none."""
+        whole = self.of.param
+        if backward_hooks_of(whole.sharded):
+            raise UnsupportedError(
+                f"'{self.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient "
+                "to show. Use register_post_accumulate_grad_hook."
+            )
+        if (grad := whole.sharded.grad) is None:
+            zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
+            grad = whole.sharded.grad = distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
+        return local_tensor(grad).narrow(0, self.start, local.shape[0]) if local.numel() else local
+
+
+class _LayerGroup(ParamGroup):
+    """The parameters of a tiled layer, which are never gathered whole, in place of `group`.
+
+    Attributes:
+        tiles: the groups of the tiles' units that have their rows.
+    """
+
+    def __init__(self, group: ParamGroup):
+        super().__init__(group.params, _nothing, _nothing)
+        self.smaller, self.keep, self.channel = group.smaller, group.keep, group.channel
+        self.gradients = _NoGradients(self.params, self.channel, _nothing, _nothing)
+        self.tiles: list[ParamGroup] = []
+
+    def unshard(self, *_: object) -> None:
+        """The tiles' units gather them."""
+
+    def refresh(self) -> bool:
+        """Adopt parameters that were moved, converted or replaced, in the tiles as well."""
+        changed = super().refresh()
+        for tile in self.tiles:
+            if tile.phase is Phase.SHARDED:
+                tile.refresh()
+        return changed
+
+
+class _NoGradients(Gradients):
+    def take(self, *_: object) -> list[Reduction]:
+        """None: the tiles' units reduce them."""
+        return []
+
+
+def _nothing() -> None:
+    """No gradient of a layer arrives whole."""
+
+
+def part_of(layout: ShardLayout, start: int, num_rows: int) -> ShardLayout:
+    """What the rows from `start` on, `num_rows` of them, of each chunk of dim 0 are together, in the order of the
+    chunks: a tensor that is cut in the same way, since not more than ``parts - 1`` rows are missing in all.
+
+    >>> layout = ShardLayout((7,), 0, 2)
+    >>> [layout.local_size(rank) for rank in range(2)]
+    [4, 3]
+    >>> part = part_of(layout, 2, 2)  # of the rows 0 1 2 3 | 4 5 6: 2 3 | 6
+    >>> part.shape, [part.local_size(rank) for rank in range(2)]
+    ((3,), [2, 1])
+    """
+    assert layout.dim == 0 and start + num_rows <= layout.chunk
+    whole, rest = divmod(layout.shape[0], layout.chunk)
+    size = whole * num_rows + min(max(rest - start, 0), num_rows)
+    return ShardLayout((size, *layout.shape[1:]), 0, layout.parts)
+
+
 # --- what fully_shard does with it ------------------------------------------------------------------------------------
 
 
-def check_can_tile(layer: nn.Module, plans: dict[str, Plan], is_tied: Callable[[str], bool]) -> None:
-    """Before a tiled layer is sharded by these plans of its parameters.
+def check_tiled(drafts: Sequence[Draft]) -> None:
+    """Before `fully_shard` makes these units.
 
     Raises:
-        UnsupportedError: its parameters cannot be cut into tiles.
+        UnsupportedError: a tiled layer cannot be cut into tiles, or a weight is tied to that of a tiled layer.
     """
+    for draft in drafts:
+        for each in draft.tied:
+            if isinstance(owner_of(each.param)[1], _LayerGroup):
+                raise UnsupportedError(
+                    f"fully_shard: '{each.fqn}' is tied to '{each.param.fqn}' of a tiled layer, and would be gathered "
+                    "whole. Give them a weight each, or do not tile."
+                )
+        if is_tiled(draft.modules[0]) and draft.places:
+            others = {id(param) for other in drafts if other is not draft for param in other.places}
+            tied = {each.fqn for each in draft.tied}
+            tied |= {fqn for param, (fqn, _) in draft.places.items() if id(param) in others}
+            _check_layer(draft.modules[0], {draft.places[param][0]: plan for param, plan in draft.planned}, tied)
+
+
+def _check_layer(layer: nn.Module, plans: dict[str, Plan], tied: set[str]) -> None:
     for name, param in parameter_slots(layer).items():
         if param is None:
             continue
         plan, why = plans.get(name), ""
-        if is_tied(name):
+        if name in tied:
             why = "is tied to another module's, which would gather it whole: give them a weight each, or do not tile"
         elif plan is None:
             why = "is in ignored_params: ignore all parameters of the layer, or none"
@@ -231,32 +398,50 @@ def check_can_tile(layer: nn.Module, plans: dict[str, Plan], is_tied: Callable[[
             raise UnsupportedError(f"fully_shard: '{name}' of this tiled {type(layer).__name__} {why}.")
 
 
-def make_tiles(layer: Any, unit: Unit) -> None:
-    """Give `layer`, which `unit` manages, its tiles, and each tile a unit of its own with the settings of `unit`."""
-    groups = unit.groups
+def make_tiles(unit: Unit) -> None:
+    """If `unit` was made for a tiled layer, give that its tiles, and each tile a unit with the settings of `unit`."""
+    layer = next(iter(unit.modules), None)
+    if not isinstance(layer, _Tiled) or not unit.groups:
+        return
+    groups = [_LayerGroup(group) for group in unit.groups]
+    unit.groups = [*groups]
     layout = next(param for group in groups for param in group.params if param.slots[0].name == "weight").layout
     bounds = chunk_bounds(layout.chunk, layer.num_tiles)
     spans = [(start, stop - start) for start, stop in pairwise(bounds) if start < stop]
+    wholes = [[_Whole(param, len(spans)) for param in group.params] for group in groups]
     kind = _LinearTile if isinstance(layer, _TiledLinear) else _EmbeddingTile
     policy = replace(unit.policy, output_dtype=None)  # the outputs of the layer are cast
-    modules, units = nn.ModuleList(), []
-    for index, (start, num_rows) in enumerate(spans):
-        module = kind(layer, layout, start, num_rows)
-        modules.append(module)
-        lists = []
-        for group in groups:
-            parts = [(Part(param, index, len(spans), start), param.slots[0].name) for param in group.params]
-            lists.append(
-                [part_of(part, num_rows, f"tiles.{index}.{name}", [Slot(module, name)]) for part, name in parts]
-            )
-        units.append(Unit([module], lists, unit.device, policy, unit.settings))
-        for group, whole in zip(units[-1].groups, groups, strict=True):
-            group.smaller, group.keep = whole.smaller, whole.keep
+    settings = replace(unit.settings, manual_finalization=False)  # the root's, which no tile is
+    modules = [kind(layer, layout, start, num_rows) for start, num_rows in spans]
+    for index, (module, (start, num_rows)) in enumerate(zip(modules, spans, strict=True)):
+        lists = [
+            [_TileParameter(each, index, start, num_rows, Slot(module, each.param.slots[0].name)) for each in whole]
+            for whole in wholes
+        ]
+        tile_unit = Unit([module], lists, unit.device, policy, settings)
+        for group, of_tile in zip(groups, tile_unit.groups, strict=True):
+            of_tile.smaller, of_tile.keep, of_tile.changing = group.smaller, group.keep, group.changing
+            of_tile.channel.like(group.channel)
+            group.tiles.append(of_tile)
+        unit.followers.append(tile_unit)
         module.__class__ = swapped_class(kind)
-        attach(module, units[-1])
-        guard_state_dict(module, units[-1])
-    for group_index, group in enumerate(groups):
-        group.take_parts([each.groups[group_index] for each in units])
-    for each, following in pairwise(units):
-        each.forward_prefetch = [ref(following)]
-    layer.tiles = modules
+        attach(module, tile_unit)
+        guard_state_dict(module, tile_unit)
+        module.register_forward_pre_hook(_prefetch_next)
+    for one, following in pairwise(modules):
+        one.following = ref(following)
+    layer.tiles = _Tiles(modules)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prefetch_next(module: Any, _: object) -> None:
+    """Gather the next tile while this one computes. Not when they are recomputed: the one before is still there."""
+    if module.following is not None and not backward_is_running():
+        unit = unit_for(module.following())
+        with profiler_range("FSDP::forward_prefetch for", unit.fqn):
+            unit.unshard(prefetching=True)
+
+
+hooks.needs_own_unit.append(is_tiled)
+hooks.units_drafted.append(check_tiled)
+hooks.unit_made.append(make_tiles)

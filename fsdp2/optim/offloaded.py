@@ -280,7 +280,7 @@ def _offloaded(params: Sequence[torch.Tensor]) -> dict[int, tuple[ParamGroup, Pl
         for unit in units_with(params)
         for group in unit.groups
         for param in group.params
-        if isinstance(param.plan.offload, Offload) and param.part is None
+        if isinstance(param.plan.offload, Offload) and param.at_rest is not None
     }
 
 

@@ -189,7 +189,7 @@ class OffloadedPart:
                 set_local_tensor(param, real, spec_of(param))
         unit_group = self._unit_group()
         if unit_group is not None:
-            unit_group.changing = [each for each in unit_group.changing if each != self._unit_needs]
+            unit_group.changing[:] = [each for each in unit_group.changing if each != self._unit_needs]
 
     def synchronize(self) -> None:
         """Let the host wait for what the device writes to its memory, and for files. After `settle`."""

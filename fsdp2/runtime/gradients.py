@@ -209,11 +209,7 @@ class Gradients:
     def drop(self) -> None:
         """Drop all unreduced and partial gradients."""
         for param in self._params:
-            param.partial = None
-            if param.unsharded is not None:
-                param.unsharded.grad = None
-            if param.part is not None:
-                param.part.whole.arrived.clear()
+            param.drop_grad()
         self.end_backward()
 
     def take(

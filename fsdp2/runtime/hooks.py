@@ -5,13 +5,18 @@ none of them. A feature adds itself when its module is imported (`unit_made`, `r
 (`Hooks`) where it has something to do there. For a plain model all lists of a root are empty.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from fsdp2.errors import UnsupportedError
 
-# Called by `fully_shard`: with `ignored_params`, with each parameter that it has sharded and its whole values, and with
-# each unit that it has made.
+# Called by `fully_shard`: with each module that its units would manage, which may need a unit of its own; with the
+# drafts of all units that it will make, before anything is changed; with `ignored_params`; with each parameter that it
+# has sharded and its whole values; and, as by `copy.deepcopy`, with each unit that it has made.
+needs_own_unit: list[Callable[[nn.Module], bool]] = []
+units_drafted: list[Callable[[Sequence[Any]], None]] = []
 params_ignored: list[Callable[[Iterable[Any]], None]] = []
 param_sharded: list[Callable[[Any, Any], None]] = []
 unit_made: list[Callable[[Any], None]] = []

@@ -17,7 +17,6 @@ from enum import Enum
 from functools import partial
 from operator import is_
 from warnings import warn
-from weakref import ref
 
 import torch
 from torch import nn
@@ -91,9 +90,8 @@ class ParamGroup:
         flat_shards: which shards stand together in memory, since the last `refresh`.
         conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
         changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
-            for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits.
-        parts: groups of other units whose parameters are the parts of these, which are then never gathered themselves.
-        whole: for a group of parts: the group of their wholes.
+            for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits. Groups with
+            the same shards may share the list.
     """
 
     def __init__(
@@ -109,8 +107,6 @@ class ParamGroup:
         self.users: set[int] = set()
         self.keep = Keep.NOTHING
         self.changing: list[Callable[[bool], None]] = []
-        self.parts: list[ParamGroup] = []
-        self.whole: Callable[[], ParamGroup | None] = lambda: None
         self.phase = Phase.SHARDED
         self._unsharded: UnshardedStorage | None = None
         self.conversions = 0  # how often `_unsharded` was dropped
@@ -124,8 +120,10 @@ class ParamGroup:
         self._host: HostCopy | None = None
         self._copies_at: list[int] | None = None  # versions of what is gathered now and will be copied to the host
         self._shards: list[torch.Tensor] = []
-        # The sharded parameters, their local tensors, and their own storages, at the last `refresh`.
+        # The sharded parameters, what the slots hold while sharded, local tensors, and the sharded parameters' own
+        # storages, at the last `refresh`.
         self._sharded = [param.sharded for param in self.params]
+        self._at_rest = [param.at_rest for param in self.params]
         self._locals = list(map(local_of, self._sharded))
         self._storages = storages_of(self._sharded)
         self.flat_shards: list[FlatShard] = []
@@ -143,7 +141,7 @@ class ParamGroup:
     def unshard(self, memory: ReleasedMemory, prefetching: bool = False) -> None:
         """Issue the all-gather, unless it is already issued. Collective over the shard group (after
         `reshard(to=Phase.SMALLER)`, over the smaller group). The parameters may be used after `wait_for_unshard`."""
-        if self.parts or self.phase in (Phase.GATHERING, Phase.UNSHARDED):
+        if self.phase in (Phase.GATHERING, Phase.UNSHARDED):
             return
         emit("unshard", self.channel.fqn)
         is_new = self._follow_conversion(memory)
@@ -204,9 +202,6 @@ class ParamGroup:
 
     def settle(self, gathering: bool = False) -> None:
         """Before the shards are read or changed: wait for what changes them in the background."""
-        whole = self.whole()
-        if whole is not None:
-            whole.settle(gathering)
         for wait in tuple(self.changing):
             wait(gathering)
 
@@ -240,7 +235,7 @@ class ParamGroup:
             self._check_slots()
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.
-            self._put([param.at_rest for param in self.params])
+            self._put(self._at_rest)
             self._move(Phase.SHARDED)
             raise
         self._move(Phase.UNSHARDED)
@@ -286,7 +281,7 @@ class ParamGroup:
         if to is Phase.SHARDED and self.roles.sharded_replicas:
             with memory.streams.gathering():
                 unsharded.source.free()
-        self._put([param.resharded if to is Phase.SMALLER else param.at_rest for param in self.params])
+        self._put([param.resharded for param in self.params] if to is Phase.SMALLER else self._at_rest)
         if to is not Phase.SMALLER and self.smaller is not None:
             unsharded.copies = []
             self._follow_resharded()
@@ -312,10 +307,10 @@ class ParamGroup:
 
     def _check_slots(self) -> None:
         """Raise if a parameter was replaced in the modules, because the replacement would be ignored."""
-        if self.smaller is None:
-            forms = [param.at_rest for param in self.params]
-        else:
-            forms = [param.at_rest if param.resharded is None else param.resharded for param in self.params]
+        forms: Sequence[nn.Parameter | None] = self._at_rest
+        if self.smaller is not None:
+            pairs = zip(self.params, forms, strict=True)
+            forms = [form if param.resharded is None else param.resharded for param, form in pairs]
         for index, tensor in self._slots().others(forms):
             check_stand_in(self.params[index], tensor)
 
@@ -409,10 +404,8 @@ class ParamGroup:
     def _follow_conversion(self, memory: ReleasedMemory) -> bool:
         """A module that is no unit may have been converted by itself (`model.head.float()`): its parameters have other
         local tensors now, and nobody has told the unit. Returns whether that was so."""
-        whole = self.whole()
-        changing = self.changing or (whole is not None and whole.changing)  # these tensors are others meanwhile
-        if self.phase is not Phase.SHARDED or changing or self._has_known_locals():
-            return False
+        if self.phase is not Phase.SHARDED or self.changing or self._has_known_locals():
+            return False  # (these tensors are others while something changes them)
         with torch.inference_mode(False), torch.no_grad():
             self.forget_kept(memory)
             return self.refresh()
@@ -456,19 +449,11 @@ class ParamGroup:
             self._resting = RestingShards(files) if files else None
         if any(changed):
             self._drop_unsharded()
-        for part in self.parts:
-            if part.phase is Phase.SHARDED:
-                part.refresh()
         self._sharded = [param.sharded for param in self.params]
+        self._at_rest = [param.at_rest for param in self.params]
         self._locals = list(map(local_of, self._sharded))
         self._storages = storages_of(self._sharded)
         return any(changed)
-
-    def take_parts(self, groups: Sequence["ParamGroup"]) -> None:
-        """The parameters of `groups`, of other units, are the parts of these."""
-        self.parts = [*groups]
-        for group in groups:
-            group.whole = ref(self)
 
     def lay_together(self) -> None:
         """Move the shards into one block of memory. Only while sharded, after `refresh`."""
@@ -484,17 +469,17 @@ class ParamGroup:
 
     def on_meta(self) -> list[str]:
         """FQNs of parameters that are on the meta device."""
-        return [param.fqn for param in self.params if self._at_rest(param).is_meta]
+        return [param.fqn for param in self.params if self._held(param).is_meta]
 
     def not_at_home(self) -> list[tuple[str, torch.device]]:
         """FQNs and devices of parameters that should be offloaded but are not."""
         return [
-            (param.fqn, self._at_rest(param).device)
+            (param.fqn, self._held(param).device)
             for param in self.params
-            if param.plan.offload.home is not None and self._at_rest(param).device != param.plan.home
+            if param.plan.offload.home is not None and self._held(param).device != param.plan.home
         ]
 
-    def _at_rest(self, param: ManagedParameter) -> torch.Tensor:
+    def _held(self, param: ManagedParameter) -> torch.Tensor:
         """The sharded parameter, or a replacement from a loader."""
         return param.held if self.phase is Phase.SHARDED else param.sharded
 

@@ -15,8 +15,8 @@ autograd graphs hold `unsharded`. The group knows which form the module currentl
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -25,11 +25,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp2._torch import local_tensor, make_parameter, move_hooks, set_local_tensor, subclassed_parameter, version
+from fsdp2._torch import (
+    DTensorSpec,
+    backward_hooks_of,
+    foreach_add,
+    local_tensor,
+    make_dtensor,
+    make_parameter,
+    move_hooks,
+    set_local_tensor,
+    subclassed_parameter,
+    tensor_hooks,
+    version,
+)
 from fsdp2.adjacent import carved_of
 from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
-from fsdp2.layout import ShardLayout, strides
+from fsdp2.layout import ShardLayout
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.runtime.extension import Extension, extension_of, is_wrapper
@@ -138,30 +150,46 @@ class Partial(NamedTuple):
         return self.flat if divisor == self.divisor else self.flat * (divisor / self.divisor)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What makes a `ManagedParameter` a part of another one, which is never gathered whole: its shard is some rows of
-    the other's on each rank. Both have one sharded parameter, the whole; the slots of a part are empty while sharded.
+def deliver(
+    params: "Sequence[ManagedParameter]", grads: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]
+) -> "Sequence[ManagedParameter]":
+    """Set the reduced gradients of `params`, of one reduction, or add to the existing ones. Returns the parameters
+    whose gradient is complete."""
+    old, new = [], []
+    for param, local, spec in zip(params, grads, specs, strict=True):
+        sharded = param.sharded
+        if backward_hooks_of(sharded):
+            local = _hooked(param, local, spec)
+        if (grad := sharded.grad) is None:
+            sharded.grad = distributed(local, spec, sharded.device)
+        else:
+            old.append(local_tensor(grad))
+            new.append(local)
+    foreach_add(old, new)
+    return params
 
-    Attributes:
-        whole: the other one.
-        index, count: which part of how many.
-        start: the first of its rows in the whole's shard.
-    """
 
-    whole: "ManagedParameter"
-    index: int
-    count: int
-    start: int
+def distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
+    """A gradient for a parameter that says it is on `device`: torch refuses one that says another."""
+    if local.device == device:
+        return make_dtensor(local, spec)
+    grad = make_dtensor(torch.empty_like(local, device=device), spec)
+    set_local_tensor(grad, local, spec)
+    return grad
 
-    def add_arrived(self) -> bool:
-        """Its gradient is there. Returns whether those of all parts are."""
-        arrived = self.whole.arrived
-        arrived.add(self.index)
-        if len(arrived) < self.count:
-            return False
-        arrived.clear()
-        return True
+
+def _hooked(param: "ManagedParameter", local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
+    grad = distributed(local, spec, param.sharded.device)
+    for hook in tensor_hooks(param.sharded):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:
+        raise ArgumentError(
+            f"a hook of '{param.fqn}' returned a {type(grad).__name__}; expected None or a DTensor of the shape and "
+            "placements of the gradient that it was given"
+        )
+    return local_tensor(grad).to(local.dtype)
 
 
 class ManagedParameter:
@@ -180,9 +208,9 @@ class ManagedParameter:
         partial: with HSDP, the reduce-scattered gradient that still waits for its all-reduce.
         writes_on_meta: how often the original was written to on the meta device, where writes leave no values.
         extension: the user's hooks that change the all-gather of this parameter, if any.
-        part: of which parameter it is a part; None for a whole one.
-        arrived: the indices of its parts that have added their gradient to its own, in this backward.
     """
+
+    deliver = staticmethod(deliver)
 
     def __init__(self, slots: list[Slot], fqn: str, original: nn.Parameter, data: torch.Tensor, plan: Plan):
         self.slots = slots
@@ -202,8 +230,6 @@ class ManagedParameter:
         self.resharded: nn.Parameter | None = None
         self.partial: Partial | None = None
         self.writes_on_meta = version(original) if original.is_meta else 0
-        self.part: Part | None = None
-        self.arrived: set[int] = set()
         _managed[original] = ref(self)
         self.put(self.sharded)
 
@@ -223,21 +249,11 @@ class ManagedParameter:
         copied = copy.copy(self)
         copied.slots = slots
         copied.unsharded = copied.whole = copied.resharded = copied.partial = None
-        copied.arrived = set()
         copied.sharded = sharded
         copied.flat = copied.flat.new_empty(0)
         if slots:
             copied.refresh()
         return copied
-
-    def _follow_whole(self) -> bool:
-        """Find the part's shard in the whole's. Returns whether that is another than before."""
-        assert self.part is not None
-        whole, start = self.part.whole, self.part.start * self.layout.row_numel
-        before, self.flat = self.flat, whole.flat[start : start + self.layout.padded_numel]
-        is_same = before.untyped_storage() is self.flat.untyped_storage() and whole.sharded is self.sharded
-        self.sharded = whole.sharded
-        return not is_same
 
     # --- geometry ----------------------------------------------------------------------------------------------------
 
@@ -317,8 +333,8 @@ class ManagedParameter:
 
     @property
     def at_rest(self) -> nn.Parameter | None:
-        """What the slots hold while it is sharded."""
-        return self.sharded if self.part is None else None
+        """What the slots hold while it is sharded; None for one whose `sharded` is another parameter's."""
+        return self.sharded
 
     def put(self, form: nn.Parameter) -> None:
         """Make every slot hold `form`."""
@@ -376,6 +392,12 @@ class ManagedParameter:
             grad = local_tensor(grad)
         return grad if self.geometry.as_is else self.geometry.to_memory(grad)
 
+    def drop_grad(self) -> None:
+        """Drop the gradient that is unsharded, or waits for an all-reduce."""
+        self.partial = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
+
     def is_among(self, ids: set[int]) -> bool:
         """Whether one of its forms is one of the objects with these ids."""
         return id(self.sharded) in ids or id(self.unsharded) in ids or id(self.resharded) in ids
@@ -396,8 +418,6 @@ class ManagedParameter:
         Raises:
             ArgumentError: the module holds something that is not this parameter sharded the same way.
         """
-        if self.part is not None:
-            return self._follow_whole()
         current = self.slots[0].get()
         if current is self.sharded and self._is_current(local_tensor(current)):
             tie_again(self.slots, current, self._check_replacement)
@@ -458,20 +478,6 @@ class ManagedParameter:
                 f"{self.fqn}: expected {expected}, got shape {tuple(current.shape)} with placements "
                 f"{current.placements}. Distribute it like the parameter that it replaces."
             )
-
-
-def part_of(part: Part, num_rows: int, fqn: str, slots: list[Slot]) -> ManagedParameter:
-    """The part that consists of `num_rows` rows of each rank's shard, fewer where that has fewer. The whole is sharded
-    on dim 0, plain and contiguous."""
-    whole = part.whole
-    shape = whole.layout.part(part.start, num_rows).shape
-    specs = ParamSpecs(whole.plan.specs.mesh, whole.plan.specs.placements, shape, strides(shape))
-    cut = copy.copy(whole)
-    cut.plan = replace(whole.plan, specs=specs)
-    cut.geometry = Geometry(torch.empty(shape, device="meta"), 0, whole.roles)
-    cut.slots, cut.fqn, cut.part = slots, fqn, part
-    cut.refresh()
-    return cut
 
 
 def check_stand_in(param: ManagedParameter, found: torch.Tensor | None) -> None:

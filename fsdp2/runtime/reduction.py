@@ -21,31 +21,23 @@ from operator import attrgetter
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import (
-    DTensorSpec,
-    backward_hooks_of,
-    foreach_add,
     foreach_copy,
     foreach_divided,
     hooks_of,
-    local_tensor,
-    make_dtensor,
     post_accumulate_grad_hooks,
-    set_local_tensor,
-    tensor_hooks,
 )
 from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
-from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
+from fsdp2.errors import CollectiveError
 from fsdp2.events import emit, profiled
 from fsdp2.layout import Lane, ShardLayout
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import packed
-from fsdp2.runtime.parameter import ManagedParameter, Part, Partial
+from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.streams import Streams
 from fsdp2.watch.exchange import Arrival, Exchange
 
@@ -103,6 +95,7 @@ class ReductionPlan:
         ]
         moves = params[0].plan.grad_home != channel.roles.device
         self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
+        self.deliver = params[0].deliver  # those of a group are of one class
         self._exchanges: dict[tuple[str, dist.ProcessGroup], Exchange] = {}
 
     def exchange(self, what: str, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Exchange:
@@ -391,62 +384,19 @@ class Reduction:
 
     @profiled("FSDP::hand_over")
     def _hand_over(self) -> None:
-        """Set `sharded.grad`, or add to the existing one. The hooks of a whole in parts run when its last part came."""
+        """Set or add to `sharded.grad`, and run the hooks of the parameters whose gradient is complete."""
         if self._is_abandoned:
             return
-        old, new, hooked = [], [], []
-        complete: list[ManagedParameter] = []
-        for param, output, offset, spec in zip(self._plan.params, *self._reduced(), self._plan.grad_specs, strict=True):
-            sharded = param.sharded
-            local = param.geometry.local_view(output, offset)
-            if backward_hooks_of(sharded):
-                local = _hooked(param, local, spec)
-            if param.part is not None:
-                old.append(_rows_of_whole(param.part, local))
-                new.append(local)
-                if not param.part.add_arrived():
-                    continue
-            elif (grad := sharded.grad) is None:
-                sharded.grad = _distributed(local, spec, sharded.device)
-            else:
-                old.append(local_tensor(grad))
-                new.append(local)
-            complete.append(param if param.part is None else param.part.whole)
-            if hooks_of(sharded):
-                hooked += [(hook, sharded) for hook in post_accumulate_grad_hooks(sharded)]
-        foreach_add(old, new)
-        for hook, sharded in hooked:
-            hook(sharded)
+        plan, local = self._plan, zip(self._plan.params, *self._reduced(), strict=True)
+        grads = [param.geometry.local_view(output, offset) for param, output, offset in local]
+        complete = plan.deliver(plan.params, grads, plan.grad_specs)
+        sharded = [param.sharded for param in complete]
+        if any(map(hooks_of, sharded)):
+            calls = [(hook, each) for each in sharded for hook in post_accumulate_grad_hooks(each)]
+            for hook, each in calls:
+                hook(each)
         for call in self._settings.when_reduced if complete else ():
             call(complete)
-
-
-def _rows_of_whole(part: Part, local: torch.Tensor) -> torch.Tensor:
-    """Where the gradient `local` of a part belongs in that of the whole, which is zeros if there was none."""
-    whole = part.whole
-    if (grad := whole.sharded.grad) is None:
-        zeros = whole.geometry.local_view(local.new_zeros(whole.geometry.local_numel))
-        grad = whole.sharded.grad = _distributed(zeros, whole.plan.specs.sharded(local.dtype), whole.sharded.device)
-    return local_tensor(grad).narrow(0, part.start, local.shape[0]) if local.numel() else local
-
-
-def _hooked(param: ManagedParameter, local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """What the user's `register_hook` hooks make of a reduced gradient; autograd has not run them."""
-    if param.part is not None:
-        raise UnsupportedError(
-            f"'{param.fqn}' is of a tiled layer, so its gradient comes in parts, and register_hook has no gradient to "
-            "show. Use register_post_accumulate_grad_hook."
-        )
-    grad = _distributed(local, spec, param.sharded.device)
-    for hook in tensor_hooks(param.sharded):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    if not isinstance(grad, DTensor) or local_tensor(grad).shape != local.shape:
-        raise ArgumentError(
-            f"a hook of '{param.fqn}' returned a {type(grad).__name__}; expected None or a DTensor of the shape and "
-            "placements of the gradient that it was given"
-        )
-    return local_tensor(grad).to(local.dtype)
 
 
 def _reduce_scatter(
@@ -463,12 +413,3 @@ def _all_reduce(exchange: Exchange, comm: Comm, flat: torch.Tensor, group: dist.
         exchange.begin_like = all_reduce_like(comm, flat, group, average, exchange.mark)
     with exchange:
         return Arrival(exchange, comm.all_reduce(flat, group, average, exchange.mark))
-
-
-def _distributed(local: torch.Tensor, spec: DTensorSpec, device: torch.device) -> torch.Tensor:
-    """A gradient for a parameter that says it is on `device`: torch refuses one that says another."""
-    if local.device == device:
-        return make_dtensor(local, spec)
-    grad = make_dtensor(torch.empty_like(local, device=device), spec)
-    set_local_tensor(grad, local, spec)
-    return grad

@@ -90,9 +90,9 @@ def _kinds(
 
 def _should_have_neighbours(param: ManagedParameter) -> bool:
     """Whether the shard is small and a plain tensor. False if it is used in place, where alignment matters, or pinned,
-    because copies from pinned memory are tracked per allocation. A part is where its whole is. In files all shards of a
-    group are neighbours, so that there are few files."""
-    if param.part is not None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
+    because copies from pinned memory are tracked per allocation; or another parameter's. In files all shards of a group
+    are neighbours, so that there are few files."""
+    if param.at_rest is None or is_wrapper(local_tensor(param.sharded)) or param.aliases or param.plan.pins:
         return False
     return param.flat.nbytes > 0 and (param.plan.in_files or param.flat.nbytes <= MOST_BYTES)
 

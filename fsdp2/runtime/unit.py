@@ -95,6 +95,7 @@ class Unit:
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
         first_node: `next_node_number()` at the beginning of the last forward.
+        followers: units to which this one's settings apply too.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Unit:
         self.settings = settings
         self.forward_prefetch: list[ref[Unit]] = []
         self.backward_prefetch: list[ref[Unit]] = []
+        self.followers: list[Unit] = []
         self.role: Role | None = None
         self.in_flight: InFlight | None = None
         self.stage = Stage.IDLE
@@ -141,8 +143,8 @@ class Unit:
 
     @property
     def params(self) -> list[ManagedParameter]:
-        """The parameters of all groups; parts belong to the unit that has their whole."""
-        return [param for group in self.groups for param in group.params if param.part is None]
+        """The parameters of all groups, without those whose shard is another parameter's."""
+        return [param for group in self.groups for param in group.params if param.at_rest is not None]
 
     def ready_context(self) -> "Context[Unit]":
         """The context; a provisional one for a unit that no root's forward has reached yet. Raises like `refresh`."""
@@ -366,8 +368,6 @@ class Unit:
     def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
         for hook in context.hooks.unit_started:
             hook(self)
-        if backward_is_running() and any(group.whole() for group in self.groups):
-            return  # of recomputed parts of a large layer, that before this one is still there
         for unit in _prefetched(self.forward_prefetch):
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
@@ -529,8 +529,6 @@ class Unit:
 
     def _reduce(self, group: ParamGroup, settings: UnitSettings, at_end: bool = False) -> None:
         assert self.context is not None
-        if group.parts:
-            return  # their own units reduce them
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
         wanted = None

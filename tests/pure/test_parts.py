@@ -1,9 +1,10 @@
-"""`ShardLayout.part`: the rows of a tile, on every number of ranks."""
+"""`part_of`: the rows of a tile, on every number of ranks."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+from fsdp2.extras.tiles import part_of
 from fsdp2.layout import ShardLayout, chunk_bounds
 
 
@@ -17,7 +18,7 @@ def test_ranks_have_the_rows_that_torch_chunk_would_give_them() -> None:
                 for start, stop in pairwise(bounds):
                     if start == stop:
                         continue
-                    part = layout.part(start, stop - start)
+                    part = part_of(layout, start, stop - start)
                     wanted = [min(max(layout.local_size(rank) - start, 0), stop - start) for rank in range(ranks)]
                     assert [part.local_size(rank) for rank in range(ranks)] == wanted
                     assert part.shape == (sum(wanted), 3)
