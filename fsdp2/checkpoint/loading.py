@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.formats.native import NATIVE
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected, wait_for
-from fsdp2.checkpoint.io.reading import THREADS, Request, covering, read_all
+from fsdp2.checkpoint.io.reading import THREADS, Request
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
@@ -160,7 +160,7 @@ def _load(
                     matching.allocate(model, optimizer)
                     wait_for({need.entry.local.device for need in matching.needs})
                     requests = [one for need in matching.needs for one in requests_for(catalog, need)]
-                read_all(catalog.storage, requests, how.verify)
+                catalog.read(requests, how.verify)
                 matching.finish()
                 values = stored.give(extra, how.verify)  # last: what came before may have drawn random numbers
         finally:
@@ -218,7 +218,7 @@ def _not_one(records: list[str]) -> CheckpointError | None:
         for (path, kind, step, digest), own in ranks.items()
     ]
     # A save may have replaced it after some ranks had opened it: then they open it again.
-    error = ReplacedError if len(paths) == 1 and kinds == {NativeCatalog.kind} else MismatchError
+    error = ReplacedError if len(paths) == 1 and kinds == {NATIVE} else MismatchError
     return error(
         f"the ranks load different checkpoints: {'; '.join(shown[:8])}{'; ...' if len(shown) > 8 else ''}. Give all "
         "ranks the same files; if only one rank has them, load_from_rank sends them to the others."
@@ -240,13 +240,7 @@ def requests_for(
     return [
         request
         for wanted in need.source.wanted(target, box, catalog.tensors[need.section])
-        for request in covering(
-            need.entry.name,
-            wanted.target,
-            wanted.box,
-            catalog.pieces(need.section, wanted.name, wanted.box),
-            f"{catalog.path}: {need.section} '{wanted.name}'",
-        )
+        for request in catalog.requests(need.section, wanted.name, wanted.target, wanted.box, need.entry.name)
     ]
 
 
@@ -259,7 +253,7 @@ def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
     for needs in matching.twins:
         values = [torch.empty_like(need.entry.local, device="cpu") for need in needs]
         for need, into in zip(needs, values, strict=True):
-            read_all(catalog.storage, requests_for(catalog, need, need.entry.box, into), verify)
+            catalog.read(requests_for(catalog, need, need.entry.box, into), verify)
         if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in values)):
             names = [", ".join(sorted(need.source.names())) for need in needs]
             raise MismatchError(

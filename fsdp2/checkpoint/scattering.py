@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.checkpoint.io.catalog import Catalog, PieceTable
-from fsdp2.checkpoint.io.reading import Filler
+from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.loading import Loaded, requests_for
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
@@ -133,12 +132,11 @@ class _Files:
     def __init__(self, folder: str | os.PathLike[str]):
         self._storage, self._path = storage_of(folder)
         self.catalog: Catalog = open_catalog(self._storage, self._path)
-        self._filler = Filler(self.catalog.storage)
 
     def read(self, need: Need, part: Box, into: torch.Tensor) -> None:
         """A part of a tensor that some rank needs."""
         with not_replaced(self._storage, self._path, self.catalog):
-            self._filler.fill(requests_for(self.catalog, need, part, into))
+            self.catalog.read(requests_for(self.catalog, need, part, into), num_threads=0)
 
     def compare(self, twins: Iterable[tuple[Need, Need]]) -> None:
         """Check that weights that are tied here have the same values under both names; `MismatchError` if not."""
@@ -157,7 +155,6 @@ class _Files:
 
     def close(self) -> None:
         """Release the files."""
-        self._filler.close()
         self.catalog.close()
 
 
@@ -257,12 +254,11 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def _listing(files: _Files) -> PieceTable:
+def _listing(files: _Files) -> Catalog:
     """The files' model without the places of its tensors, for the ranks that cannot see them."""
     catalog = files.catalog
-    table = PieceTable(LocalStorage(), catalog.path, catalog.kind, catalog.step)
-    table.tensors["model"] = dict(catalog.tensors.get("model", {}))
-    table.aliases["model"] = dict(catalog.aliases.get("model", {}))
-    table.values["model"] = list(catalog.values.get("model", ()))
-    table.left_out["model"] = dict(catalog.left_out.get("model", {}))  # after the values, which may add to it
-    return table
+    parts: list[Any] = [
+        {"model": each.get("model", empty)}
+        for each, empty in ((catalog.tensors, {}), (catalog.aliases, {}), (catalog.values, ()), (catalog.left_out, {}))
+    ]
+    return Catalog(LocalStorage(), catalog.path, catalog.kind, catalog.step, *parts)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fsdp2.checkpoint.io import reading
-from fsdp2.checkpoint.io.catalog import StoredPiece
-from fsdp2.checkpoint.io.reading import Request, read_all
+from fsdp2.checkpoint.io.pieces import StoredPiece
+from fsdp2.checkpoint.io.reading import OpenFiles, Request, read_all
 from fsdp2.checkpoint.schema.checksum import checksum
 from fsdp2.checkpoint.storage.local import LocalReader, LocalStorage
 from fsdp2.errors import CorruptError
@@ -38,7 +38,7 @@ def requests(request, tmp_path, monkeypatch):
 def test_every_range_comes_back(requests, first, last):
     make, _ = requests
     request = make(first, last)
-    read_all(LocalStorage(), [request])
+    read_all(OpenFiles(LocalStorage()), [request])
     assert request.target.tolist() == list(range(first, last))
 
 
@@ -50,15 +50,15 @@ def test_the_damaged_block_is_named(requests, at):
     path.write_bytes(content)
     first = at // BLOCK * BLOCK
     with pytest.raises(CorruptError, match=rf"bytes {first}\.\.{min(first + BLOCK, NUM_ROWS)} of its part"):
-        read_all(LocalStorage(), [make(0, NUM_ROWS)])
+        read_all(OpenFiles(LocalStorage()), [make(0, NUM_ROWS)])
     if first:
-        read_all(LocalStorage(), [make(0, first)])  # what is not asked for is not looked at
+        read_all(OpenFiles(LocalStorage()), [make(0, first)])  # what is not asked for is not looked at
 
 
 def test_many_small_tensors_are_read_by_several_threads(requests):
     make, _ = requests
     wanted = [make(at, at + 1) for at in range(NUM_ROWS)]
-    read_all(LocalStorage(), wanted)
+    read_all(OpenFiles(LocalStorage()), wanted)
     assert [int(request.target) for request in wanted] == list(range(NUM_ROWS))
     lots = reading._lots(wanted, True)
     assert max(len(lot.tasks) for lot in lots) == reading.TOGETHER
@@ -79,6 +79,6 @@ def test_a_lot_is_of_one_file(requests, tmp_path):
     reverse = make(0, 10)
     reverse.piece = replace(reverse.piece, path=str(other), offset=0, sums="")
     request = make(0, 10)
-    read_all(LocalStorage(), [request, reverse])
+    read_all(OpenFiles(LocalStorage()), [request, reverse])
     assert request.target.tolist() == list(range(10))
     assert reverse.target.tolist() == list(range(249, 239, -1))

@@ -189,8 +189,8 @@ def changed(name: str, at: int) -> Callable[[Path], None]:
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str, str, int]] = {
     # folder, what happens, file that is named, what is said, how many tensors are named
-    "missing": ("three", lambda f: (f / MODEL).unlink(), MODEL, "is missing", 4),
-    "link": ("three", lambda f: ((f / MODEL).rename(f / "away"), (f / MODEL).symlink_to("away")), MODEL, "a link", 4),
+    "missing": ("three", lambda f: (f / MODEL).unlink(), MODEL, "cannot be opened", 4),
+    "link": ("three", lambda f: ((f / MODEL).rename(f / "away"), (f / MODEL).symlink_to("away")), MODEL, "cannot", 4),
     "cut": ("three", lambda f: os.truncate(f / OPTIMIZER, 20_000), OPTIMIZER, "has 20000 bytes", 8),
     "longer": ("three", lambda f: os.truncate(f / OPTIMIZER, 9_000_000), OPTIMIZER, "has 9000000 bytes", 8),
     "header": ("three", changed(MODEL, 60), MODEL, "the header", 4),
@@ -202,7 +202,13 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str, str, int]] = {
         "",
         4,
     ),
-    "extra": ("three", lambda f: (f / "extra-rank-00000-of-00001.safetensors").unlink(), "extra-rank", "is missing", 2),
+    "extra": (
+        "three",
+        lambda f: (f / "extra-rank-00000-of-00001.safetensors").unlink(),
+        "extra-rank",
+        "cannot be opened",
+        2,
+    ),
     "manifest": ("three", changed("checkpoint.json", 500), "checkpoint.json", "", 0),
     "index": ("whole", changed("model.safetensors.index.json", 40), "model.safetensors.index.json", "checksum", 0),
     "sums": ("whole", changed("sums-rank-00000-of-00001.json", 200), "sums-rank-00000", "checksum", 17),

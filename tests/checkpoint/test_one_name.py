@@ -13,8 +13,7 @@ import torch
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.io import reading
-from fsdp2.checkpoint.io.reading import Filler
-from fsdp2.checkpoint.storage import local
+from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CheckpointError, ReplacedError
 from tests.helpers.ranks import on_ranks
@@ -91,15 +90,16 @@ def test_all_ranks_are_told_of_another_job(rank: int, world_size: int, tmp_path:
 
     def write_files(*args: Any) -> Any:
         written = real(*args)
+        patch.undo()
+        torch.distributed.barrier()
         if rank == 1:
-            patch.undo()
             save(tmp_path, 2.0, process_group=alone)
         return written
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.saving, "write_files", write_files)
         with pytest.raises(CheckpointError, match="another save to this name has completed"):
-            save(tmp_path, 1.0, timeout_s=20)
+            save(tmp_path, 1.0, timeout_s=60)
     torch.distributed.barrier()
     assert value_at(tmp_path) == 2.0
     save(tmp_path, 3.0)
@@ -140,16 +140,16 @@ def test_all_ranks_read_again_if_one_must(rank: int, world_size: int, tmp_path: 
 def test_files_that_are_gone_when_a_load_comes_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more files than stay open, say. The load begins again; if that happens each time, it is no damage either."""
     save(tmp_path)
-    monkeypatch.setattr(local, "KEPT_OPEN", 0)
-    real, left = checkpoint.loading.read_all, [1]
+    monkeypatch.setattr(reading, "MAX_OPEN_FILES", 0)
+    real, left = Catalog.read, [1]
 
-    def read_all(*args: Any) -> None:
+    def read(*args: Any) -> None:
         if left[0]:
             left[0] -= 1
             save(tmp_path, 2.0 + left[0])
         real(*args)
 
-    monkeypatch.setattr(checkpoint.loading, "read_all", read_all)
+    monkeypatch.setattr(Catalog, "read", read)
     assert value_at(tmp_path) == 2.0
     left[0] = 100
     with pytest.raises(checkpoint.loading.ReplacedError, match=r"was replaced by save .* while it was read"):
@@ -175,20 +175,19 @@ def test_load_from_rank_beside_a_writer(rank: int, world_size: int, tmp_path: Pa
     if rank == reader:
         save_alone(1.0)
     into = {"a": torch.zeros(3), "b": torch.zeros(4)}
-    real, left, reads = Filler.fill, [1], [0]
+    real, left, reads = Catalog.read, [1], [0]
 
-    def fill(self: Filler, requests: Any) -> None:
+    def read(self: Catalog, requests: Any, **how: Any) -> None:
         reads[0] += 1
         if reads[0] % 2 == 0 and left[0]:  # of each two tensors the second
             left[0] -= 1
             save_alone(2.0 + left[0])
-        real(self, requests)
+        real(self, requests, **how)
 
     folder = tmp_path / NAME if rank == reader else Path("/nowhere")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "KEPT_OPEN", 0)
         patch.setattr(reading, "MAX_OPEN_FILES", 0)
-        patch.setattr(Filler, "fill", fill)
+        patch.setattr(Catalog, "read", read)
         checkpoint.load_from_rank(folder, model=into, rank=reader)
         assert all(values.eq(2).all() for values in into.values())
         assert reads[0] == (4 if rank == reader else 0)

@@ -11,13 +11,9 @@ A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank 
 information. If ``.metadata`` exists, only it is used, as torch does.
 """
 
-import io
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -31,11 +27,12 @@ from fsdp2.checkpoint.formats.foreign_state import (
     path_name,
 )
 from fsdp2.checkpoint.formats.torch_files import TensorInFile, read_torch_file
-from fsdp2.checkpoint.formats.unpickling import plain, shown
-from fsdp2.checkpoint.io.catalog import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.formats.unpickling import NotPlain, plain, shown
+from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import bytes_of
+from fsdp2.checkpoint.io.pieces import StoredPiece
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.storage.base import Reader, Storage
+from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import ArgumentError, CheckpointError, CorruptError, MismatchError, UnsupportedError
 from fsdp2.placement.box import Box
 
@@ -76,14 +73,7 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
         finally:
             reader.close()
     _check_sizes(storage, path, items)
-    left_out: dict[str, dict[str, str]] = {"model": {}, "optimizer": {}, "": {}}
-    catalog = DcpCatalog(storage, path, items, Places({}, {}, []), left_out)
-    try:
-        catalog.places = Places.of(items, left_out, catalog.numbered())
-    except MismatchError as error:
-        raise MismatchError(f"{path}: {error}") from None
-    catalog.step = catalog.find_step()
-    return catalog
+    return DcpCatalog(storage, path, items)
 
 
 def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None:
@@ -98,12 +88,13 @@ def _check_sizes(storage: Storage, path: str, items: Mapping[str, Item]) -> None
             )
 
 
-class NotPlain(Exception):
-    """An item that is intact, but neither plain data nor a number."""
-
-
 class _Sections(Mapping[str, list[Mapping[str, Any]]]):
-    """The values of each section, read on access, so that a model can be loaded without its optimizer's state."""
+    """The values of each section, read on access, so that a model can be loaded without its optimizer's state.
+
+    Raises:
+        CorruptError: one of them is damaged.
+        UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
+    """
 
     def __init__(self, makers: Mapping[str, Callable[[], list[Mapping[str, Any]]]]):
         self._makers = makers
@@ -121,32 +112,28 @@ class _Sections(Mapping[str, list[Mapping[str, Any]]]):
         return len(self._makers)
 
 
-@dataclass
-class DcpCatalog:
+class DcpCatalog(Catalog):
     """See `Catalog`, and the module docstring.
 
     Attributes:
         items: everything that the metadata lists.
         places: where the items belong.
-        left_out: see `Catalog`.
     """
 
-    storage: Storage
-    path: str
-    items: Mapping[str, Item]
-    places: Places
-    left_out: dict[str, dict[str, str]]
-    step: int | None = None
-    kind: str = "DCP (torch.distributed.checkpoint)"
-    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-
-    @cached_property
-    def tensors(self) -> dict[str, dict[str, StoredTensorInfo]]:
-        """See `Catalog`."""
-        return {
-            section: {name: info for name, key in names.items() if (info := self.items[key].info) is not None}
+    def __init__(self, storage: Storage, path: str, items: Mapping[str, Item]):
+        super().__init__(storage, path, "DCP (torch.distributed.checkpoint)")
+        self.items = items
+        self.left_out = {"model": {}, "optimizer": {}, "": {}}
+        try:
+            self.places = Places.of(items, self.left_out, self.numbered())
+        except MismatchError as error:
+            raise MismatchError(f"{path}: {error}") from None
+        self.tensors = {
+            section: {name: info for name, key in names.items() if (info := items[key].info) is not None}
             for section, names in self.places.tensors.items()
         }
+        self.values = _Sections({"model": self._model_values, "optimizer": self._optimizer_values})
+        self.step = self.find_step()
 
     def find_step(self) -> int | None:
         """A number called "step" at the top, or one level below ("train_state"); None if there is none.
@@ -168,16 +155,6 @@ class DcpCatalog:
                     del self.left_out[""][key]
                     return value
         return None
-
-    @cached_property
-    def values(self) -> Mapping[str, list[Mapping[str, Any]]]:
-        """See `Catalog`.
-
-        Raises:
-            CorruptError: one of them is damaged.
-            UnsupportedError: an item of an optimizer's state cannot be read; the rest is useless without it.
-        """
-        return _Sections({"model": self._model_values, "optimizer": self._optimizer_values})
 
     def _model_values(self) -> list[Mapping[str, Any]]:
         model: dict[str, Any] = {}
@@ -230,7 +207,7 @@ class DcpCatalog:
         for key, item in self.items.items():
             for _, where in item.chunks.values() if key not in tensors else ():
                 try:
-                    self._sound(where)
+                    self._read(where)
                 except (NotPlain, UnsupportedError):
                     continue
                 except CheckpointError as error:
@@ -265,9 +242,6 @@ class DcpCatalog:
                 tensor = self._tensor(key, shape, where)
                 yield from (piece for piece in tensor.pieces(start) if piece.box.intersect(wanted) is not None)
 
-    def close(self) -> None:
-        """See `Catalog`."""
-
     def _tensor(self, key: str, shape: tuple[int, ...], where: Range) -> TensorInFile:
         """The tensor stored in a range of a file, with its metadata checked."""
         info = self.items[key].info
@@ -282,48 +256,8 @@ class DcpCatalog:
 
     def _read(self, where: Range) -> Any:
         file = self.storage.join(self.path, where.file)
-        reader = self.storage.open_file(file)
-        try:
+        with self.opened.use(file) as reader:
             return read_torch_file(reader, file, where.offset, where.length)
-        finally:
-            reader.close()
-
-    def _sound(self, where: Range) -> Any:
-        """The object in a range of a file.
-
-        Raises:
-            NotPlain: it is an intact pickle that this library does not understand.
-            CorruptError: it is damaged.
-        """
-        try:
-            return self._read(where)
-        except CorruptError as error:
-            if self._is_intact(where):
-                raise NotPlain(str(error)) from error
-            raise
-
-    def _is_intact(self, where: Range) -> bool:
-        """Whether a range of a file is an unmodified archive of torch.save: all its checksums are correct."""
-        if where.length > MAX_VALUE_BYTES:
-            return False
-        reader = self.storage.open_file(self.storage.join(self.path, where.file))
-        try:
-            if where.offset + where.length > reader.size:
-                return False
-            content = bytearray(where.length)
-            reader.read_into(where.offset, memoryview(content))
-        finally:
-            reader.close()
-        try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                entries = archive.infolist()
-                # This check must come first, because compressed data may expand to any size.
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                    return False
-                orders = [archive.read(entry) for entry in entries if entry.filename.endswith("/byteorder")]
-                return orders in ([], [b"little"]) and archive.testzip() is None
-        except (zipfile.BadZipFile, RuntimeError, ValueError, KeyError, EOFError, OverflowError):
-            return False
 
     def _value(self, key: str) -> Any:
         """A value that is not a tensor, or is a 0-dim tensor.
@@ -348,13 +282,10 @@ class DcpCatalog:
             return self._scalar(self._tensor(key, shape, where))
         if where.length > MAX_VALUE_BYTES:
             raise NotPlain(f"no tensor, and has {where.length} bytes")
-        found = self._sound(where)
+        found = self._read(where)
         if isinstance(found, TensorInFile) and not found.shape:
             return self._scalar(found)
-        try:
-            return plain(found, f"'{key}'")
-        except CorruptError as error:
-            raise NotPlain(str(error)) from error
+        return plain(found, f"'{key}'")
 
     def _count(self, key: str, shape: tuple[int, ...], where: Range) -> int | None:
         """A number of steps: an integer, or a tensor that holds one; None for anything else."""
@@ -370,9 +301,6 @@ class DcpCatalog:
 
     def _scalar(self, tensor: TensorInFile) -> torch.Tensor:
         value = torch.empty((), dtype=DTYPES[tensor.dtype])
-        reader: Reader = self.storage.open_file(tensor.path)
-        try:
+        with self.opened.use(tensor.path) as reader:
             reader.read_into(tensor.offset, bytes_of(value)[: ITEMSIZES[tensor.dtype]])
-        finally:
-            reader.close()
         return value

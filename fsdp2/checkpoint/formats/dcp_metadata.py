@@ -28,7 +28,7 @@ from fsdp2.checkpoint.formats.foreign_state import (
     within_value,
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
-from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.state.model import within
 from fsdp2.checkpoint.storage.base import Reader, check_file_name

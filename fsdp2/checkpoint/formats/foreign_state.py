@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.checkpoint.schema.tree import canonical, encode
 from fsdp2.errors import ArgumentError, MismatchError

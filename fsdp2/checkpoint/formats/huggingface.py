@@ -14,8 +14,9 @@ from pathlib import Path
 from fsdp2.checkpoint.formats.native import read_header, read_small
 from fsdp2.checkpoint.formats.torch_files import LEGACY, START, TensorInFile, read_torch_file
 from fsdp2.checkpoint.formats.unpickling import shown
-from fsdp2.checkpoint.io.catalog import PieceTable, StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.schema.header import parse_json
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.schema.header import Header, parse_json
 from fsdp2.checkpoint.storage.base import Storage, check_file_name
 from fsdp2.checkpoint.storage.local import LocalStorage
 from fsdp2.errors import CorruptError
@@ -66,14 +67,15 @@ def _blob(file: str) -> str | None:
     return None
 
 
-def open_huggingface(storage: Storage, path: str) -> PieceTable:
+def open_huggingface(storage: Storage, path: str) -> Catalog:
     """Read the index and the headers of the files that it lists; others in the folder are ignored.
 
     Raises:
         CorruptError: a file is missing or damaged, is outside of the folder, or lacks tensors that the index lists.
     """
-    catalog = PieceTable(storage, path, HUGGING_FACE)
+    catalog = Catalog(storage, path, HUGGING_FACE)
     catalog.tensors["model"] = {}
+    left_out = catalog.left_out.setdefault("model", {})
     entry = _entry(storage, path) or NAMES[0]
     listed: dict[str, str] | None = None
     if entry.endswith(".json"):
@@ -89,9 +91,9 @@ def open_huggingface(storage: Storage, path: str) -> PieceTable:
         for name, found in contained.items():
             if listed is not None and listed.get(name) != file:
                 if name not in listed:
-                    catalog.leave_out("model", name, f"in {file}, and not in the index")
+                    left_out[name] = f"in {file}, and not in the index"
             elif isinstance(found, str):
-                catalog.leave_out("model", name, found)
+                left_out[name] = found
             else:
                 catalog.add("model", name, *found)
     return catalog
@@ -109,17 +111,17 @@ def _weight_map(storage: Storage, path: str, entry: str) -> dict[str, str]:
 def _tensors(storage: Storage, file: str) -> dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str]:
     """All tensors of a file; instead of those that cannot be read, why."""
     reader = storage.open_file(file)
+    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
     try:
         start = bytearray(min(len(LEGACY), reader.size))
         reader.read_into(0, memoryview(start))
-        content = read_torch_file(reader, file) if start.startswith((START, LEGACY)) else None
+        is_torch = start.startswith((START, LEGACY))
+        content = read_torch_file(reader, file) if is_torch else read_header(reader, file)
     finally:
         reader.close()
-    result: dict[str, tuple[StoredTensorInfo, list[StoredPiece]] | str] = {}
-    if content is None:
-        header = read_header(storage, file)
-        result.update(header.unread)
-        for name, stored in header.tensors.items():
+    if isinstance(content, Header):
+        result.update(content.unread)
+        for name, stored in content.tensors.items():
             box = whole(stored.shape)
             piece = StoredPiece(file, stored.offset, box, box, stored.dtype)
             result[name] = StoredTensorInfo(stored.dtype, stored.shape), [piece]

@@ -5,14 +5,14 @@ contains the checksums of all blocks. Every file repeats the id of the save, its
 """
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp2.checkpoint.io.catalog import LeftOut, StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected
+from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
 from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name, sums_file_name
 from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
@@ -22,9 +22,10 @@ from fsdp2.checkpoint.storage.base import PinnedStorage, Reader, Storage
 from fsdp2.errors import CorruptError, FSDPError
 from fsdp2.placement.box import Box, whole
 
+NATIVE = "fsdp2"  # the kind of these catalogs
 TEXT_BLOCK = 1 << 20
 
-__all__ = ["NativeCatalog", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
+__all__ = ["NATIVE", "NativeCatalog", "file_of", "id_of", "read_header", "read_manifest", "read_small"]
 
 
 def file_of(manifest: Manifest, section: str, rank: int) -> str:
@@ -77,22 +78,17 @@ def id_of(storage: Storage, folder: str) -> str | None:
     return None
 
 
-def read_header(storage: Storage, path: str, expected: tuple[int, str] | None = None) -> Header:
+def read_header(reader: Reader, path: str, expected: tuple[int, str] | None = None) -> Header:
     """The header of a safetensors file.
 
     Args:
+        path: of the file that `reader` has open.
         expected: (bytes of the file, CRC-32 of the header) that the manifest lists.
 
     Raises:
-        CheckpointError: the file does not exist.
         CorruptError: it is damaged, or not the file that was expected.
     """
-    reader = storage.open_file(path)
-    try:
-        text = _header_text(reader, path, expected)
-    finally:
-        reader.close()
-    return parse_header(text, path, reader.size)
+    return parse_header(_header_text(reader, path, expected), path, reader.size)
 
 
 def _header_text(reader: Reader, path: str, expected: tuple[int, str] | None) -> bytes:
@@ -128,71 +124,55 @@ class _RankFile:
     sums: Mapping[str, str]
 
 
-@dataclass
-class NativeCatalog:
+class NativeCatalog(Catalog):
     """See `Catalog`, and the module docstring. Opened by `open_found` (`replacing.py`)."""
 
     storage: PinnedStorage
-    path: str
-    manifest: Manifest
-    kind: str = "fsdp2"
-    _files: dict[str, _RankFile] = field(default_factory=dict)
-    _own: dict[tuple[str, int], _RankFile] = field(default_factory=dict)
-    _headers: dict[str, Header] = field(default_factory=dict)
-    _sums: dict[int, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
 
-    @classmethod
-    def checked(
-        cls, storage: PinnedStorage, path: str, manifest: Manifest, files_are_there: bool = True
-    ) -> "NativeCatalog":
-        """The catalog of a manifest, after checking that all files exist with the sizes that it lists.
+    def __init__(self, storage: PinnedStorage, path: str, manifest: Manifest):
+        tensors = {
+            section: {name: StoredTensorInfo(record.dtype, record.shape) for name, record in records.items()}
+            for section, records in manifest.records.items()
+        }
+        super().__init__(storage, path, NATIVE, manifest.step, tensors, manifest.aliases, manifest.values)
+        self.manifest = manifest
+        self._files: dict[str, _RankFile] = {}
+        self._own: dict[tuple[str, int], _RankFile] = {}
+        self._headers: dict[str, Header] = {}
+        self._sums: dict[int, Mapping[str, Mapping[str, str]]] = {}
 
-        Args:
-            files_are_there: False skips this check, for `describe`.
-
-        Raises:
-            CorruptError: a file is missing or has another size.
-        """
-        sizes = storage.sizes(path) if files_are_there else {}
-        for name, (size, _) in manifest.files.items() if files_are_there else ():
+    def check_sizes(self) -> None:
+        """Check that all files exist with the sizes that the manifest lists; `CorruptError` if not."""
+        sizes = self.storage.sizes(self.path)
+        for name, (size, _) in self.manifest.files.items():
             found = sizes.get(name)
             if found != size:
                 what = "is missing (or a link)" if found is None else f"has {found} bytes"
-                raise CorruptError(f"{storage.join(path, name)}: {what}; the manifest lists {size} bytes")
-        return cls(storage, path, manifest)
-
-    @property
-    def step(self) -> int | None:
-        """See `Catalog`."""
-        return self.manifest.step
-
-    @cached_property
-    def tensors(self) -> dict[str, dict[str, StoredTensorInfo]]:
-        """See `Catalog`."""
-        return {
-            section: {name: StoredTensorInfo(record.dtype, record.shape) for name, record in records.items()}
-            for section, records in self.manifest.records.items()
-        }
-
-    @property
-    def aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """See `Catalog`."""
-        return self.manifest.aliases
-
-    @property
-    def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """See `Catalog`."""
-        return self.manifest.values
+                raise CorruptError(f"{self.storage.join(self.path, name)}: {what}; the manifest lists {size} bytes")
 
     @property
     def files(self) -> Iterable[str]:
         """See `Catalog`."""
         return [self.storage.join(self.path, MANIFEST)]  # it has the id of the save
 
-    @property
-    def left_out(self) -> LeftOut:
-        """See `Catalog`: nothing."""
-        return {}
+    def header_of(self, file: str) -> Header:
+        """The header of a safetensors file that the manifest lists."""
+        if file not in self._headers:
+            path = self.storage.join(self.path, file)
+            with self.opened.use(path) as reader:
+                self._headers[file] = read_header(reader, path, self.manifest.files[file])
+        return self._headers[file]
+
+    def json_of(self, file: str) -> Any:
+        """The content of a JSON file that the manifest lists."""
+        path = self.storage.join(self.path, file)
+        size, crc = self.manifest.files.get(file, (0, ""))
+        content = read_small(self.storage, path, size)
+        if f"{zlib.crc32(content):08x}" != crc:
+            raise CorruptError(
+                f"{path}: has checksum {zlib.crc32(content):08x}, and the manifest lists {crc or 'no such file'}"
+            )
+        return parse_json(content, path)
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""
@@ -203,8 +183,13 @@ class NativeCatalog:
             else:
                 yield self._own_piece(section, name, rank, box, record)
 
+    def extra_pieces(self, file: str, key: str) -> list[StoredPiece]:
+        """The tensors of a value of the extra state, which one rank wrote completely."""
+        names = self.header_of(file).tensors
+        return [self.extra_piece(file, name) for name in names if name.startswith(f"{key}/")]
+
     def extra_piece(self, file: str, name: str) -> StoredPiece:
-        """A tensor of the extra state, which one rank wrote completely."""
+        """A tensor of the extra state."""
         held = self._rank_file(file, None)
         if name not in held.header.tensors:
             raise CorruptError(f"{held.path}: has no '{name}', which the manifest says it has")
@@ -213,6 +198,7 @@ class NativeCatalog:
 
     def close(self) -> None:
         """See `Catalog`."""
+        super().close()
         self.storage.close()
 
     def _own_piece(self, section: str, name: str, rank: int, box: Box, record: Record) -> StoredPiece:
@@ -240,9 +226,7 @@ class NativeCatalog:
         if file is None:
             raise CorruptError(f"{self.path}: the manifest does not say in which file '{name}' is")
         path = self.storage.join(self.path, file)
-        if file not in self._headers:
-            self._headers[file] = read_header(self.storage, path, self.manifest.files[file])
-        stored = self._headers[file].tensors.get(name)
+        stored = self.header_of(file).tensors.get(name)
         record = self.manifest.records[section][name]
         if stored is None or (stored.dtype, stored.shape) != (record.dtype, record.shape):
             raise CorruptError(f"{path}: should hold '{name}' {record.dtype} {list(record.shape)}, and does not")
@@ -259,7 +243,7 @@ class NativeCatalog:
         path = self.storage.join(self.path, file)
         if file not in self.manifest.files:
             raise CorruptError(f"{path}: is needed, and the manifest does not list it")
-        header = read_header(self.storage, path, self.manifest.files[file])
+        header = self.header_of(file)
         about = parse_json(header.metadata.get("fsdp2", "null").encode(errors="surrogatepass"), path)
         if (
             not isinstance(about, dict)
@@ -274,13 +258,7 @@ class NativeCatalog:
     def _read_sums(self, rank: int) -> Mapping[str, Mapping[str, str]]:
         file = sums_file_name(rank, self.manifest.world)
         path = self.storage.join(self.path, file)
-        size, crc = self.manifest.files.get(file, (0, ""))
-        content = read_small(self.storage, path, size)
-        if f"{zlib.crc32(content):08x}" != crc:
-            raise CorruptError(
-                f"{path}: has checksum {zlib.crc32(content):08x}, and the manifest lists {crc or 'no such file'}"
-            )
-        about = parse_json(content, path)
+        about = self.json_of(file)
         sums: Any = about.get("sums") if isinstance(about, dict) else None
         if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
             raise CorruptError(f"{path}: was not written by this program")

@@ -21,8 +21,8 @@ from fsdp2._torch.checkpoint import (
     PICKLED_TENSOR_CLASSES,
     PICKLED_TENSORS,
 )
-from fsdp2.checkpoint.formats.unpickling import Made, Named, unpickle
-from fsdp2.checkpoint.io.catalog import StoredPiece
+from fsdp2.checkpoint.formats.unpickling import Made, Named, NotPlain, unpickle
+from fsdp2.checkpoint.io.pieces import StoredPiece
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader
@@ -119,7 +119,7 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         start, length: the range of an archive within the file; by default the whole file.
 
     Raises:
-        CorruptError: it is damaged.
+        CorruptError: it is damaged; a `NotPlain` if it is intact, and its pickle is not understood.
         UnsupportedError: it is older than torch 1.6.
     """
     length = reader.size - start if length is None else length
@@ -221,22 +221,28 @@ class _Archive:
             **dict.fromkeys(PICKLED_PARAMETERS, lambda args: args[0]),
             PICKLED_SUBCLASS: self._typed,
         }
-        return unpickle(io.BytesIO(self._read("data.pkl")), self._where, None, self._memory, rebuild)
+        content = self._read("data.pkl")
+        try:
+            return unpickle(io.BytesIO(content), self._where, None, self._memory, rebuild)
+        except CorruptError as error:
+            raise NotPlain(str(error)) from error  # its checksum is right
 
     def _range(self, name: str) -> tuple[int, int]:
         """(offset in the archive, bytes) of an entry's data."""
-        entry = self._entries[name]
+        entry = self._entries.get(name)
+        if entry is None:
+            raise zipfile.BadZipFile(f"has no '{name[:80]}'")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise ValueError(f"'{name[:80]}' is compressed")
+            raise zipfile.BadZipFile(f"'{name[:80]}' is compressed")
         self._window.seek(entry.header_offset)
         head = self._window.read(30)
         if head[:4] != b"PK\3\4":
-            raise ValueError(f"'{name[:80]}' is not where the directory says")
+            raise zipfile.BadZipFile(f"'{name[:80]}' is not where the directory says")
         offset = (
             entry.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         )
         if offset + entry.file_size > self._window.length:
-            raise ValueError(f"'{name[:80]}' goes beyond the end")
+            raise zipfile.BadZipFile(f"'{name[:80]}' goes beyond the end")
         return offset, entry.file_size
 
     def _read(self, name: str) -> bytes:
@@ -245,7 +251,7 @@ class _Archive:
         content = self._window.read(size)
         crc = self._entries[name].CRC
         if crc and zlib.crc32(content) != crc:  # torch can be configured to leave it at 0
-            raise ValueError(f"'{name}' has checksum {zlib.crc32(content):08x}, expected {crc:08x}")
+            raise zipfile.BadZipFile(f"'{name}' has checksum {zlib.crc32(content):08x}, expected {crc:08x}")
         return content
 
     def _memory(self, key: Any) -> tuple[Named, int, int]:

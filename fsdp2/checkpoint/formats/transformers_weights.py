@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.checkpoint.state.model import clean_name
 from fsdp2.checkpoint.state.sources import Source, concatenated, stacked, stored
 from fsdp2.errors import MismatchError, UnsupportedError

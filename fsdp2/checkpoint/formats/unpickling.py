@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp2.errors import CorruptError
 
-__all__ = ["Made", "Maker", "Named", "plain", "shown", "unpickle"]
+__all__ = ["Made", "Maker", "Named", "NotPlain", "plain", "shown", "unpickle"]
 
 # Given the arguments, returns what they build.
 Maker = Callable[[tuple[Any, ...]], Any]
@@ -28,6 +28,10 @@ MAX_NAME = 1000
 # Objects per byte: an empty list takes 64 times its code. Honest pickles build an object from every third byte.
 FREE_OBJECTS = 1 << 20
 BYTES_AN_OBJECT = 2
+
+
+class NotPlain(CorruptError):
+    """What is intact, but no plain data."""
 
 
 class Named:
@@ -102,7 +106,7 @@ def plain(value: Any, where: str) -> Any:
     """A copy of `value`, if it consists of plain data only.
 
     Raises:
-        CorruptError: it contains something else, or is nested too deeply, or too large.
+        NotPlain: it contains something else, or is nested too deeply, or too large.
     """
     containers = leaves = 0
 
@@ -112,10 +116,10 @@ def plain(value: Any, where: str) -> Any:
         if kind in _LEAVES:
             return item
         if kind not in (list, tuple, dict):
-            raise CorruptError(f"{where}: expected numbers, strings, lists, tuples and dicts, got {shown(item)}")
+            raise NotPlain(f"{where}: expected numbers, strings, lists, tuples and dicts, got {shown(item)}")
         containers, leaves = containers + 1, leaves + len(item)
         if depth > MAX_DEPTH or containers > MAX_CONTAINERS or leaves > MAX_LEAVES:
-            raise CorruptError(f"{where}: plain data nested too deeply, or too much of them")
+            raise NotPlain(f"{where}: plain data nested too deeply, or too much of them")
         if kind is dict:
             return {key: copy(one, depth + 1) for key, one in item.items()}
         return kind([copy(one, depth + 1) for one in item])

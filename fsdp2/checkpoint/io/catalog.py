@@ -5,128 +5,36 @@ The reader of each format returns a `Catalog`: `native.py`, `huggingface.py`, `d
 verify, describe, convert) works on catalogs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any
 
+import torch
+
+from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
+from fsdp2.checkpoint.io.reading import THREADS, OpenFiles, Request, read_all
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CorruptError
-from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
+from fsdp2.placement.box import Box, Cover
 
-__all__ = ["Catalog", "LeftOut", "PieceTable", "StoredPiece", "StoredTensorInfo", "left_out_of", "runs_within"]
-
-
-class StoredTensorInfo(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        dtype: its name in safetensors.
-        shape: of the whole tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class StoredPiece:
-    """A part of a tensor, somewhere in a file, row-major.
-
-    Attributes:
-        path: of the file, in the storage.
-        offset: where the container begins in the file.
-        container: the part of the whole tensor that is stored at `offset` without gaps.
-        box: the part of the container that this piece stands for (all of it, except in consolidated files).
-        dtype: its name in safetensors.
-        sums: checksums of the blocks of the row-major bytes of `box`, joined; "" if there are none.
-    """
-
-    path: str
-    offset: int
-    container: Box
-    box: Box
-    dtype: str
-    sums: str = ""
-
-
-def runs_within(box: Box, container: Box, itemsize: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """(byte of the container, bytes) of the runs that bytes ``start..end`` of a box's values are, in order."""
-    within = box.within(container)
-    place = flat_range(within, container.shape)
-    if place is not None:
-        yield place[0] * itemsize + start, end - start
-        return
-    for part in boxes_of_flat_range(box.shape, start // itemsize, end // itemsize):
-        moved = Box(tuple(a + b for a, b in zip(part.start, within.start, strict=True)), part.shape)
-        yield from ((low * itemsize, (high - low) * itemsize) for low, high in moved.runs(container.shape))
-
-
-# Section ("" for none) -> what the folder has there, and this library cannot read -> why.
-LeftOut = Mapping[str, Mapping[str, str]]
-
-
-class Catalog(Protocol):
-    """The content of a folder."""
-
-    @property
-    def storage(self) -> Storage:
-        """Where it is."""
-
-    @property
-    def path(self) -> str:
-        """The folder, in the storage."""
-
-    @property
-    def kind(self) -> str:
-        """The format, as text."""
-
-    @property
-    def step(self) -> int | None:
-        """Number of steps done; None if unknown."""
-
-    @property
-    def tensors(self) -> Mapping[str, Mapping[str, StoredTensorInfo]]:
-        """Section ("model", "optimizer") -> name -> dtype and shape."""
-
-    @property
-    def aliases(self) -> Mapping[str, Mapping[str, str]]:
-        """Section -> another name of a tensor -> the name that is in `tensors`."""
-
-    @property
-    def values(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`)."""
-
-    @property
-    def files(self) -> Iterable[str]:
-        """The paths of the files that show whether two folders hold the same."""
-
-    @property
-    def left_out(self) -> LeftOut:
-        """What is neither in `tensors` nor in `values`. Of values it is known once `values` of the section was read."""
-
-    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
-        """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
-
-        Raises:
-            CorruptError: a file is damaged, or does not match the description of the folder.
-        """
-
-    def close(self) -> None:
-        """Release open files."""
-
-
-def left_out_of(catalog: Catalog) -> dict[str, str]:
-    """All that a catalog leaves out, as texts for people ("model 'w'") -> why."""
-    every = [(section, name, why) for section, names in catalog.left_out.items() for name, why in names.items()]
-    return {f"{section} '{name}'".lstrip(): why for section, name, why in every}
+__all__ = ["Catalog"]
 
 
 @dataclass
-class PieceTable:
-    """A catalog whose pieces are all known from the start, for formats that list them.
+class Catalog:
+    """The content of a folder.
 
     Attributes:
-        table: section -> name -> pieces.
+        path: the folder, in the storage.
+        kind: the format, as text.
+        step: number of steps done; None if unknown.
+        tensors: section ("model", "optimizer") -> name -> dtype and shape.
+        aliases: section -> another name of a tensor -> the name that is in `tensors`.
+        values: section -> values other than tensors, from each kind of rank (see `optimizer.py`, `state.py`).
+        left_out: section ("" for none) -> what the folder has there, and this library cannot read -> why. Of values it
+            is known once `values` of the section was read.
+        table: section -> name -> pieces, for formats in which they are all known from the start.
     """
 
     storage: Storage
@@ -134,30 +42,76 @@ class PieceTable:
     kind: str
     step: int | None = None
     tensors: dict[str, dict[str, StoredTensorInfo]] = field(default_factory=dict)
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-    values: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
+    aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    values: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     table: dict[str, dict[str, list[StoredPiece]]] = field(default_factory=dict)
 
+    @cached_property
+    def opened(self) -> OpenFiles:
+        """Its files. What is read in two steps (header, then values) comes from the same file, even if that was deleted
+        in between."""
+        return OpenFiles(self.storage)
+
+    @property
+    def files(self) -> Iterable[str]:
+        """The paths of the files that show whether two folders hold the same."""
+        return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
+
+    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
+        """The pieces that meet a part of a tensor. Opens only files that contain such pieces.
+
+        Raises:
+            CorruptError: a file is damaged, or does not match the description of the folder.
+        """
+        return [piece for piece in self.table[section][name] if piece.box.intersect(wanted) is not None]
+
+    def covering(self, section: str, name: str, box: Box) -> list[StoredPiece]:
+        """The pieces that hold a part of a tensor.
+
+        Raises:
+            CorruptError: as for `pieces`; or they do not hold all of it, or hold some of it twice.
+        """
+        found = [*self.pieces(section, name, box)]
+        if len(found) == 1 and found[0].box == box:  # by far the most frequent case
+            return found
+        cover = Cover(box)
+        met = [(piece, common) for piece in found if (common := piece.box.intersect(box)) is not None]
+        for _, common in met:
+            cover.add(common)
+        cover.check(f"{self.path}: {section} '{name}'")
+        return [piece for piece, _ in met]
+
+    def requests(self, section: str, name: str, target: torch.Tensor, box: Box, what: str = "") -> list[Request]:
+        """What to `read` to fill `target` with a part of a tensor; see `covering`.
+
+        Args:
+            what: for messages; else the name.
+        """
+        return [Request(what or name, target, box, piece) for piece in self.covering(section, name, box)]
+
+    def read(
+        self,
+        requests: Sequence[Request],
+        verify: bool = True,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        num_threads: int = THREADS,
+    ) -> None:
+        """Fill all targets; see `read_all`."""
+        read_all(self.opened, requests, verify, progress, num_threads)
+
     def add(self, section: str, name: str, info: StoredTensorInfo, pieces: Iterable[StoredPiece]) -> None:
-        """Add a tensor, or more pieces of one; `CorruptError` for an invalid name."""
+        """Add a tensor to the table, or more pieces of one; `CorruptError` for an invalid name."""
         if type(name) is not str:
             raise CorruptError(f"{self.path}: a tensor is called {str(name)[:80]}, a {type(name).__name__}; not a text")
         self.tensors.setdefault(section, {}).setdefault(name, info)
         self.table.setdefault(section, {}).setdefault(name, []).extend(pieces)
 
-    @property
-    def files(self) -> Iterable[str]:
-        """See `Catalog`."""
-        return {piece.path for tensors in self.table.values() for pieces in tensors.values() for piece in pieces}
-
-    def leave_out(self, section: str, name: object, why: str) -> None:
-        """Note what cannot be read."""
-        self.left_out.setdefault(section, {})[str(name)] = why
-
-    def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
-        """See `Catalog`."""
-        return [piece for piece in self.table[section][name] if piece.box.intersect(wanted) is not None]
+    def left_out_texts(self) -> dict[str, str]:
+        """All that is left out, as texts for people ("model 'w'") -> why."""
+        every = [(section, name, why) for section, names in self.left_out.items() for name, why in names.items()]
+        return {f"{section} '{name}'".lstrip(): why for section, name, why in every}
 
     def close(self) -> None:
-        """See `Catalog`."""
+        """Release open files."""
+        self.opened.close()

@@ -5,15 +5,15 @@ A part that is contiguous both in the file and in the tensor is read directly in
 another dtype, an accelerator, the partial blocks at the ends) goes through the buffer of the thread.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock, local
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import StoredPiece, runs_within
 from fsdp2.checkpoint.io.memory import bytes_of, is_plain_memory, new_buffer, part_of, uncollected, wait_for
+from fsdp2.checkpoint.io.pieces import StoredPiece, runs_within
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, crc32, text_of
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
@@ -21,9 +21,9 @@ from fsdp2.checkpoint.storage.base import Reader, Storage
 from fsdp2.disk.direct import memory_at
 from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
-from fsdp2.placement.box import Box, Cover, flat_range_within
+from fsdp2.placement.box import Box, flat_range_within
 
-__all__ = ["BUFFER_BYTES", "Filler", "OpenFiles", "PieceBytes", "Request", "covering", "read_all"]
+__all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "read_all"]
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # per thread
@@ -48,47 +48,32 @@ class Request:
     piece: StoredPiece
 
 
-def covering(name: str, target: torch.Tensor, box: Box, pieces: Iterable[StoredPiece], where: str) -> list[Request]:
-    """The requests that fill a tensor, which is a part of a whole, from its pieces.
-
-    Args:
-        where: for the error: which tensor of which folder.
-
-    Raises:
-        CorruptError: the pieces do not hold all of it, or hold some of it twice.
-    """
-    found = [*pieces]
-    if len(found) == 1 and found[0].box == box:  # by far the most frequent case
-        return [Request(name, target, box, found[0])]
-    cover = Cover(box)
-    met = [(piece, common) for piece in found if (common := piece.box.intersect(box)) is not None]
-    for _, common in met:
-        cover.add(common)
-    cover.check(where)
-    return [Request(name, target, box, piece) for piece, _ in met]
-
-
 def read_all(
-    storage: Storage, requests: Sequence[Request], verify: bool = True, progress: Callable[[int], None] = lambda n: None
+    files: "OpenFiles",
+    requests: Sequence[Request],
+    verify: bool = True,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    num_threads: int = THREADS,
 ) -> None:
     """Fill all targets.
 
     Args:
         verify: check all blocks that are read.
         progress: is called with the number of bytes that were just filled, from several threads.
+        num_threads: 0 reads in the calling thread, for callers that have their own threads.
 
     Raises:
             CorruptError: the checksum of a block is wrong; the message names file, tensor and bytes.
     """
-    files, buffers = OpenFiles(storage), _Buffers()
 
     def run(lot: _Lot) -> None:
-        progress(lot.run(files, buffers))
+        progress(lot.run(files))
 
-    try:
-        run_all(run, _lots(requests, verify), THREADS, "fsdp2-read")
-    finally:
-        files.close()
+    lots = _lots(requests, verify)
+    if num_threads:
+        run_all(run, lots, num_threads, "fsdp2-read")
+    for lot in () if num_threads else lots:
+        run(lot)
 
 
 @uncollected()
@@ -106,23 +91,16 @@ def _lots(requests: Sequence[Request], verify: bool) -> list["_Lot"]:
     return lots
 
 
-class Filler:
-    """Fills requests in the calling thread, for callers that have their own threads; any number may call it at once.
-    Files stay open until `close`."""
+class _Buffers(local):
+    """One buffer per thread, created at first use. It grows only if one item with its block needs more."""
 
-    def __init__(self, storage: Storage, verify: bool = True):
-        self._files = OpenFiles(storage)
-        self._buffers = _Buffers()
-        self._verify = verify
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, requests: Sequence[Request]) -> None:
-        """Fill all targets; `CorruptError` as for `read_all`."""
-        for lot in _lots(requests, self._verify):
-            lot.run(self._files, self._buffers)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._files.close()
+    def get(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._buffer.numel() < nbytes:
+            self._buffer = new_buffer(max(nbytes, BUFFER_BYTES), device)
+        return self._buffer[:nbytes]
 
 
 @dataclass
@@ -135,9 +113,14 @@ class _OpenFile:
 
 class OpenFiles:
     """Files by path, for several threads. The `MAX_OPEN_FILES` most recently used stay open: a checkpoint of many ranks
-    has more files than a process may have open."""
+    has more files than a process may have open.
+
+    Attributes:
+        buffers: to read through, of each thread.
+    """
 
     def __init__(self, storage: Storage):
+        self.buffers = _Buffers()
         self._storage = storage
         self._files: dict[str, _OpenFile] = {}  # most recently used last
         self._lock = Lock()
@@ -163,18 +146,6 @@ class OpenFiles:
         for file in self._files.values():
             file.reader.close()
         self._files.clear()
-
-
-class _Buffers(local):
-    """One buffer per thread, created at first use. It grows only if one item with its block needs more."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def get(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if self._buffer.numel() < nbytes:
-            self._buffer = new_buffer(max(nbytes, BUFFER_BYTES), device)
-        return self._buffer[:nbytes]
 
 
 @dataclass(slots=True)
@@ -274,10 +245,10 @@ class _Lot:
     path: str
     tasks: list["_Direct | _Copied"]
 
-    def run(self, files: OpenFiles, buffers: _Buffers) -> int:
+    def run(self, files: OpenFiles) -> int:
         """Run all. Returns the number of bytes that were filled."""
         with files.use(self.path) as reader:
-            return sum(task.run(reader, buffers) for task in self.tasks)
+            return sum(task.run(reader, files.buffers) for task in self.tasks)
 
 
 @dataclass(slots=True)

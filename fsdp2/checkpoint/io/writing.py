@@ -7,7 +7,7 @@ sequential storage needs the checksums first, so there the values are read twice
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from fsdp2.checkpoint.io.catalog import runs_within
+from fsdp2.checkpoint.io.pieces import runs_within
 from fsdp2.checkpoint.io.planned_files import Piece, PlannedFile, Sums, Written
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.schema.checksum import BLOCK, checksum

@@ -1,8 +1,8 @@
 """Reading a checkpoint while a save replaces or deletes it. Layer: checkpoint.
 
-A reader pins the folder that it found (see `Storage.pinned`), so it never mixes files of two saves. Files may still
-disappear before they are read. If the name now belongs to another checkpoint, this is not damage, and the reader starts
-again.
+A reader pins the folder that it found (see `LocalStorage.pinned`), so it never mixes files of two saves. Files may
+still disappear before they are read. If the name now belongs to another checkpoint, this is not damage, and the reader
+starts again.
 """
 
 from collections.abc import Iterator
@@ -34,9 +34,11 @@ def open_found(storage: Storage, path: str, files_are_there: bool = True) -> Nat
         pinned = id_seen = None
         try:
             pinned = storage.pinned(found)
-            manifest = read_manifest(pinned, found)
-            id_seen = manifest.id
-            return NativeCatalog.checked(pinned, found, manifest, files_are_there)
+            catalog = NativeCatalog(pinned, found, read_manifest(pinned, found))
+            id_seen = catalog.manifest.id
+            if files_are_there:
+                catalog.check_sizes()
+            return catalog
         except BaseException as error:
             if pinned is not None:
                 pinned.close()

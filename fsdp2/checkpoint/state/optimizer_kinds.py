@@ -15,26 +15,6 @@ from fsdp2.optim.matrix import MatrixOptimizer
 
 __all__ = ["kinds_of", "unsure", "why_unfit"]
 
-# What each of torch's optimizers keeps for every parameter, and what else it keeps with some options.
-PARTS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    kind: (frozenset(always.split()), frozenset(sometimes.split()))
-    for kind, always, sometimes in (
-        ("ASGD", "step eta mu ax", ""),
-        ("Adadelta", "step square_avg acc_delta", ""),
-        ("Adafactor", "step", "row_var col_var variance"),
-        ("Adagrad", "step sum", ""),
-        ("Adam", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
-        ("AdamW", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
-        ("Adamax", "step exp_avg exp_inf", ""),
-        ("Muon", "momentum_buffer", ""),
-        ("NAdam", "step exp_avg exp_avg_sq mu_product", ""),
-        ("RAdam", "step exp_avg exp_avg_sq", ""),
-        ("RMSprop", "step square_avg", "momentum_buffer grad_avg"),
-        ("Rprop", "step prev step_size", ""),
-        ("SGD", "", "momentum_buffer"),
-        ("SparseAdam", "step exp_avg exp_avg_sq", ""),
-    )
-}
 # Options that select the rule by which the state is used.
 RULES = ("decoupled_weight_decay",)
 # Options that schedulers add to the param groups.
@@ -69,24 +49,21 @@ def why_unfit(
     """
     own, *bases = kinds_of(optimizer)
     others = sorted({*saved} - {own})
-    known = PARTS.get(own) if _classes(optimizer)[0].__module__.startswith("torch.optim.") else None
-    if (others or not [*saved]) and known is not None:
-        for _, parts in states:
-            if not known[0] <= {*parts} <= known[0] | known[1]:
-                return _words(
-                    others, own, f"keeps {_list(parts)} of a parameter", f"keeps {_list(known[0] | known[1])}"
-                )
-    if not others:
+    if [*saved] and not others:
         return ""
     for now, parts in states:
-        if now and {*now} != {*parts}:
+        if others and now and {*now} != {*parts}:
             return _words(others, own, f"keeps {_list(parts)} of a parameter", f"has {_list(now)}")
     for group in options:
         names = {*group} - SCHEDULED
-        if names != {*optimizer.defaults} and not {*others} <= {*bases}:
+        differ = names != {*optimizer.defaults} and not {*others} <= {*bases}
+        if not others:  # of an unknown kind; another version of torch, or the user, may have added options
+            here = {*optimizer.defaults}.union(*optimizer.param_groups)
+            differ = bool(names - here and {*optimizer.defaults} - names)
+        if differ:
             return _words(others, own, f"has the options {_list(names)}", f"has {_list(optimizer.defaults)}")
         for rule in RULES:
-            if group.get(rule) != optimizer.defaults.get(rule):
+            if group.get(rule) != optimizer.defaults.get(rule) and (others or rule in group):
                 what = [f"has {rule}={each.get(rule)!r}" for each in (group, optimizer.defaults)]
                 return _words(others, own, *what)
     return ""
@@ -100,7 +77,8 @@ def unsure(
     own, *bases = kinds_of(optimizer)
     others = sorted({*saved} - {own, *bases})
     pairs = [*states]
-    if not others or own in PARTS or not pairs or any(now for now, _ in pairs):
+    of_torch = _classes(optimizer)[0].__module__.startswith("torch.optim.")  # whose options differ if its states do
+    if not others or of_torch or not pairs or any(now for now, _ in pairs):
         return ""
     return (
         f"optimizer state saved by {', '.join(others)} is given to {own}, which has made no step yet, so whether it "

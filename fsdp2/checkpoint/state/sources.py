@@ -13,7 +13,7 @@ from math import prod
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import StoredTensorInfo
+from fsdp2.checkpoint.io.pieces import StoredTensorInfo
 from fsdp2.errors import ArgumentError, MismatchError
 from fsdp2.placement.box import Box, boxes_of_flat_range, flat_range
 

@@ -1,4 +1,4 @@
-"""Checkpoints on a local file system: `Storage` for POSIX. Layer: checkpoint."""
+"""Checkpoints on a local file system (POSIX). Layer: checkpoint."""
 
 import errno
 import os
@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 
 from fsdp2.disk.direct import PAGE, DirectFile, open_direct
 from fsdp2.errors import CheckpointError, CorruptError
@@ -23,27 +22,28 @@ SAFE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 DIRECT_FROM = 256 << 10
 
 
-# The most files that stay open in a pinned folder. What is read in two steps (header, then values) then comes from the
-# same file, even if the file was deleted in between.
-KEPT_OPEN = 32
-
-
 class LocalStorage:
-    """Files of a POSIX file system, by path. Files and folders are made durable (fsync) where `Storage` says so."""
+    """Files of a POSIX file system. Paths are those of files and folders in it, joined by `join`.
+
+    Attributes:
+        sequential: files can only be written from the first byte to the last.
+        renames: a folder can be renamed atomically. Otherwise files go directly to their final folder, and the
+            manifest, written last, makes it a checkpoint.
+    """
 
     sequential = False
     renames = True
 
     def join(self, folder: str, name: str) -> str:
-        """See `Storage`."""
+        """The path of `name` in `folder`."""
         return os.path.join(folder, name)
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `Storage`."""
+        """(folder, name) of a path."""
         return os.path.split(path)
 
     def make_folder(self, folder: str) -> None:
-        """See `Storage`."""
+        """Create it and its parents, durably, if it does not exist."""
         missing = []
         path = Path(folder)
         while not path.exists():
@@ -54,14 +54,14 @@ class LocalStorage:
             _sync_folder(path.parent)
 
     def names(self, folder: str) -> list[str]:
-        """See `Storage`."""
+        """The names in a folder, sorted; empty if there is no such folder."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, path: str) -> int | None:
-        """See `Storage`."""
+        """Bytes of a regular file; None if there is none (symbolic links do not count)."""
         try:
             status = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -69,11 +69,11 @@ class LocalStorage:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage`."""
+        """Bytes of each regular file in a folder, by name. The folder is listed only once."""
         return _sizes(folder)
 
     def kind(self, path: str) -> str | None:
-        """See `Storage`."""
+        """What a path is, in a word ("file", "folder"); None if nothing is there."""
         try:
             mode = os.lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -83,20 +83,25 @@ class LocalStorage:
         return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
 
     def age(self, path: str) -> float:
-        """See `Storage`."""
+        """Seconds since a file, or anything in a folder, last changed."""
         times = [os.lstat(path).st_mtime, *(os.lstat(self.join(path, name)).st_mtime for name in self.names(path))]
         return time.time() - max(times)
 
     def write_file(self, path: str, size: int) -> "LocalWriter":
-        """See `Storage`."""
+        """Start a new file of `size` bytes."""
         return LocalWriter(path, size, os.O_TRUNC)
 
     def join_file(self, path: str, size: int) -> "LocalWriter":
-        """See `Storage`."""
+        """Open a file of `size` bytes that several ranks write to; the first one creates it."""
         return LocalWriter(path, size, 0)
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
-        """See `Storage`."""
+        """Write a small file atomically and durably.
+
+        Args:
+            new: `FileExistsError` if it exists already. If several write it, only one succeeds (in object stores: if
+                their fsspec package supports that, as those for S3 and Google do).
+        """
         part = path + ".part"
         writer = LocalWriter(part, len(content), os.O_TRUNC)
         try:
@@ -117,15 +122,16 @@ class LocalStorage:
         _sync_folder(os.path.dirname(path))
 
     def open_file(self, path: str) -> "LocalReader":
-        """See `Storage`."""
+        """Open a file; `CheckpointError` if there is none."""
         return LocalReader(path)
 
     def pinned(self, folder: str) -> "PinnedFolder":
-        """See `Storage`."""
+        """This storage, for reading from `folder` as it is now: if another folder takes its name, no files of that are
+        seen. `CheckpointError` if there is none."""
         return PinnedFolder(folder)
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
-        """See `Storage`."""
+        """Rename a folder atomically (if not durably, also a file or a link); `OSError` if the name is taken."""
         if durably:
             _sync_folder(folder)
         os.rename(folder, to)
@@ -133,7 +139,7 @@ class LocalStorage:
             _sync_folder(os.path.dirname(to))
 
     def remove(self, path: str) -> None:
-        """See `Storage`."""
+        """Delete a file, or a folder with its content, if it exists."""
         if os.path.isdir(path) and not os.path.islink(path):
             with suppress(FileNotFoundError):  # another process may be deleting it too
                 shutil.rmtree(path)
@@ -143,7 +149,9 @@ class LocalStorage:
 
 
 class LocalWriter:
-    """See `Writer`. The file has its full size from the start, which detects a quota. A full disk shows on writing."""
+    """A file being written. Unless the storage is sequential, threads may write different parts at the same time.
+
+    The file has its full size from the start, which detects a quota. A full disk shows on writing."""
 
     def __init__(self, path: str, size: int, flags: int):
         self._path = path
@@ -163,7 +171,8 @@ class LocalWriter:
             raise
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """See `Writer`. Whole pages bypass the page cache; pages that others may also write to go through it."""
+        """Write these bytes one after the other from `offset`; in a sequential storage, in order and without gaps.
+        Whole pages bypass the page cache; pages that others may also write to go through it."""
         with _naming(self._path):
             self._write(offset, parts)
 
@@ -198,13 +207,13 @@ class LocalWriter:
             os.posix_fadvise(self._fd, first, offset - first, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
-        """See `Writer`."""
+        """The file is complete: make it durable, then close it."""
         with _naming(self._path):
             os.fsync(self._fd)
             self._close()
 
     def abandon(self) -> None:
-        """See `Writer`."""
+        """Close it; its content is undefined. Never raises."""
         with suppress(OSError):
             self._close()
 
@@ -228,16 +237,22 @@ def _split(parts: Sequence[memoryview], nbytes: int) -> tuple[list[memoryview], 
 
 
 class LocalReader:
-    """See `Reader`. Reads instead of mapping, so that a file that shrinks causes an error, not a SIGBUS."""
+    """A file being read, by several threads at the same time. It is read instead of mapped, so that a file that shrinks
+    causes an error, not a SIGBUS.
+
+    Attributes:
+        size: in bytes.
+        chunk: how many bytes to request at a time, if they are processed in between: what fits into a processor's
+            cache, or what is worth a request. A fraction or a multiple of a block (see `checksum.py`).
+    """
 
     # Source and destination, so twice this, must fit into the cache of one core (1 or 2 MiB) when the checksum is
     # computed. With half of it, the overhead of the calls exceeds the gain. Must divide a block.
     chunk = 256 << 10
 
-    def __init__(self, path: str, fd: int | None = None, owned: bool = True):
-        """`fd`: the file, if it is open already; it is closed with this reader if it is `owned`."""
+    def __init__(self, path: str, fd: int | None = None):
+        """`fd`: the file, if it is open already."""
         self._path = path
-        self._owned = owned
         self._fd = _opened(path, os.O_RDONLY | SAFE_FLAGS) if fd is None else fd
         status = os.fstat(self._fd)
         self.size = status.st_size
@@ -246,7 +261,7 @@ class LocalReader:
             raise CorruptError(f"{path}: is not a regular file")
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """See `Reader`."""
+        """Fill `buffer` from `offset`; `CorruptError` if the file ends too early."""
         while buffer.nbytes:
             with _naming(self._path):
                 count = os.preadv(self._fd, [buffer], offset)
@@ -258,19 +273,17 @@ class LocalReader:
             buffer = buffer[count:]
 
     def close(self) -> None:
-        """See `Reader`."""
+        """Release it."""
         fd, self._fd = self._fd, -1
-        if fd >= 0 and self._owned:
+        if fd >= 0:
             os.close(fd)
 
 
 class PinnedFolder(LocalStorage):
-    """See `Storage.pinned`. Files are opened relative to the descriptor of the folder, even if it was moved."""
+    """See `LocalStorage.pinned`. Files are opened relative to the descriptor of the folder, even if it was moved."""
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._kept: dict[str, int] = {}
-        self._lock = Lock()
         self._fd = -1
         self._fd = _opened(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
@@ -278,7 +291,7 @@ class PinnedFolder(LocalStorage):
         self.close()
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         if folder != self._folder:
             return super().sizes(folder)
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
@@ -288,27 +301,17 @@ class PinnedFolder(LocalStorage):
             os.close(fd)
 
     def open_file(self, path: str) -> LocalReader:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         folder, name = os.path.split(path)
         if folder != self._folder:
             return super().open_file(path)
-        with self._lock:
-            fd = self._kept.get(name)
-            if fd is None:
-                fd = _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd)
-                if len(self._kept) >= KEPT_OPEN:
-                    return LocalReader(path, fd)
-                self._kept[name] = fd
-            return LocalReader(path, fd, owned=False)
+        return LocalReader(path, _opened(path, os.O_RDONLY | SAFE_FLAGS, name, self._fd))
 
     def close(self) -> None:
-        """See `PinnedStorage`."""
-        with self._lock:
-            for fd in (*self._kept.values(), self._fd):
-                if fd >= 0:
-                    os.close(fd)
-            self._kept.clear()
-            self._fd = -1
+        """Release it, after the last read."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class RemoteStorage:
-    """See `Storage`. Paths in it are URLs.
+    """See `LocalStorage`. Paths in it are URLs.
 
     Credentials, endpoints and the like come from fsspec's own configuration: environment variables such as
     ``FSSPEC_S3_ENDPOINT_URL``, files in ``~/.config/fsspec``, and what the cloud's own client reads.
@@ -77,44 +77,44 @@ class RemoteStorage:
         self._whole_files = scheme in OBJECT_STORES
 
     def join(self, folder: str, name: str) -> str:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         scheme, rest = self._parts(folder)
         return f"{scheme}://{posixpath.join(rest, name)}"
 
     def split(self, path: str) -> tuple[str, str]:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         scheme, rest = self._parts(path)
         folder, name = posixpath.split(rest)
         return f"{scheme}://{folder}", name
 
     def make_folder(self, folder: str) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         if not self._whole_files:
             with _errors(folder):
                 self._fs.makedirs(self._bare(folder), exist_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         found = (_name_of(entry) for entry in self._list(folder))
         return sorted({posixpath.basename(name) for name in found})
 
     def size(self, path: str) -> int | None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         entry = self._look(path)
         return int(entry["size"]) if entry is not None and _kind_of(entry) == "file" else None
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """See `Storage`. One request for all files."""
+        """See `LocalStorage`. One request for all files."""
         files = [entry for entry in self._list(folder) if _kind_of(entry) == "file"]
         return {posixpath.basename(_name_of(entry)): int(entry["size"]) for entry in files}
 
     def kind(self, path: str) -> str | None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         entry = self._look(path)
         return _kind_of(entry) if entry is not None else None
 
     def age(self, path: str) -> float:
-        """See `Storage`. Zero if the file system does not tell, because the file may be in use."""
+        """See `LocalStorage`. Zero if the file system does not tell, because the file may be in use."""
         entries = self._list(path)
         own = self._look(path)
         if own is None:
@@ -123,17 +123,17 @@ class RemoteStorage:
         return time.time() - max(times) if times else 0.0
 
     def write_file(self, path: str, size: int) -> "RemoteWriter":
-        """See `Storage`."""
+        """See `LocalStorage`."""
         with _errors(path):
             handle = self._fs.open(self._bare(path), "wb")
         return RemoteWriter(path, size, handle)
 
     def join_file(self, path: str, size: int) -> "RemoteWriter":
-        """See `Storage`; not supported here."""
+        """See `LocalStorage`; not supported here."""
         raise UnsupportedError(f"{path}: several ranks cannot write to one file here")
 
     def write_all(self, path: str, content: bytes, new: bool = False) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         if self._whole_files and new and self._created(path, content):
             return
         if new and self.kind(path) is not None:
@@ -168,7 +168,7 @@ class RemoteStorage:
         return True
 
     def open_file(self, path: str) -> "RemoteReader":
-        """See `Storage`."""
+        """See `LocalStorage`."""
         try:
             entry = self._look(path)
         except OSError as error:
@@ -180,18 +180,18 @@ class RemoteStorage:
         return RemoteReader(self._fs, path, self._bare(path), int(entry["size"]))
 
     def pinned(self, folder: str) -> "RemoteStorage":
-        """See `Storage`. Nothing is replaced here, and each save has its own file names."""
+        """See `LocalStorage`. Nothing is replaced here, and each save has its own file names."""
         return self
 
     def close(self) -> None:
-        """See `PinnedStorage`; nothing is held."""
+        """See `PinnedFolder`; nothing is held."""
 
     def rename_folder(self, folder: str, to: str, durably: bool = True) -> None:
-        """See `Storage`; not supported here."""
+        """See `LocalStorage`; not supported here."""
         raise UnsupportedError(f"{folder}: folders cannot be renamed in one step here")
 
     def remove(self, path: str) -> None:
-        """See `Storage`."""
+        """See `LocalStorage`."""
         with suppress(FileNotFoundError, NotADirectoryError), _errors(path):
             self._fs.invalidate_cache()
             self._fs.rm(self._bare(path), recursive=True)
@@ -233,7 +233,7 @@ class RemoteStorage:
 
 
 class RemoteWriter:
-    """See `Writer`: sequential."""
+    """See `LocalWriter`: sequential."""
 
     def __init__(self, path: str, size: int, handle: Any):
         self._path = path
@@ -242,7 +242,7 @@ class RemoteWriter:
         self._written = 0
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """See `Writer`."""
+        """See `LocalWriter`."""
         assert offset == self._written, "written out of order"
         with _errors(self._path):
             for part in parts:
@@ -254,13 +254,13 @@ class RemoteWriter:
                 self._written += part.nbytes
 
     def finish(self) -> None:
-        """See `Writer`. In an object store the file appears now."""
+        """See `LocalWriter`. In an object store the file appears now."""
         assert self._written == self._size, "written in part"
         with _errors(self._path):
             self._handle.close()
 
     def abandon(self) -> None:
-        """See `Writer`. Nothing of it appears in an object store."""
+        """See `LocalWriter`. Nothing of it appears in an object store."""
         buffered = import_module("fsspec.spec").AbstractBufferedFile
         with suppress(Exception):
             if isinstance(self._handle, buffered):
@@ -272,8 +272,8 @@ class RemoteWriter:
 
 
 class RemoteReader:
-    """See `Reader`. Every read is a separate request for exactly its bytes. Threads share nothing; nothing is cached or
-    read ahead."""
+    """See `LocalReader`. Every read is a separate request for exactly its bytes. Threads share nothing; nothing is
+    cached or read ahead."""
 
     chunk = 4 << 20
 
@@ -284,7 +284,7 @@ class RemoteReader:
         self.size = size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """See `Reader`."""
+        """See `LocalReader`."""
         end = offset + buffer.nbytes
         if end > self.size:
             raise self._too_short(self.size, end)
@@ -297,7 +297,7 @@ class RemoteReader:
             buffer[start - offset : stop - offset] = data
 
     def close(self) -> None:
-        """See `Reader`; nothing is open."""
+        """See `LocalReader`; nothing is open."""
 
     def _too_short(self, at: int, end: int) -> CorruptError:
         return CorruptError(f"{self._path}: ends at byte {at}, {end - at} bytes too early")
@@ -325,7 +325,7 @@ def _name_of(entry: Mapping[str, Any]) -> str:
 
 
 def _kind_of(entry: Mapping[str, Any]) -> str:
-    """See `Storage.kind`."""
+    """See `LocalStorage.kind`."""
     if entry.get("islink"):
         return "symbolic link"
     return {"file": "file", "directory": "folder"}.get(entry["type"], "special file")

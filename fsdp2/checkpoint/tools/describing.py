@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from fsdp2.checkpoint.formats.native import NativeCatalog
-from fsdp2.checkpoint.io.catalog import Catalog, left_out_of
+from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST, Manifest
@@ -100,7 +100,7 @@ def describe(folder: Folder) -> Description:
         tensors = tuple(_entry(catalog, section, name) for section, infos in catalog.tensors.items() for name in infos)
         with suppress(CheckpointError):  # damaged values are for `verify`
             catalog.values.get("model")
-        found = Description(catalog.path, catalog.kind, catalog.step, tensors, left_out=left_out_of(catalog))
+        found = Description(catalog.path, catalog.kind, catalog.step, tensors, left_out=catalog.left_out_texts())
     finally:
         catalog.close()
     if not isinstance(catalog, NativeCatalog):

@@ -4,17 +4,16 @@ Damage is looked for where a load would find it, with the same code, so that wha
 manifest, the files that it lists, their headers, that all parts of each tensor exist, the checksum of every block.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
-from fsdp2.checkpoint.formats.native import NativeCatalog, file_of, read_header, read_small
-from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece, left_out_of
-from fsdp2.checkpoint.io.planned_files import sums_file_name
-from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
+from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.pieces import StoredPiece
+from fsdp2.checkpoint.io.reading import PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.replacing import READS, id_at
@@ -24,7 +23,7 @@ from fsdp2.checkpoint.tools.describing import stray_files, tensor_nbytes
 from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
 from fsdp2.checkpoint.tools.streaming import Meter, Progress
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError, UnsupportedError
-from fsdp2.placement.box import Box, Cover, whole
+from fsdp2.placement.box import whole
 
 __all__ = ["Damage", "Report", "find_damage", "verify"]
 
@@ -128,7 +127,6 @@ class _Verification:
         self._report = report
         self._native = catalog if isinstance(catalog, NativeCatalog) else None
         self._lost: dict[tuple[str, str], list[str]] = {}
-        self._bad_files: dict[str, str] = {}
 
     def run(self, progress: Progress | None) -> None:
         """Fill the report."""
@@ -139,48 +137,27 @@ class _Verification:
         ]
         self._report.num_tensors = len(sizes)
         meter = Meter(sum(sizes), progress)
-        files = OpenFiles(self._catalog.storage)
         blocks: list[Damage] = []
-        try:
-            lots = lots_of(self._sources())
-            for found in run_all(partial(check_lot, files, meter), lots, THREADS, "fsdp2-verify"):
-                for damage in found:
-                    append_damage(blocks, damage)
-        finally:
-            files.close()
+        check = partial(check_lot, self._catalog.opened, meter)
+        for found in run_all(check, lots_of(self._sources()), THREADS, "fsdp2-verify"):
+            for damage in found:
+                append_damage(blocks, damage)
         meter.finish()
         whole_files = [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()]
         self._report.damage += whole_files + blocks
 
     def _check_files(self, native: NativeCatalog) -> None:
         """Check what can be checked without reading values."""
-        storage, manifest = native.storage, native.manifest
-        self._report.num_files = len(manifest.files)
-        self._report.strays = stray_files(storage, native.path, manifest)
-        sizes = storage.sizes(native.path)
-        for file, (size, crc) in manifest.files.items():
-            path = storage.join(native.path, file)
-            try:
-                if file not in sizes:
-                    raise CorruptError(f"{path}: is missing (or a link); the manifest lists {size} bytes")
-                if file.endswith(".json"):
-                    content = read_small(storage, path, size)
-                    if len(content) != size or f"{zlib.crc32(content):08x}" != crc:
-                        raise CorruptError(f"{path}: does not have the checksum {crc} that the manifest lists")
-                else:
-                    read_header(storage, path, (size, crc))
-            except (CheckpointError, OSError) as error:
-                self._bad_files[file] = _damage_of(storage, native.path, error).problem
-                self._lost[file, self._bad_files[file]] = []
+        self._report.num_files = len(native.manifest.files)
+        self._report.strays = stray_files(native.storage, native.path, native.manifest)
+        for file in native.manifest.files:
+            with self._noting(""):
+                (native.json_of if file.endswith(".json") else native.header_of)(file)
 
     def _sources(self) -> Iterator[PieceBytes]:
         """All readable parts of all tensors; unreadable ones are noted, each by itself, so that one bad file does not
         hide the next."""
-        for label, needed, look in self._lookups():
-            bad = next((file for file in needed if file in self._bad_files), None)
-            if bad is not None:
-                self._lose(bad, self._bad_files[bad], label)
-                continue
+        for label, look in self._lookups():
             with self._noting(label):
                 for piece in look():
                     source = PieceBytes(label, piece, bool(piece.sums))
@@ -194,43 +171,24 @@ class _Verification:
         for section in self._catalog.values:  # which finds what is left out
             with suppress(CheckpointError, UnsupportedError):
                 self._catalog.values[section]
-        self._report.left_out = left_out_of(self._catalog)
+        self._report.left_out = self._catalog.left_out_texts()
 
-    def _lookups(self) -> Iterator[tuple[str, list[str], Callable[[], Iterable[StoredPiece]]]]:
-        """(label, files that are needed, what finds its pieces) of each part of a tensor, also of the extra state."""
+    def _lookups(self) -> Iterator[tuple[str, Callable[[], Iterable[StoredPiece]]]]:
+        """(label, what finds its pieces) of each part of a tensor, also of the extra state."""
         native = self._native
         for section, infos in self._catalog.tensors.items():
             for name, info in infos.items():
                 label, box = f"{section} '{name}'", whole(info.shape)
                 if native is None:
-                    yield label, [], partial(self._covering, section, name, box)
+                    yield label, partial(self._catalog.covering, section, name, box)
                     continue
-                for rank, part in native.manifest.records[section][name].tiling.owners(box):
-                    needed = [file_of(native.manifest, section, rank)]
-                    if native.manifest.layout == "consolidated":
-                        home = native.manifest.homes.get(section, {}).get(name, "")
-                        needed = [home, sums_file_name(rank, native.manifest.world)]
-                    yield label, needed, partial(native.pieces, section, name, part)
+                for _, part in native.manifest.records[section][name].tiling.owners(box):
+                    yield label, partial(native.pieces, section, name, part)
         if native is None:
             return
-        shares = [(key, str(share["file"])) for key, own in native.manifest.extra.items() for share in own]
-        for file in dict.fromkeys(file for _, file in shares):
-            if file in self._bad_files:
-                yield from (
-                    (f"extra '{key}'", [file], tuple) for key in dict.fromkeys(k for k, f in shares if f == file)
-                )
-                continue
-            header = read_header(native.storage, native.storage.join(native.path, file), native.manifest.files[file])
-            for name in header.tensors:
-                yield f"extra '{name}'", [file], partial(map, native.extra_piece, [file], [name])
-
-    def _covering(self, section: str, name: str, box: Box) -> Iterator[StoredPiece]:
-        """The pieces of a tensor; then an error if there is not all of it."""
-        cover = Cover(box)
-        for piece in self._catalog.pieces(section, name, box):
-            cover.add(piece.box)
-            yield piece
-        cover.check(f"{section} '{name}'")
+        for key, shares in native.manifest.extra.items():
+            for file in dict.fromkeys(str(share["file"]) for share in shares):
+                yield f"extra '{key}'", partial(native.extra_pieces, file, key)
 
     @contextmanager
     def _noting(self, label: str) -> Iterator[None]:
@@ -243,7 +201,7 @@ class _Verification:
 
     def _lose(self, file: str, problem: str, label: str) -> None:
         names = self._lost.setdefault((file, problem), [])
-        if label not in names[-1:]:
+        if label and label not in names[-1:]:
             names.append(label)
 
 

@@ -6,7 +6,7 @@ old checkpoint a chunk at a time, so a tensor larger than a few chunks is never 
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.formats.native import NativeCatalog, read_header
-from fsdp2.checkpoint.io.catalog import Catalog, StoredPiece
+from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.pieces import StoredPiece
 from fsdp2.checkpoint.io.planned_files import (
     Homes,
     Piece,
@@ -28,14 +29,15 @@ from fsdp2.checkpoint.io.planned_files import (
     rank_file,
     sums_file_name,
 )
+from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.run.committing import encoded, huggingface_index, write_manifest
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
 from fsdp2.checkpoint.storage.base import Storage
-from fsdp2.checkpoint.tools.streaming import Meter, Progress, StoredValues
+from fsdp2.checkpoint.tools.streaming import Asking, Meter, Progress, stored_blocks
 from fsdp2.errors import ArgumentError, CheckpointError, UnsupportedError
-from fsdp2.placement.box import Box, Cover, whole
+from fsdp2.placement.box import Box, whole
 from fsdp2.placement.tiling import Grid, Tiling, replicated
 
 __all__ = ["LAYOUTS", "Conversion", "Rewriting"]
@@ -117,25 +119,21 @@ class Rewriting:
             if len(placed) > 1
         }
         sums = [sums_file_name(0, 1)] if homes else []
-        values = StoredValues(self.catalog.storage, self.options.verify)
-        try:
-            extra, extra_files = self._extra(values)
-            files = [*self._files(values, homes), *extra_files]
-            names = {*sums, *indexes, *(file.name for file in files)}
-            # Without renames the folder may have a user's files, and consolidated files have no names of their own.
-            if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
-                raise CheckpointError(
-                    f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion "
-                    "would write over. Convert to another folder, or delete what is there."
-                )
-            meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
-            written: list[Written] = []
-            for file in files:
-                self.names.append(file.name)
-                written += write_files(self.storage, work, [file], meter.add)
-            meter.finish()
-        finally:
-            values.close()
+        extra, extra_files = self._extra()
+        files = [*self._files(homes), *extra_files]
+        names = {*sums, *indexes, *(file.name for file in files)}
+        # Without renames the folder may have a user's files, and consolidated files have no names of their own.
+        if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
+            raise CheckpointError(
+                f"{work}: has {', '.join(taken[:3])}{', ...' if len(taken) > 3 else ''}, which the conversion "
+                "would write over. Convert to another folder, or delete what is there."
+            )
+        meter = Meter(sum(piece.nbytes for file in files for _, _, piece in file.pieces), progress)
+        written: list[Written] = []
+        for file in files:
+            self.names.append(file.name)
+            written += write_files(self.storage, work, [file], meter.add)
+        meter.finish()
         for name in sums:
             written.append(self._write_json(work, name, encode_sums({"id": self.id, "rank": 0, "world": 1}, written)))
         written += [self._write_json(work, name, index) for name, index in indexes.items()]
@@ -167,17 +165,14 @@ class Rewriting:
         """Check that all parts exist, before anything is written."""
         for section, rows in self._tensors.items():
             for name, (_, shape) in rows.items():
-                cover = Cover(whole(shape))
-                for piece in self.catalog.pieces(section, name, whole(shape)):
-                    cover.add(piece.box)
-                cover.check(f"{self.catalog.path}: {section} '{name}'")
+                self.catalog.covering(section, name, whole(shape))
 
     def _tiling(self, shape: tuple[int, ...]) -> Tiling:
         """By rows over all ranks."""
         ranks = tuple(range(self.options.world))
         return Tiling(shape, Grid((len(ranks),), ranks), ((0, 0),)) if shape else replicated(shape, ranks)
 
-    def _files(self, values: StoredValues, homes: Homes) -> list[PlannedFile]:
+    def _files(self, homes: Homes) -> list[PlannedFile]:
         planned: list[PlannedFile] = []
         for section, rows in self._tensors.items():
             for rank in range(self.options.world):
@@ -186,10 +181,7 @@ class Rewriting:
                     tiling = self._tiling(shape)
                     box = tiling.box_of(rank)
                     if box is not None and tiling.owns(rank) and (box.numel or not prod(shape)):
-                        find = partial(self.catalog.pieces, section, name)
-                        pieces.append(
-                            _piece(name, dtype, box, shape, partial(values.blocks, f"{section} '{name}'", find))
-                        )
+                        pieces.append(self._piece(name, dtype, box, shape, partial(self._ask, section, name)))
                 if homes:
                     shared = consolidated_files(homes[section], pieces, rank, self.options.world)
                     planned += [replace(file, shared=False) for file in shared]  # no other process writes to them
@@ -202,7 +194,7 @@ class Rewriting:
         file = rank_file(section, pieces, {"id": self.id, "rank": rank, "world": world})
         return file if self.storage.renames else replace(file, name=named_after(file.name, self.id))
 
-    def _extra(self, values: StoredValues) -> tuple[dict[str, Any], list[PlannedFile]]:
+    def _extra(self) -> tuple[dict[str, Any], list[PlannedFile]]:
         """The extra state and its files, unchanged."""
         if not isinstance(self.catalog, NativeCatalog) or self.options.model_only:
             return {}, []
@@ -211,17 +203,25 @@ class Rewriting:
         files = {}
         for number, file in enumerate(names):
             pieces = []
-            path = catalog.storage.join(catalog.path, file)
-            for name in read_header(catalog.storage, path, manifest.files[file]).tensors:
+            for name in catalog.header_of(file).tensors:
                 stored = catalog.extra_piece(file, name)
-                source = partial(values.blocks, f"extra '{name}'", partial(_just, stored))
-                pieces.append(_piece(name, stored.dtype, stored.box, stored.box.shape, source))
+                ask = partial(_just, stored, f"extra '{name}'")
+                pieces.append(self._piece(name, stored.dtype, stored.box, stored.box.shape, ask))
             files[file] = self._rank_file("extra", pieces, number, manifest.extra_world)
         extra = {
             key: [{**share, "file": files[share["file"]].name} for share in shares]
             for key, shares in manifest.extra.items()
         }
         return extra, list(files.values())
+
+    def _ask(self, section: str, name: str, target: torch.Tensor, box: Box) -> list[Request]:
+        return self.catalog.requests(section, name, target, box, f"{section} '{name}'")
+
+    def _piece(self, name: str, dtype: str, box: Box, shape: tuple[int, ...], ask: Asking) -> Piece:
+        """A piece whose values come from the old checkpoint."""
+        empty = torch.empty(box.shape, dtype=DTYPES[dtype], device="meta")
+        blocks = partial(stored_blocks, self.catalog, ask, self.options.verify, box, dtype)
+        return Piece(name, dtype, box, empty, shape, blocks)
 
     def _write_json(self, work: str, name: str, content: bytes) -> Written:
         self.names.append(name)
@@ -256,11 +256,5 @@ class Rewriting:
         )
 
 
-def _just(piece: StoredPiece, box: Box) -> list[StoredPiece]:
-    return [piece]
-
-
-def _piece(name: str, dtype: str, box: Box, shape: tuple[int, ...], blocks: Callable[..., Any]) -> Piece:
-    """A piece whose values come from the old checkpoint."""
-    empty = torch.empty(box.shape, dtype=DTYPES[dtype], device="meta")
-    return Piece(name, dtype, box, empty, shape, partial(blocks, box, dtype))
+def _just(piece: StoredPiece, what: str, target: torch.Tensor, box: Box) -> list[Request]:
+    return [Request(what, target, box, piece)]

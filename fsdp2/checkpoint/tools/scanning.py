@@ -5,12 +5,12 @@ checkpoint.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsdp2.checkpoint.io.pieces import runs_within
 from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter
 from fsdp2.errors import CheckpointError
-from fsdp2.placement.box import flat_range, whole
 
 __all__ = ["Damage", "Lot", "append_damage", "check_lot", "lots_of"]
 
@@ -92,17 +92,8 @@ def _check_bytes(files: OpenFiles, source: PieceBytes, start: int, data: memoryv
 
 def _damage(source: PieceBytes, first: int, last: int, problem: str) -> Damage:
     piece = source.piece
-    itemsize = ITEMSIZES[piece.dtype]
-    within = piece.box.within(piece.container)
-    place = flat_range(within, piece.container.shape)
-    if place is not None:
-        begin = piece.offset + place[0] * itemsize
-        span = (begin + first, begin + last)
-    else:  # not contiguous: from the first row that contains these elements to the last
-        row = piece.box.numel // piece.box.shape[0] * itemsize
-        rows = whole(piece.container.shape).numel // piece.container.shape[0] * itemsize
-        base = piece.offset + within.start[0] * rows
-        span = (base + first // row * rows, base + (-(-last // row)) * rows)
+    runs = [*runs_within(piece.box, piece.container, ITEMSIZES[piece.dtype], first, last)]
+    span = (piece.offset + runs[0][0], piece.offset + sum(runs[-1]))
     file = piece.path.replace("\\", "/").rsplit("/", 1)[-1]
     return Damage(file, problem, (source.name,), span)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from math import prod
 
-from fsdp2.checkpoint.formats.native import NativeCatalog
+from fsdp2.checkpoint.formats.native import NATIVE
 from fsdp2.checkpoint.tools.describing import Description
 from fsdp2.checkpoint.tools.inspection import Report
 from fsdp2.checkpoint.tools.streaming import Progress
@@ -76,7 +76,7 @@ def reported(report: Report) -> Iterator[str]:
     if report.damage:
         yield f"{report.folder} is damaged"
         yield from (f"  {damage}" for damage in report.damage)
-    elif report.kind != NativeCatalog.kind and not report.checked_bytes:
+    elif report.kind != NATIVE and not report.checked_bytes:
         yield f"readable {about}, {unchecked} read; their values cannot be checked: {report.kind} has no checksums"
     else:
         more = f", {unchecked} that have no checksums" if report.unchecked_bytes else ""

@@ -4,27 +4,23 @@ Shared by verify and convert: they process checkpoints that are larger than the 
 several threads, and report their progress.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
 import torch
 
-from fsdp2.checkpoint.io.catalog import StoredPiece
-from fsdp2.checkpoint.io.reading import Filler, covering
+from fsdp2.checkpoint.io.catalog import Catalog
+from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.schema.checksum import BLOCK
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
-from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.placement.box import Box, boxes_of_flat_range
 
-__all__ = ["CHUNK_BYTES", "Meter", "Pieces", "Progress", "StoredValues"]
+__all__ = ["CHUNK_BYTES", "Asking", "Meter", "Progress", "stored_blocks"]
 
 CHUNK_BYTES = 4 * BLOCK  # bytes of a tensor that a thread holds in memory
 
 # Called with the number of bytes done and the total, one call at a time.
 Progress = Callable[[int, int], None]
-
-# The pieces of a tensor that meet a box: `Catalog.pieces` for one name.
-Pieces = Callable[[Box], Iterable[StoredPiece]]
 
 
 class Meter:
@@ -54,43 +50,33 @@ class Meter:
         self.add(self._total)
 
 
-class StoredValues:
-    """Reads values of stored tensors, in any number of threads. Must be closed.
+# Given a view to fill, and which part of a tensor that is: what to read for it.
+Asking = Callable[[torch.Tensor, Box], Sequence[Request]]
+
+
+def stored_blocks(
+    catalog: Catalog, ask: Asking, verify: bool, box: Box, dtype: str, first: int, last: int
+) -> Iterator[tuple[memoryview, bool]]:
+    """Bytes ``first..last`` of a part of a stored tensor, row by row, in blocks, like `blocks_of` for tensors in
+    memory. Any number of threads may call this.
 
     Args:
         verify: check the blocks that are read.
+        box: the part of the tensor.
+        dtype: the dtype to convert the values to, by its name in safetensors.
+
+    Raises:
+        CorruptError: they are damaged or incomplete.
     """
-
-    def __init__(self, storage: Storage, verify: bool = True):
-        self._filler = Filler(storage, verify)
-
-    def blocks(
-        self, name: str, pieces: Pieces, box: Box, dtype: str, first: int, last: int
-    ) -> Iterator[tuple[memoryview, bool]]:
-        """Bytes ``first..last`` of a part of a tensor, row by row, in blocks, like `blocks_of` for tensors in memory.
-
-        Args:
-            name: for messages.
-            pieces: returns the pieces of the tensor.
-            box: the part of the tensor.
-            dtype: the dtype to convert the values to, by its name in safetensors.
-
-        Raises:
-            CorruptError: they are damaged or incomplete.
-        """
-        itemsize = ITEMSIZES[dtype]
-        for start in range(first, last, CHUNK_BYTES):
-            data = bytearray(min(CHUNK_BYTES, last - start))
-            flat, filled = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]), 0
-            for part in boxes_of_flat_range(box.shape, start // itemsize, (start + len(data)) // itemsize):
-                place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
-                target = flat[filled : filled + part.numel].view(part.shape)
-                self._filler.fill(covering(name, target, place, pieces(place), f"'{name}'"))
-                filled += part.numel
-            for at in range(0, len(data), BLOCK):
-                # A caller that batches writes after each chunk.
-                yield memoryview(data)[at : at + BLOCK], at + BLOCK < len(data)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._filler.close()
+    itemsize = ITEMSIZES[dtype]
+    for start in range(first, last, CHUNK_BYTES):
+        data = bytearray(min(CHUNK_BYTES, last - start))
+        flat, filled = torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]), 0
+        for part in boxes_of_flat_range(box.shape, start // itemsize, (start + len(data)) // itemsize):
+            place = Box(tuple(a + b for a, b in zip(part.start, box.start, strict=True)), part.shape)
+            target = flat[filled : filled + part.numel].view(part.shape)
+            catalog.read(ask(target, place), verify, num_threads=0)
+            filled += part.numel
+        for at in range(0, len(data), BLOCK):
+            # A caller that batches writes after each chunk.
+            yield memoryview(data)[at : at + BLOCK], at + BLOCK < len(data)
