@@ -27,7 +27,7 @@ from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import MismatchError
-from tests.helpers.dcp_saves import save_dcp, save_dcp_without_collectives
+from tests.helpers.dcp_saves import save_dcp
 from tests.helpers.ranks import run_on_ranks
 
 LIBRARIES = {"ours": fsdp2.fully_shard, "torch": torch.distributed.fsdp.fully_shard}
@@ -260,21 +260,3 @@ def test_optimizer_of_plain_torch(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"optimizer state of '0.weight'"):
         checkpoint.load(tmp_path / "numbers", model=model, optimizer=plain)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def saved_without_collectives(rank: int, world_size: int, folder: Path) -> None:
-    model, optimizer = made(1, "torch")
-    train(model, optimizer, rank)
-    expected = content(model, optimizer)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    save_dcp_without_collectives(folder / "dcp", {**state, "step": 2})
-    if rank == 0:
-        torch.save(expected, folder / "expected.pt")
-
-
-def test_dcp_without_collectives(tmp_path: Path) -> None:
-    """Each rank has metadata of its own then, from which torch cannot reshard; together they are complete."""
-    run_on_ranks(saved_without_collectives, 2, folder=tmp_path)
-    assert not (tmp_path / "dcp" / ".metadata").exists()
-    for world_size in (1, 2, 4):
-        run_on_ranks(loads_what_was_saved, world_size, folder=tmp_path, name="dcp")

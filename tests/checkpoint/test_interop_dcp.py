@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import io
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint.__main__ import main
@@ -25,8 +23,7 @@ from fsdp2.checkpoint.formats.dcp import open_dcp
 from fsdp2.checkpoint.formats.foreign_state import find_model
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.errors import CorruptError, MismatchError, UnsupportedError
-from tests.helpers.dcp_saves import save_dcp, save_dcp_without_collectives
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.dcp_saves import save_dcp
 
 
 def weights(value: float) -> dict[str, Tensor]:
@@ -81,66 +78,12 @@ def test_a_model_with_submodules_called_model() -> None:
     assert find_model([("state_dict", "model", "w"), ("state_dict", "ema", "w")])[0] == ("state_dict", "model")
 
 
-# --- saved without collectives ----------------------------------------------------------------------------------------
-
-
-def save_alone_on_each(rank: int, world_size: int, folder: Path, value: float, numel: int, **others: Any) -> None:
-    """Each rank's part of a sharded tensor, and a tensor that all have."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = torch.full((numel,), value)
-    state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "r": distribute_tensor(whole + rank, mesh, [Replicate()])}
-    save_dcp_without_collectives(folder / "dcp", {"model": state, **others})
-
-
-def found_in(folder: Path, numel: int) -> Tensor:
-    model = {"w": torch.zeros(numel), "r": torch.zeros(numel)}
-    checkpoint.load(folder, model=model)
-    return model["w"]
-
-
-@pytest.mark.parametrize(("before", "after"), [((4, 8), (2, 8)), ((4, 8), (3, 8))])
-def test_files_of_two_saves(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
-    """An older save on more ranks: never a mixture. Where the parts that are left contradict the others, an error."""
-    for value, (world_size, numel) in ((1.0, before), (2.0, after)):
-        run_on_ranks(save_alone_on_each, world_size, folder=tmp_path, value=value, numel=numel)
-    if after[0] == 2:
-        with pytest.raises(CorruptError, match=r"__2\.metadata: 'model\.w'.*__2_0\.distcp.*__1_0\.distcp.*two saves"):
-            found_in(tmp_path / "dcp", 8)
-    else:  # rank 3 had, and has on the other world's rank 2, the last two rows
-        assert torch.equal(found_in(tmp_path / "dcp", 8), torch.full((8,), 2.0))
-
-
-def test_shapes_of_two_saves(tmp_path: Path) -> None:
-    run_on_ranks(save_alone_on_each, 4, folder=tmp_path, value=1.0, numel=8)
-    run_on_ranks(save_alone_on_each, 2, folder=tmp_path, value=2.0, numel=16)
-    with pytest.raises(
-        CorruptError, match=r"__2\.metadata: 'model\.\w' is F32 \[8\], and in .*__0\.metadata F32 \[16\]"
-    ):
-        found_in(tmp_path / "dcp", 16)
-
-
-def test_steps_of_two_saves(tmp_path: Path) -> None:
-    """The sharding is the same, and one rank's files are older: only the step tells."""
-    for world_size, step in ((4, 10), (3, 20)):
-        run_on_ranks(save_alone_on_each, world_size, folder=tmp_path, value=1.0 * step, numel=8, step=step)
-    with pytest.raises(CorruptError, match=r"'step' is 20 in __0_0\.distcp, and 10 in __3_0\.distcp.*two saves"):
-        found_in(tmp_path / "dcp", 8)
-    for path in (tmp_path / "dcp").glob("__3*"):
-        path.unlink()
-    assert torch.equal(found_in(tmp_path / "dcp", 8), torch.full((8,), 20.0))
-
-
-def save_replicas(rank: int, world_size: int, folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, world_size // 2))
-    state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)]), "r": torch.ones(8)}
-    while rank == 3 and not (folder / "dcp" / "__0.metadata").exists():
-        time.sleep(0.01)  # a late rank is no other save
-    save_dcp_without_collectives(folder / "dcp", {"model": state, "step": 3})
-
-
-def test_replicas_are_no_contradiction(tmp_path: Path) -> None:
-    run_on_ranks(save_replicas, 4, folder=tmp_path)
-    assert torch.equal(found_in(tmp_path / "dcp", 8), torch.arange(8.0))
+def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
+    """Its files do not say to which save they belong, so those of two could be mixed."""
+    folder = save_dcp(tmp_path / "dcp", {"model": weights(1)})
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    with pytest.raises(UnsupportedError, match=r"dcp: was saved with use_collectives=False.*on as many ranks"):
+        loaded(folder)
 
 
 def test_members_of_enums_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ Values other than tensors are `torch.save` files too. No pickle is executed. An 
 (a pickled data loader) is left out and listed as such, unless it is part of an optimizer's state, which must be
 complete. A damaged item is an error.
 
-A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead; together they hold the same
-information. If ``.metadata`` exists, only it is used, as torch does.
+A save with ``use_collectives=False`` writes one ``__<rank>.metadata`` per rank instead, which do not say to which save
+they belong. It is refused.
 """
 
 import re
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint.formats.dcp_metadata import MIXED, STEPS, Item, Places, Range, read_metadata, unreadable
+from fsdp2.checkpoint.formats.dcp_metadata import STEPS, Item, Places, Range, read_metadata, unreadable
 from fsdp2.checkpoint.formats.foreign_state import (
     Path,
     encoded,
@@ -39,21 +39,13 @@ from fsdp2.placement.box import Box
 __all__ = ["DcpCatalog", "is_dcp", "open_dcp"]
 
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+RANK_METADATA = re.compile(r"__\d+\.metadata")
 MAX_VALUE_BYTES = 1 << 28
 
 
 def is_dcp(storage: Storage, path: str) -> bool:
     """Whether the folder is a DCP checkpoint."""
-    return bool(_metadata_files(storage, path))
-
-
-def _metadata_files(storage: Storage, path: str) -> list[str]:
-    if storage.size(storage.join(path, METADATA)) is not None:
-        return [METADATA]
-    found = {int(match[1]): name for name in storage.names(path) if (match := RANK_METADATA.fullmatch(name))}
-    # By rank: what several files list is taken from the lowest, since a save on fewer ranks leaves old files of others.
-    return [found[rank] for rank in sorted(found)]
+    return any(name == METADATA or RANK_METADATA.fullmatch(name) for name in storage.names(path))
 
 
 def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
@@ -62,16 +54,19 @@ def open_dcp(storage: Storage, path: str) -> "DcpCatalog":
     Raises:
         CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         MismatchError: there are several models (see `find_model`).
-        UnsupportedError: the files were written through an extension (compression, encryption).
+        UnsupportedError: the files were written through an extension (compression, encryption), or without collectives.
     """
-    items: dict[str, Item] = {}
-    for name in _metadata_files(storage, path):
-        file = storage.join(path, name)
-        reader = storage.open_file(file)
-        try:
-            read_metadata(reader, file, items)
-        finally:
-            reader.close()
+    file = storage.join(path, METADATA)
+    if storage.kind(file) is None:
+        raise UnsupportedError(
+            f"{path}: was saved with use_collectives=False. Load it with torch.distributed.checkpoint, on as many "
+            "ranks as saved it, and save it again"
+        )
+    reader = storage.open_file(file)
+    try:
+        items = read_metadata(reader, file)
+    finally:
+        reader.close()
     _check_sizes(storage, path, items)
     return DcpCatalog(storage, path, items)
 
@@ -139,18 +134,12 @@ class DcpCatalog(Catalog):
         """A number called "step" at the top, or one level below ("train_state"); None if there is none.
 
         Raises:
-            CorruptError: it is damaged, or differs between ranks.
+            CorruptError: it is damaged.
         """
         for key, item in self.items.items():
             if item.path[-1] in STEPS and len(item.path) <= 2 and key in self.left_out[""] and item.chunks:
                 shape, where = next(iter(item.chunks.values()))
                 value = self._count(key, shape, where)
-                for copy in item.copies:
-                    other = self._count(key, shape, copy)
-                    if other != value:
-                        raise CorruptError(
-                            f"{self.path}: '{key}' is {value} in {where.file}, and {other} in {copy.file}. {MIXED}"
-                        )
                 if value is not None:
                     del self.left_out[""][key]
                     return value
@@ -231,7 +220,7 @@ class DcpCatalog(Catalog):
     def files(self) -> Iterable[str]:
         """See `Catalog`."""
         held = {where.file for item in self.items.values() for _, where in item.chunks.values()}
-        return {*(item.file for item in self.items.values()), *(self.storage.join(self.path, name) for name in held)}
+        return [self.storage.join(self.path, name) for name in (METADATA, *held)]
 
     def pieces(self, section: str, name: str, wanted: Box) -> Iterable[StoredPiece]:
         """See `Catalog`."""

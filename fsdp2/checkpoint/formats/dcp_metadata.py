@@ -3,12 +3,6 @@
 ``.metadata`` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: names, shapes and chunks of all tensors,
 and for each chunk a range of a file. The few classes that it may name are listed here; any other is an error. This file
 also decides what the names mean (`Places`).
-
-With ``use_collectives=False`` each rank writes such a file. Nothing in these files says that they belong to one save:
-they have neither an id nor the number of ranks. Contradictions are errors: a different shape or dtype, overlapping
-chunks, a different step. Files of another save are not noticed unless they contradict. One such case is a save on more
-ranks with the same chunks; those of the lowest rank are used, which are newer. The other is an interrupted save without
-a stored step: some ranks' files are newer than others'.
 """
 
 from collections.abc import Mapping
@@ -35,7 +29,7 @@ from fsdp2.checkpoint.storage.base import Reader, check_file_name
 from fsdp2.errors import CheckpointError, CorruptError, UnsupportedError
 from fsdp2.placement.box import Box
 
-__all__ = ["MIXED", "STEPS", "Item", "Places", "Range", "read_metadata", "unreadable"]
+__all__ = ["STEPS", "Item", "Places", "Range", "read_metadata", "unreadable"]
 
 # The names of the number of steps, at the top or one level below.
 STEPS = ("step", "global_step")
@@ -69,15 +63,9 @@ _ALLOWED = frozenset(
     }
 )
 
-MIXED = (
-    "Files of two saves are mixed here: remove those of the older one (__<rank>.metadata, __<rank>_*.distcp), or save "
-    "again to an empty folder."
-)
 
-
-def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
-    """Add everything that a metadata file lists to `items`. The chunks of a tensor may be spread over several such
-    files; a chunk that several files list is taken from the first.
+def read_metadata(reader: Reader, file: str) -> dict[str, "Item"]:
+    """Everything that the metadata lists, by name.
 
     Args:
         reader: of the file. Reading stops where the pickle becomes invalid.
@@ -89,7 +77,7 @@ def read_metadata(reader: Reader, file: str, items: dict[str, "Item"]) -> None:
     """
     metadata = unpickle(_Stream(reader), file, _ALLOWED, makers={"builtins.getattr": _member})
     try:
-        _Metadata(metadata, file).add_to(items)
+        return _Metadata(metadata, file).items()
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
 
@@ -152,16 +140,12 @@ class Item:
 
     Attributes:
         info: of a tensor; None for other values. Its dtype is torch's name if safetensors does not have it.
-        file: the first metadata file that lists it.
         chunks: start in the tensor -> (shape, where). One chunk with the key () for a value.
-        copies: for values that may be the number of steps: where other ranks stored it.
     """
 
     path: Path
     info: StoredTensorInfo | None
-    file: str
     chunks: dict[tuple[int, ...], tuple[tuple[int, ...], Range]] = field(default_factory=dict)
-    copies: list[Range] = field(default_factory=list)
 
     @property
     def is_readable(self) -> bool:
@@ -170,7 +154,7 @@ class Item:
 
 
 class _Metadata:
-    """One metadata file, unpickled."""
+    """The metadata, unpickled."""
 
     def __init__(self, content: Any, file: str):
         self._file = file
@@ -199,23 +183,21 @@ class _Metadata:
             raise CorruptError(f"{self._file}: '{fqn}' is at bytes {shown(offset)} and has {shown(length)} bytes")
         return Range(check_file_name(info.field("relative_path"), self._file), offset, length)
 
-    def add_to(self, items: dict[str, Item]) -> None:
-        """Add all names; the chunks of a tensor may be spread over several metadata files."""
+    def items(self) -> dict[str, Item]:
+        """All names."""
+        items = {}
         for fqn, about in self._names.items():
             if type(fqn) is not str or not isinstance(about, Made):
                 raise CorruptError(f"{self._file}: {shown(fqn)} is not described")
             is_value = about.kind == _PACKAGE + "BytesStorageMetadata"
             info = None if is_value else self._info(fqn, about)
-            item = items.setdefault(fqn, Item(self._path_of(fqn), info, self._file))
-            if item.info != info:
-                raise CorruptError(
-                    f"{self._file}: '{fqn}' is {_described(info)}, and in {item.file} {_described(item.info)}. {MIXED}"
-                )
+            items[fqn] = item = Item(self._path_of(fqn), info)
             if info is None:
-                self._add(item, fqn, (), (), self._found(fqn, None))
+                item.chunks[()] = (), self._found(fqn, None)
                 continue
             for chunk in _field(about, "TensorStorageMetadata", "chunks", list):
                 self._add_chunk(item, info, fqn, chunk)
+        return items
 
     def _path_of(self, fqn: str) -> Path:
         path = self._paths.get(fqn)
@@ -239,18 +221,7 @@ class _Metadata:
         if any(end > size for end, size in zip(ends, info.shape, strict=True)):
             raise CorruptError(f"{self._file}: '{fqn}' {list(info.shape)} has a part {list(start)}..{ends}")
         if Box(start, shape).numel:
-            self._add(item, fqn, start, shape, self._found(fqn, start))
-
-    def _add(self, item: Item, fqn: str, start: tuple[int, ...], shape: tuple[int, ...], where: Range) -> None:
-        """Add a chunk. If several ranks have the same one, they are replicas, and the first is used."""
-        known, first = item.chunks.setdefault(start, (shape, where))
-        if known != shape:
-            raise CorruptError(
-                f"{self._file}: '{fqn}' has a part at {list(start)} of shape {list(shape)} in {where.file}, and of "
-                f"shape {list(known)} in {first.file}. {MIXED}"
-            )
-        if first != where and item.path[-1] in STEPS and len(item.path) <= 2:
-            item.copies.append(where)
+            item.chunks[start] = shape, self._found(fqn, start)
 
     def _found(self, fqn: str, offset: tuple[int, ...] | None) -> Range:
         if (fqn, offset) not in self._ranges:
