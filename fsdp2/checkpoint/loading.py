@@ -8,7 +8,7 @@ succeeded.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from fsdp2.checkpoint.stored_extra import StoredExtra
 from fsdp2.errors import CheckpointError, MismatchError, ReplacedError
 from fsdp2.placement.box import Box
 
-__all__ = ["Loaded", "load", "requests_for"]
+__all__ = ["Loaded", "check_twins", "load", "requests_for"]
 
 MOST_FILES = 256  # of which the ranks compare a few bytes before they read
 SAMPLE_BYTES = 4096
@@ -254,9 +254,14 @@ def _compare_twins(catalog: Catalog, matching: Matching, verify: bool) -> None:
         values = [torch.empty_like(need.entry.local, device="cpu") for need in needs]
         for need, into in zip(needs, values, strict=True):
             catalog.read(requests_for(catalog, need, need.entry.box, into), verify)
-        if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in values)):
-            names = [", ".join(sorted(need.source.names())) for need in needs]
-            raise MismatchError(
-                f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one "
-                "weight here. Load into a model that does not tie them."
-            )
+        check_twins(catalog, needs, *values)
+
+
+def check_twins(catalog: Catalog, needs: Sequence[Need], one: torch.Tensor, other: torch.Tensor) -> None:
+    """Check that two values are the same, bit by bit, of a weight that is tied here and stored under two names."""
+    if not torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))):
+        names = [", ".join(sorted(need.source.names())) for need in needs]
+        raise MismatchError(
+            f"{catalog.path}: '{names[0]}' and '{names[1]}' are stored apart with different values, but are one weight "
+            "here. Load into a model that does not tie them."
+        )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.loading import Loaded, requests_for
+from fsdp2.checkpoint.loading import Loaded, check_twins, requests_for
 from fsdp2.checkpoint.matching import Matching, Need
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.ranks.agreement import world_of
@@ -25,7 +25,7 @@ from fsdp2.checkpoint.run.replacing import READS, not_replaced
 from fsdp2.checkpoint.state.sources import Sources
 from fsdp2.checkpoint.storage.base import storage_of
 from fsdp2.checkpoint.storage.local import LocalStorage
-from fsdp2.errors import ArgumentError, CheckpointError, MismatchError, ReplacedError
+from fsdp2.errors import ArgumentError, CheckpointError, ReplacedError
 from fsdp2.placement.box import Box, whole
 
 __all__ = ["load_from_rank"]
@@ -74,11 +74,11 @@ def load_from_rank(
     for reads_left in reversed(range(READS)):
         ranks, files = _Ranks(world, process_group, rank), None
         try:
-            files = ranks.from_reader(partial(_Files, folder), keep=True)
-            listed = ranks.from_reader(partial(_listing, files))
+            files = ranks.reader_does(partial(_Files, folder))
+            listed = ranks.told(ranks.reader_does(partial(_listing, files)))
             matching = Matching(listed, world, cast, sources)
             ranks.match(matching, model, strict)
-            ranks.all_do(partial(files.compare, matching.twins) if files is not None else list)
+            ranks.all_do(partial(files.compare, matching.twins) if files is not None else _nothing)
             ranks.all_do(partial(matching.allocate, model, None))
             ranks.all_do(ranks.make_room)
             _transfer(ranks, files, matching.needs)
@@ -89,7 +89,7 @@ def load_from_rank(
                 raise
         finally:
             if files is not None:
-                files.close()
+                files.catalog.close()
     raise AssertionError("unreachable")
 
 
@@ -100,7 +100,7 @@ def _transfer(ranks: "_Ranks", files: "_Files | None", needs: Sequence[Need]) ->
     for need in needs:
         entry, dtype = need.entry, need.entry.local.dtype
         for part in _parts(whole(entry.tiling.shape), dtype.itemsize) if prod(entry.tiling.shape) else ():
-            read = None if files is None else partial(files.read, need, part)
+            read = partial(files.read, need, part) if files is not None else None
             values = ranks.broadcast(part, dtype, read)
             common = part.intersect(entry.box)
             if common is not None:
@@ -109,12 +109,12 @@ def _transfer(ranks: "_Ranks", files: "_Files | None", needs: Sequence[Need]) ->
                     own.copy_(values[common.within(part).slices()])
                 except Exception as error:
                     errors.append(error)
+    ranks.all_do(partial(_raise, errors))
 
-    def check() -> None:
-        if errors:
-            raise errors[0]
 
-    ranks.all_do(check)
+def _raise(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _parts(box: Box, itemsize: int) -> Iterator[Box]:
@@ -146,16 +146,7 @@ class _Files:
                 values = torch.empty((2, *part.shape), dtype=entry.local.dtype)
                 self.read(one, part, values[0])
                 self.read(other, part, values[1])
-                if not torch.equal(*values.reshape(2, -1).view(torch.uint8)):  # as bytes: of any dtype
-                    names = (", ".join(map(repr, sorted(each.source.names()))) for each in (one, other))
-                    raise MismatchError(
-                        f"{self.catalog.path}: {' and '.join(names)} are stored apart with different values, but are "
-                        "one weight here. Load into a model that does not tie them."
-                    )
-
-    def close(self) -> None:
-        """Release the files."""
-        self.catalog.close()
+                check_twins(self.catalog, (one, other), *values)
 
 
 class _Ranks:
@@ -177,41 +168,39 @@ class _Ranks:
         """Allocate what every message fits into."""
         self._buffer = torch.empty(CHUNK_BYTES + 1, dtype=torch.uint8, device=self._device)
 
-    def all_do(self, step: Callable[[], object]) -> list[Any]:
-        """Let every rank do `step`. Returns what it was on each."""
-        own, error = _attempt(step)
-        every = [own] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(every, own, group=self._group)
+    def all_do(self, step: Callable[[], Any]) -> Any:
+        """Let every rank do `step`. Returns what it was on this one."""
+        error: BaseException | None = None
+        try:
+            own = step()
+        except BaseException as caught:
+            error = caught
+        whys = self._gathered("" if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        failed = {rank: why for rank, (_, why) in enumerate(every) if why}
-        self._check(failed.get(self._reader, ""))
-        if failed:
-            why = next(iter(failed.values()))
-            raise CheckpointError(f"load_from_rank: ranks {[*failed]} failed; see their errors ({why})")
-        return [value for value, _ in every]
+        if why := whys[self._reader]:
+            kind = ReplacedError if why.startswith(f"{ReplacedError.__name__}: ") else CheckpointError
+            raise kind(f"load_from_rank: rank {self._reader}, which reads, gave up: {why}")
+        if failed := [rank for rank, why in enumerate(whys) if why]:
+            raise CheckpointError(f"load_from_rank: ranks {failed} failed; see their errors ({whys[failed[0]]})")
+        return own
 
-    def from_reader(self, step: Callable[[], object], keep: bool = False) -> Any:
-        """Let the reader do `step`. Returns what it was; on the other ranks None, if the reader is to `keep` it."""
-        own, error = _attempt(step) if self._reads else ((None, ""), None)
-        told: list[Any] = [None if keep else own[0], own[1]]
+    def reader_does(self, step: Callable[[], Any]) -> Any:
+        """Let the reader do `step`. Returns what it was; None on the other ranks."""
+        return self.all_do(step if self._reads else _nothing)
+
+    def told(self, own: Any) -> Any:
+        """What the reader has."""
+        told = [own]
         if self._world.size > 1:
             dist.broadcast_object_list(told, group=self._group, group_src=self._reader)
-        if error is not None:
-            raise error
-        self._check(told[1])
-        return own[0] if keep else told[0]
+        return told[0]
 
     def match(self, matching: Matching, model: nn.Module | Mapping[str, Any], strict: bool) -> None:
         """Match on all ranks, and compare what they ask for."""
-
-        def asked() -> int:
-            matching.match(model, None, strict)
-            asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
-            return zlib.crc32(repr(asked).encode(errors="backslashreplace"))
-
-        marks = self.all_do(asked)
+        self.all_do(partial(matching.match, model, None, strict))
+        asked = [(need.entry.name, need.entry.tiling, need.entry.local.dtype) for need in matching.needs]
+        marks = self._gathered(zlib.crc32(repr(asked).encode(errors="backslashreplace")))
         different = [rank for rank, mark in enumerate(marks) if mark != marks[self._reader]]
         if different:
             raise CheckpointError(
@@ -224,34 +213,28 @@ class _Ranks:
         whether the reader failed."""
         message = self._buffer[: part.numel * dtype.itemsize + 1]
         values = message[:-1].view(dtype).view(part.shape)
-        error: BaseException | None = None
+        errors: list[BaseException] = []
         if read is not None:
-            (_, why), error = _attempt(partial(read, values))
-            message[-1] = bool(why)
+            try:
+                read(values)
+            except BaseException as error:
+                errors.append(error)
+            message[-1] = bool(errors)
         if self._world.size > 1:
             dist.broadcast(message, group=self._group, group_src=self._reader)
         if message[-1]:
-            self.from_reader(lambda: _raise(error))
+            self.all_do(partial(_raise, errors))
         return values
 
-    def _check(self, why: str) -> None:
-        """Raise on the other ranks what has failed on the reader."""
-        if why:
-            kind = ReplacedError if why.startswith(f"{ReplacedError.__name__}: ") else CheckpointError
-            raise kind(f"load_from_rank: rank {self._reader}, which reads, gave up: {why}")
+    def _gathered(self, own: Any) -> list[Any]:
+        every = [own] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(every, own, group=self._group)
+        return every
 
 
-def _attempt(step: Callable[[], object]) -> tuple[tuple[Any, str], BaseException | None]:
-    """((what it returns, its error as text), its error)."""
-    try:
-        return (step(), ""), None
-    except BaseException as error:
-        return (None, f"{type(error).__name__}: {error}"), error
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
+def _nothing() -> None:
+    """What the other ranks do while the reader does something."""
 
 
 def _listing(files: _Files) -> Catalog:
