@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp2 import ArgumentError, CheckpointError, checkpoint
+from fsdp2 import CheckpointError, checkpoint
 from fsdp2.checkpoint.formats.native import read_manifest
 from fsdp2.checkpoint.run import retention
 from fsdp2.checkpoint.run.folders import left_overs, sweep
@@ -91,47 +89,6 @@ def test_what_was_saved_last_stays(keep: int, every: int | None, there: list[int
     saved_at(tmp_path, {1: 1060, 2: 1070, 3: 1030, 4: 1040, 5: 1050})
     checkpoint.prune(tmp_path, keep=keep, every=every)
     assert steps(tmp_path) == sorted(there)
-
-
-def test_one_of_each_hour_stays(tmp_path: Path) -> None:
-    """A run saves every 20 minutes, give or take seconds, and prunes each time. What stayed for its hour stays."""
-    clock = int(time.time()) - 12 * 1200
-    there: list[int] = []
-    for step in range(12):
-        save(tmp_path, step)
-        saved_at(tmp_path, {step: clock + 1200 * step + (-9, 0, 9)[step % 3]})
-        checkpoint.prune(tmp_path, keep=1, every_s=3600)
-        hourly = [each for each in steps(tmp_path) if each != step]
-        assert hourly[: len(there)] == there
-        there = hourly
-    assert steps(tmp_path) == [0, 3, 6, 9, 11]
-
-
-def test_intervals_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The time of saving counts, not the step; one without its files does not stand for its hour; `keep` and `every`
-    hold besides."""
-    now = int(time.time())
-    hours = {1: 9.0, 2: 8.9, 3: 8.0, 4: 7.9, 5: 7.0, 6: 9.5, 7: 2.0, 8: 1.5}
-    for step in hours:
-        save(tmp_path, step)
-    saved_at(tmp_path, {step: now - int(3600 * age) for step, age in hours.items()})
-    next((tmp_path / "step-00000003").glob("model-*")).unlink()
-    # From the oldest: 6, then 2 is not an hour younger, 3 is damaged, 4 is, 5 is not, 7 is.
-    arguments = ["prune", str(tmp_path), "--json", "--keep", "1", "--every", "5", "--every-hours", "1"]
-    assert main([*arguments, "--dry-run"]) == 0
-    assert [name[-1] for name in json.loads(capsys.readouterr().out)["checkpoints"]] == ["1", "2", "3"]
-    assert len(os.listdir(tmp_path)) == 8
-    assert main(arguments) == 0
-    assert steps(tmp_path) == [4, 5, 6, 7, 8]
-    checkpoint.prune(tmp_path, keep=1, every_s=3600)
-    assert steps(tmp_path) == [4, 6, 7, 8]
-    checkpoint.prune(tmp_path, keep=1, every_s=1e9)
-    assert steps(tmp_path) == [6, 8]
-    checkpoint.prune(tmp_path, keep=1, every_s=0.5)
-    assert steps(tmp_path) == [6, 8]
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ArgumentError, match="every_s: expected a positive number of seconds"):
-            checkpoint.prune(tmp_path, keep=1, every_s=wrong)
 
 
 @pytest.mark.parametrize("when", ["set_aside", "id_at"])
@@ -343,13 +300,3 @@ def test_a_save_that_fails_keeps_the_one_that_is_whole(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="Input/output error"):
         save(tmp_path, 1, value=3.0, overwrite=True)
     assert aside.exists()
-
-
-def test_prune_keeps_what_can_be_loaded(tmp_path: Path) -> None:
-    """A damaged newest checkpoint counted as the one to keep."""
-    for step in (1, 2):
-        checkpoint.save(tmp_path, model={"w": torch.ones(2)}, step=step)
-    next((tmp_path / "step-00000002").glob("model-*")).unlink()
-    assert checkpoint.prune(tmp_path, keep=1) == []
-    newest = checkpoint.latest(tmp_path)
-    assert newest is not None and newest.endswith("step-00000001")

@@ -1,10 +1,8 @@
 """The checkpoints of a run, its newest sound one, and which may be deleted. Layer: checkpoint."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import inf
 
 from fsdp2.checkpoint.formats.native import id_of
 from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, replaced, set_aside, step_of
@@ -13,8 +11,6 @@ from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
 
 __all__ = ["checkpoints", "latest", "prune", "superseded"]
-
-JITTER = 0.01  # relative: saves that should be an hour apart may be off by a few seconds
 
 
 def checkpoints(root: Folder) -> list[str]:
@@ -115,7 +111,6 @@ def prune(
     keep: int,
     every: int | None = None,
     valid: Callable[[str], object] | None = None,
-    every_s: float | None = None,
 ) -> list[str]:
     """Delete old checkpoints of a run. Call this on one rank, after a save.
 
@@ -126,9 +121,6 @@ def prune(
     Args:
         keep: how many of the newest sound checkpoints to keep, at least one (see `latest`).
         every: also keep checkpoints whose step is a multiple of it.
-        every_s: also keep one checkpoint per span of this many seconds (hourly: 3600). Starting from the oldest, the
-            next one kept is the first that was saved at least that long after the last one kept; checkpoints that lack
-            a file are skipped. So later calls keep the same checkpoints.
         valid: as for `latest`: with `verify`, only checkpoints that were read completely count as sound. Without it
             damaged bytes within a file are not detected.
 
@@ -136,53 +128,42 @@ def prune(
         the folders that were deleted. Each is renamed first, so none is ever left in part under its name.
 
     Raises:
-        ArgumentError: `keep` or `every` is less than one, or `every_s` not positive.
+        ArgumentError: `keep` or `every` is less than one.
 
     Example::
 
-        if rank == 0:  # the last three, and one of each six hours
-            fsdp2.checkpoint.prune("runs/a", keep=3, every_s=6 * 3600, valid=fsdp2.checkpoint.verify)
+        if rank == 0:  # the last three, and each ten-thousandth step
+            fsdp2.checkpoint.prune("runs/a", keep=3, every=10_000, valid=fsdp2.checkpoint.verify)
     """
     storage, _ = storage_of(root)
-    rule, known = _Rule(keep, every, every_s), dict[str, bool]()
-    ids = {folder: id_at(storage, folder) for folder in _old(root, rule, valid, known)}
+    known: dict[str, bool] = {}
+    ids = {folder: id_at(storage, folder) for folder in _old(root, keep, every, valid, known)}
     # Check again: another checkpoint may have taken one of these names since it was read above.
-    old = [folder for folder in _old(root, rule, valid, known) if folder in ids]
+    old = [folder for folder in _old(root, keep, every, valid, known) if folder in ids]
     return [folder for folder in old if _pruned(storage, folder, ids[folder])]
 
 
 def superseded(
-    root: Folder,
-    keep: int,
-    every: int | None = None,
-    valid: Callable[[str], object] | None = None,
-    every_s: float | None = None,
+    root: Folder, keep: int, every: int | None = None, valid: Callable[[str], object] | None = None
 ) -> list[str]:
     """What `prune` would delete."""
-    return _old(root, _Rule(keep, every, every_s), valid, {})
+    return _old(root, keep, every, valid, {})
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What to keep; see `prune`."""
-
-    keep: int
-    every: int | None
-    every_s: float | None
-
-    def __post_init__(self) -> None:
-        if self.keep < 1 or (self.every is not None and self.every < 1):
-            raise ArgumentError(f"prune: keep and every are at least 1, got {self.keep} and {self.every}")
-        if self.every_s is not None and not self.every_s > 0:
-            raise ArgumentError(f"prune: every_s: expected a positive number of seconds, got {self.every_s}")
-
-
-def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known: dict[str, bool]) -> list[str]:
+def _old(
+    root: Folder,
+    keep: int,
+    every: int | None,
+    valid: Callable[[str], object] | None,
+    known: dict[str, bool],
+) -> list[str]:
     """See `prune`.
 
     Args:
         known: which checkpoints are sound, as far as they have been checked.
     """
+    if keep < 1 or (every is not None and every < 1):
+        raise ArgumentError(f"prune: keep and every are at least 1, got {keep} and {every}")
     storage, _ = storage_of(root)
     ages = _ages(root)
     by_step, by_time = [*ages], sorted(ages, key=lambda folder: -ages[folder])
@@ -190,25 +171,14 @@ def _old(root: Folder, rule: _Rule, valid: Callable[[str], object] | None, known
     for order in (by_step, by_time):
         sound = 0
         for folder in reversed(order):  # damaged ones among the newer ones are left alone
-            if sound == rule.keep:
+            if sound == keep:
                 break
             staying.add(folder)
             if folder not in known:
                 known[folder] = _is_sound(folder) and _is_valid(folder, valid)
             sound += known[folder]
-    staying.update(_spaced(by_time, ages, rule.every_s) if rule.every_s is not None else ())
     steps = {folder: step_of(storage.split(folder)[1]) for folder in by_step if folder not in staying}
-    return [folder for folder, step in steps.items() if rule.every is None or step is None or step % rule.every]
-
-
-def _spaced(folders: Sequence[str], ages: Mapping[str, float], every_s: float) -> Iterator[str]:
-    """The folders (oldest first) that are kept for their time of saving. The oldest is always kept, so later calls give
-    the same answer. They are not read completely, because there may be hundreds."""
-    last = inf
-    for folder in folders:
-        if last - ages[folder] >= every_s * (1 - JITTER) and _is_sound(folder):
-            last = ages[folder]
-            yield folder
+    return [folder for folder, step in steps.items() if every is None or step is None or step % every]
 
 
 def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:

@@ -129,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("folder", metavar="RUN")
     one.add_argument("--keep", type=int, metavar="N", help="how many of the newest stay")
     one.add_argument("--every", type=int, metavar="STEPS", help="multiples of this stay besides")
-    one.add_argument("--every-hours", type=float, metavar="HOURS", help="one of each such span of time stays besides")
     one.add_argument("--verify", action="store_true", help="only those that were read to the end count as sound")
     one.add_argument("--sweep", action="store_true", help="delete what dead saves left more than an hour ago")
     one.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
@@ -234,11 +233,10 @@ def _prune(args: argparse.Namespace) -> int:
         raise ArgumentError("prune: say how many checkpoints to keep (--keep N), or --sweep")
     storage, path = storage_of(args.folder)
     valid = verify if args.verify else None
-    every_s = None if args.every_hours is None else 3600 * args.every_hours
     looked = args.keep is not None and args.dry_run
-    old = superseded(args.folder, args.keep, args.every, valid, every_s) if looked else []
+    old = superseded(args.folder, args.keep, args.every, valid) if looked else []
     if args.keep is not None and not args.dry_run:
-        old = prune(args.folder, args.keep, args.every, valid, every_s)
+        old = prune(args.folder, args.keep, args.every, valid)
     dead = left_overs(storage, path) if args.sweep else []
     if not args.dry_run:
         dead = [one for one in dead if discard_left_over(storage, one)]
