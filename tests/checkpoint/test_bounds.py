@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import pickle
 import subprocess
@@ -188,29 +187,3 @@ def test_claims_that_the_folder_cannot_hold(tmp_path: Path) -> None:
     model, optimizer = trained()
     with pytest.raises(CorruptError, match=r"exp_avg.* is F32 \[524288, 524288\], and all files together have"):
         checkpoint.load(folder, model=model, optimizer=optimizer)
-
-
-def test_plans_of_many_tensors_keep_the_collector_out(tmp_path: Path) -> None:
-    """It went over all objects of torch again and again: most of what a save of thousands of tensors cost."""
-    values = {f"layers.{number}.weight": torch.ones(2) for number in range(3000)}
-    checkpoint.save(tmp_path / "a", model=values)
-    full: list[int] = []
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        full.extend([info["generation"]] if phase == "start" and info["generation"] else [])
-
-    gc.collect()
-    gc.callbacks.append(note)
-    try:
-        checkpoint.save(tmp_path / "b", model=values)
-        checkpoint.load(tmp_path / "b", model=values)
-    finally:
-        gc.callbacks.remove(note)
-    assert len(full) < 10, full
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        checkpoint.load(tmp_path / "b", model=values)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

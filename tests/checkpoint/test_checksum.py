@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from fsdp2.checkpoint.schema import checksum as module
-from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum, num_blocks
+from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, checksum
 
 
 def test_crc32_is_the_one_of_everybody() -> None:
@@ -31,7 +31,3 @@ def test_without_it_the_standard_library_does(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "isal", None)
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
     assert module._fastest_crc32() is zlib.crc32
-
-
-def test_number_of_blocks() -> None:
-    assert [num_blocks(size) for size in (0, 1, BLOCK, BLOCK + 1)] == [0, 1, 1, 2]

@@ -55,23 +55,6 @@ def test_the_damaged_block_is_named(requests, at):
         read_all(OpenFiles(LocalStorage()), [make(0, first)])  # what is not asked for is not looked at
 
 
-def test_many_small_tensors_are_read_by_several_threads(requests):
-    make, _ = requests
-    wanted = [make(at, at + 1) for at in range(NUM_ROWS)]
-    read_all(OpenFiles(LocalStorage()), wanted)
-    assert [int(request.target) for request in wanted] == list(range(NUM_ROWS))
-    lots = reading._lots(wanted, True)
-    assert max(len(lot.tasks) for lot in lots) == reading.TOGETHER
-    assert len(lots) == -(-NUM_ROWS // reading.TOGETHER)
-
-
-def test_a_thread_gets_as_many_bytes_as_one_large_tensor_has(requests, monkeypatch):
-    make, _ = requests
-    monkeypatch.setattr(reading, "RUN", 2 * BLOCK)
-    lots = reading._lots([make(0, 60), make(64, 124), make(128, 140), make(192, 250)], True)
-    assert [[task.start for task in lot.tasks] for lot in lots] == [[0, 64], [128, 192]]
-
-
 def test_a_lot_is_of_one_file(requests, tmp_path):
     make, path = requests
     other = tmp_path / "other"

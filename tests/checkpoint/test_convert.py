@@ -120,20 +120,6 @@ def test_converted_checkpoint_loads_into_other_layouts(sources: str, source: str
         run_on_ranks(load_one, LAYOUTS[layout].world_size, folder=folder, layout=layout, saved_on=saved_on)
 
 
-def test_back_and_forth_gives_the_same_files(sources: str, tmp_path: Path) -> None:
-    """Through the consolidated layout and back; the ids differ, the data do not."""
-    first = convert(f"{sources}/fsdp-3/step-00000007", tmp_path / "a", world=3)
-    middle = convert(first, tmp_path / "b", to="consolidated", max_file_bytes=300)
-    last = convert(middle, tmp_path / "c", world=3)
-    names = sorted(describe(first).files)
-    assert names == sorted(describe(last).files)
-    for name in names:
-        one, two = (safetensors.torch.load_file(f"{folder}/{name}") for folder in (first, last))
-        assert one.keys() == two.keys()
-        for key, value in one.items():
-            assert_bits(key, two[key], value)
-
-
 def test_extra_state_of_other_worlds_is_not_given_to_the_wrong_rank(sources: str, tmp_path: Path) -> None:
     """The files are those of one rank, the extra state is of three: one rank must not be told that it is its own."""
     folder = convert(f"{sources}/fsdp-3/step-00000007", tmp_path / "new", world=1)
@@ -250,15 +236,6 @@ def test_dtype_is_that_of_the_models_floats_alone(tmp_path: Path) -> None:
         assert_bits("m", state["m"], value_of("m", (40, 3)))
 
 
-def test_model_only_leaves_the_rest(tmp_path: Path) -> None:
-    fc.save(tmp_path / "old", model={"w": torch.ones(3)}, optimizer={"m": torch.ones(3)}, extra={"k": torch.ones(2)})
-    convert(tmp_path / "old", tmp_path / "new", model_only=True)
-    description = describe(tmp_path / "new")
-    assert [one.section for one in description.tensors] == ["model"]
-    assert not description.extra
-    assert sorted(os.listdir(tmp_path / "new")) == ["checkpoint.json", "model-rank-00000-of-00001.safetensors"]
-
-
 # --- other formats and places -----------------------------------------------------------------------------------------
 
 
@@ -364,13 +341,6 @@ def test_options_that_cannot_work(
     with pytest.raises(error, match=message):
         convert(old, tmp_path / "new", **options)
     assert os.listdir(tmp_path) == ["old"]
-
-
-def test_progress_counts_all_bytes(old: Path, tmp_path: Path) -> None:
-    calls: list[tuple[int, int]] = []
-    convert(old, tmp_path / "new", world=3, progress=lambda done, total: calls.append((done, total)))
-    assert calls == sorted(calls)
-    assert calls[-1] == (2_000_000, 2_000_000)
 
 
 # --- whole processes --------------------------------------------------------------------------------------------------

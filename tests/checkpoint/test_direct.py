@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,19 +132,6 @@ def test_several_write_to_one_file(disk: Path, writes: Writes, seed: int) -> Non
     assert writes.direct_bytes() > 10 * PAGE
 
 
-def test_little_goes_through_the_cache(disk: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files and small writes are worth no direct one."""
-    monkeypatch.setattr(local, "DIRECT_FROM", 8 * PAGE)
-    for size in (8 * PAGE - 1, 20 * PAGE):
-        content = random.Random(0).randbytes(size)
-        writer = LocalStorage().write_file(str(disk / "file"), size)
-        for begin in range(0, size, 7 * PAGE):
-            writer.write(begin, [memoryview(content)[begin : begin + 7 * PAGE]])
-        writer.finish()
-        assert (disk / "file").read_bytes() == content
-    assert writes.direct_bytes() == 0
-
-
 def test_short_writes(disk: Path, writes: Writes) -> None:
     pwritev = writes.answer
     writes.answer = lambda fd, parts, offset: pwritev(fd, [parts[0][:PAGE]], offset)
@@ -178,23 +164,6 @@ def test_a_file_system_that_refuses_a_write(disk: Path, writes: Writes, refusal:
     assert len(refused) == 1
 
 
-def test_a_file_system_that_refuses_to_open(disk: Path, writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
-    os_open = os.open
-
-    def refuse(path: str, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return os_open(path, flags, *mode)
-
-    monkeypatch.setattr(os, "open", refuse)
-    content = random.Random(0).randbytes(10 * PAGE)
-    writer = LocalStorage().write_file(str(disk / "file"), len(content))
-    writer.write(0, [memoryview(content)])
-    writer.finish()
-    assert (disk / "file").read_bytes() == content
-    assert writes.direct_bytes() == 0
-
-
 def test_errors_of_the_disk_are_errors(disk: Path, writes: Writes) -> None:
     def answer(fd: int, parts: list[memoryview], offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -204,45 +173,6 @@ def test_errors_of_the_disk_are_errors(disk: Path, writes: Writes) -> None:
     with pytest.raises(OSError, match="No space left"):
         writer.write(0, [memoryview(bytes(10 * PAGE))])
     writer.abandon()
-
-
-def test_descriptors_are_closed(disk: Path) -> None:
-    before = os.listdir("/proc/self/fd")
-    for end in (LocalWriter.finish, LocalWriter.abandon):
-        writer = LocalStorage().write_file(str(disk / "file"), 10 * PAGE)
-        assert len(os.listdir("/proc/self/fd")) == len(before) + 2
-        end(writer)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_another_file_of_that_name(disk: Path) -> None:
-    """Only the file that is open is written to, not one that took its name in between."""
-    first, other = disk / "first", disk / "other"
-    first.touch()
-    other.touch()
-    with open(first, "r+b") as file:
-        assert open_direct(str(other), file.fileno(), 0) is None
-        first.unlink()
-        other.rename(first)
-        assert open_direct(str(first), file.fileno(), 0) is None
-
-
-def test_a_file_system_without_a_device(writes: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a network, where each direct write would wait for the server; here one in memory."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir() or os.major(folder.stat().st_dev):
-        pytest.skip("no file system in memory at /dev/shm")
-    monkeypatch.setattr(local, "DIRECT_FROM", PAGE)
-    path, content = folder / f"fsdp2-test-{os.getpid()}", random.Random(0).randbytes(10 * PAGE)
-    try:
-        writer = LocalStorage().write_file(str(path), len(content))
-        writer.write(0, [memoryview(content)])
-        writer.finish()
-        assert path.read_bytes() == content
-    finally:
-        with suppress(FileNotFoundError):
-            path.unlink()
-    assert writes.direct_bytes() == 0
 
 
 @on_ranks(3)

@@ -7,10 +7,8 @@ import itertools
 import json
 import pickle
 import struct
-import sys
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,79 +131,12 @@ def cover_of(shape: tuple[int, ...], parts: list[Box]) -> Cover:
     return cover
 
 
-def lines(size: int) -> list[Box]:
-    return [Box((0, row, column), (size, 1, 1)) for row in range(size) for column in range(size)]
-
-
 def problem_of(cover: Cover) -> str:
     try:
         cover.check("x")
     except CorruptError as error:
         return "overlap" if "overlap" in str(error) else "missing"
     return ""
-
-
-def pinwheels(size: int) -> list[Box]:
-    """Squares of 3 x 3, each of five parts that no line through all of it tells apart."""
-    wheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
-    return [
-        Box((part.start[0] + 3 * row, part.start[1] + 3 * column), part.shape)
-        for row in range(size)
-        for column in range(size)
-        for part in wheel
-    ]
-
-
-def staggered(size: int) -> list[Box]:
-    """Long columns that begin one row apart, and what is above and below them: all meet along every dim."""
-    upper = [Box((0, column), (column + 1, 1)) for column in range(size)]
-    return upper + [Box((column + 1, column), (2 * size - column, 1)) for column in range(size)]
-
-
-def interlocked(size: int) -> list[Box]:
-    """A spiral: a strip along each side in turn, each as long as what is left."""
-    low, high, parts = [0, 0], [2 * size, 2 * size], []
-    for turn in range(2 * size - 1):
-        dim, at_end = turn % 2, turn % 4 > 1
-        start, end = [*low], [*high]
-        start[dim], end[dim] = (high[dim] - 1, high[dim]) if at_end else (low[dim], low[dim] + 1)
-        parts.append(Box(tuple(start), tuple(b - a for a, b in zip(start, end, strict=True))))
-        if at_end:
-            high[dim] -= 1
-        else:
-            low[dim] += 1
-    return [*parts, Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))]
-
-
-def calls_of_check(parts: list[Box]) -> tuple[int, int]:
-    """How many calls `Cover.check` makes for parts of the smallest box around them, and how many of those compare two
-    parts. Its work is proportional to its calls, and they are the same on every machine."""
-    cover = cover_of(tuple(map(max, zip(*(part.end for part in parts), strict=True))), parts)
-    counts = [0, 0]
-
-    def count(frame: Any, event: str, called: Any) -> None:
-        counts[0] += event in ("call", "c_call")
-        counts[1] += event == "call" and frame.f_code is Box.intersect.__code__
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        problem_of(cover)
-    finally:
-        sys.setprofile(before)
-    return counts[0], counts[1]
-
-
-@pytest.mark.parametrize("made", [lines, pinwheels, staggered, interlocked])
-def test_calls_grow_with_the_number_of_parts(made: Callable[[int], list[Box]]) -> None:
-    """No part is compared with another, and twice as many of them cost twice as much."""
-    sizes = (4, 8, 16, 32) if made in (lines, pinwheels) else (8, 16, 32, 64, 128, 256)
-    per_part = []
-    for parts in map(made, sizes):
-        calls, comparisons = calls_of_check(parts)
-        assert comparisons == 0
-        per_part.append(calls / len(parts))
-    assert max(per_part) < 1.2 * min(per_part), per_part
 
 
 def test_overlaps_are_found() -> None:

@@ -71,25 +71,6 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@on_ranks(2)
-def test_a_model_in_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Its names all began with ``module.``, so neither the model itself nor a sharded one could load them."""
-    torch.manual_seed(0)
-    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    optimizer = trained(wrapped)
-    checkpoint.save(tmp_path / "a", model=wrapped, optimizer=optimizer)
-    assert [tensor.name for tensor in checkpoint.describe(tmp_path / "a").tensors][:2] == ["0.weight", "0.bias"]
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    its = torch.optim.AdamW(plain.parameters())
-    checkpoint.load(tmp_path / "a", model=plain, optimizer=its)
-    again = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    checkpoint.load(tmp_path / "a", model=again)
-    for one, two, three in zip(wrapped.parameters(), plain.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two) and torch.equal(one, three)
-        assert torch.equal(optimizer.state[one]["exp_avg"], its.state[two]["exp_avg"])
-
-
 @on_ranks(1)
 def test_names_that_ddp_gave(rank: int, world_size: int, tmp_path: Path) -> None:
     """What was saved with the prefix, by fsdp2 before it took that away or by another library, loads into the model

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2.checkpoint as fc
 from fsdp2 import local_optimizer
 from fsdp2.errors import ArgumentError, CheckpointError, MismatchError
-from tests.helpers.checkpoint_cases import DIM, assert_bits, fill, shard, spoil
+from tests.helpers.checkpoint_cases import DIM, assert_bits, shard, spoil
 from tests.helpers.parity_models import Stack, batch, full, local, shard_like
 from tests.helpers.ranks import on_ranks, run_on_ranks
 
@@ -330,30 +330,6 @@ def test_never_stepped(rank: int, world_size: int, tmp_path: Path) -> None:
         train(other, other_optimizer, rank, *steps)
         fc.load(tmp_path / "a", model=other, optimizer=other_optimizer)
         assert torch.equal(torch.stack(train(other, other_optimizer, rank, 0, 1)), torch.stack(expected))
-
-
-@on_ranks(2)
-def test_frozen_and_unused_parameters(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Parameters without state, beside some with it."""
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        plain = Stack(dim=6, hidden=5, depth=2)
-        plain.inp.weight.requires_grad_(False)
-        plain.blocks[0].norm.requires_grad_(False)
-        model = shard(plain)
-        for name, param in model.named_parameters():
-            fill(name, param)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    model, optimizer = make()
-    train(model, optimizer, rank, 0)
-    fc.save(tmp_path / "a", model=model, optimizer=optimizer)
-    other, other_optimizer = make()
-    fc.load(tmp_path / "a", model=other, optimizer=other_optimizer)
-    state, other_state = whole_state(model, optimizer), whole_state(other, other_optimizer)
-    assert state.keys() == other_state.keys()
-    assert "inp.weight" not in state
-    assert torch.equal(train(model, optimizer, rank, 1)[0], train(other, other_optimizer, rank, 1)[0])
 
 
 @on_ranks(2)

@@ -159,9 +159,6 @@ def test_resumed_is_as_never_killed(world_size: int, kind: str, options: dict[st
         assert resumed == expected
 
 
-# --- no communication -------------------------------------------------------------------------------------------------
-
-
 # --- what others make of it -------------------------------------------------------------------------------------------
 
 

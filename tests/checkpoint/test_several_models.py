@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import ArgumentError, MismatchError, checkpoint, fully_shard
@@ -177,31 +176,3 @@ def test_what_is_no_optimizer(tmp_path: Path) -> None:
             checkpoint.save(tmp_path / "a", model=model, optimizer=optimizer)
     with pytest.raises(ArgumentError, match="names without dots"):
         checkpoint.save(tmp_path / "a", model={"a.b": model})
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("how", [{}, {"async_op": True}, {"consolidated": True}], ids=str)
-def test_what_was_written_is_what_the_files_hold(
-    rank: int, world_size: int, how: dict[str, bool], tmp_path: Path
-) -> None:
-    """Extra state that all ranks have was counted by each, and only one had written it."""
-    costs: list[checkpoint.Saved] = []
-    model = network(0)
-    extra = {"all have this": torch.ones(30), "own": {"n": 5, "t": torch.full((10 + rank,), rank)}, "name": "x"}
-    checkpoint.save(tmp_path / "a", model=model, extra=extra, on_saved=costs.append, **how).wait()
-    counted: list[Any] = [None] * world_size
-    dist.all_gather_object(counted, [cost.nbytes for cost in costs])
-    in_files = {file.name: bytes_of_values(file) for file in (tmp_path / "a").glob("*.safetensors")}
-    assert [len(each) for each in counted] == [1] * world_size
-    assert sum(nbytes for [nbytes] in counted) == sum(in_files.values())
-    assert sum(in_files.values()) == 4 * (30 + sum(full(each).numel() for each in model.parameters())) + 8 * sum(
-        10 + each for each in range(world_size)
-    )
-    if not how.get("consolidated"):  # where each rank has files of its own
-        own = sum(nbytes for name, nbytes in in_files.items() if f"rank-{rank:05d}-" in name)
-        assert costs[0].nbytes == own
-
-
-def bytes_of_values(file: Path) -> int:
-    """The size of a file without its header."""
-    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")

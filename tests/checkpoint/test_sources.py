@@ -273,9 +273,6 @@ def test_what_is_not_used_is_unexpected(tmp_path: Path) -> None:
     assert_bits("t", swapped["t"], THEIRS["a"])
 
 
-# --- a model of transformers ------------------------------------------------------------------------------------------
-
-
 # --- what is read, and how much is held -------------------------------------------------------------------------------
 
 

@@ -48,9 +48,6 @@ def files_of(folder: Path | str, section: str = "model") -> dict[str, Tensor]:
     return found
 
 
-# --- dtypes, shapes, sizes --------------------------------------------------------------------------------------------
-
-
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
@@ -88,39 +85,6 @@ def test_tied_weights(rank: int, world_size: int, tied: bool, options: dict[str,
 
 def names_in(file: Path) -> list[str]:
     return list(load_file(file)) if file.suffix == ".safetensors" else []
-
-
-class WithExtraState(nn.Module):
-    """A module whose own state is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-        self.scale: dict[str, Any] = {}
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.scale
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.scale = state
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@on_ranks(2)
-@by_form
-def test_extra_state_of_modules(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
-    model = nn.Sequential(WithExtraState(), WithExtraState())
-    amax = torch.tensor([1.0, 2.0])
-    model[1].scale = {"amax": amax, "recipe": ("hybrid", 3), "nested": [{"margin": 0.5}]}
-    fully_shard(model)
-    fc.save(tmp_path / "a", model=model, **options)
-    other = fully_shard(nn.Sequential(WithExtraState(), WithExtraState()))
-    fc.load(tmp_path / "a", model=other)
-    assert other[0].scale == {}
-    assert torch.equal(other[1].scale.pop("amax"), amax)
-    assert other[1].scale == {"recipe": ("hybrid", 3), "nested": [{"margin": 0.5}]}
 
 
 @on_ranks(2)
@@ -211,18 +175,6 @@ def test_not_strict_says_what_was_left_out(rank: int, world_size: int, tmp_path:
     assert (local(model.new) == 77).all()
     assert [name.split()[-1].strip("'\"") for name in loaded.missing] == ["new"], loaded
     assert sorted(name.split()[-1].strip("'\"") for name in loaded.unexpected) == ["also_gone", "gone"], loaded
-
-
-@on_ranks(1, 2)
-@by_form
-def test_dtypes_are_cast_when_asked(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
-    fc.save(tmp_path / "a", model=fully_shard(Pair(weight=(7, 3), bias=(2,))), **options)
-    model = fully_shard(Pair(weight=(7, 3), bias=(2,)).to(BF16))
-    with pytest.raises(MismatchError, match=r"(?s)weight.*(F32|float32).*(BF16|bfloat16)|weight.*(BF16|bfloat16)"):
-        fc.load(tmp_path / "a", model=model)
-    fc.load(tmp_path / "a", model=model, cast=True)
-    for name, param in model.named_parameters():
-        assert_bits(name, param, shard_like(value_of(name, param.shape).to(BF16), param))
 
 
 @on_ranks(2)

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.checkpoint.storage.local import LocalStorage
@@ -60,22 +59,6 @@ def test_paths(place: Place) -> None:
     assert storage.split(path) == (storage.join(root, "a"), "b")
     assert storage.split(storage.join(root, "a")) == (root, "a")
     assert path == f"{root}/a/b"
-
-
-@pytest.mark.parametrize(
-    ("url", "split", "joined"),
-    [
-        ("s3://bucket/run/", ("s3://bucket", "run"), "s3://bucket/run/x"),
-        ("s3://bucket", ("s3://", "bucket"), "s3://bucket/x"),
-        ("memory://", ("memory://", ""), "memory://x"),
-        ("file:///runs//", ("file:///", "runs"), "file:///runs/x"),
-        ("file:///", ("file:///", ""), "file:///x"),
-    ],
-)
-def test_paths_of_urls(url: str, split: tuple[str, str], joined: str) -> None:
-    storage = RemoteStorage(url)
-    assert storage.split(url) == storage.split(storage.root) == split
-    assert storage.join(url, "x") == storage.join(storage.root, "x") == joined
 
 
 def test_folders(place: Place) -> None:
@@ -192,42 +175,6 @@ def test_an_abandoned_file(place: Place, tmp_path: Path) -> None:
         assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".upload")] == []
     put(storage, path, b"after")
     assert get(storage, path) == b"after"
-
-
-def test_threads_read_one_file(place: Place) -> None:
-    storage, root = place
-    storage.make_folder(root)
-    path = storage.join(root, "x")
-    content = os.urandom(1 << 20)
-    put(storage, path, content)
-    reader = storage.open_file(path)
-    wrong = []
-
-    def work(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(50):
-            start, end = sorted(torch.randint(len(content), (2,), generator=generator).tolist())
-            part = bytearray(end - start)
-            reader.read_into(start, memoryview(part))
-            if part != content[start:end]:
-                wrong.append((start, end))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    reader.close()
-    assert wrong == []
-
-
-def test_reads_larger_than_a_request(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp2.checkpoint.storage.remote.REQUEST_BYTES", 1000)
-    storage, root = place
-    storage.make_folder(root)
-    content = os.urandom(2500)
-    put(storage, storage.join(root, "x"), content)
-    assert get(storage, storage.join(root, "x")) == content
 
 
 def test_files_that_end_too_early(place: Place) -> None:
