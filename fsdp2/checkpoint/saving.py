@@ -18,7 +18,6 @@ import json
 import operator
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,11 +38,10 @@ from fsdp2.checkpoint.io.planned_files import (
     Written,
     consolidated_files,
     consolidated_homes,
-    encode_sums,
+    joined_sums,
     named_after,
     owned_pieces,
     rank_file,
-    sums_file_name,
 )
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
@@ -332,7 +330,8 @@ class _Job:
             planned = self._files(about, pieces, shares, homes)
             if not storage.renames:
                 planned = [replace(file, name=named_after(file.name, nonce)) for file in planned]
-            written = self._write(work, planned, about, bool(homes))
+            with own_folder(storage, work, self.path):
+                written = write_files(storage, work, planned)
             if agreement.report(self._record(about_model, written, shares, homes)):
                 commit(storage, work, self.path, nonce, homes, agreement)
             agreement.wait()
@@ -354,23 +353,10 @@ class _Job:
             return
         names = [file.name for file in planned]
         if self.storage.renames:  # otherwise an existing manifest belongs to another save
-            names += [sums_file_name(self.world.rank, self.world.size), MANIFEST]
+            names.append(MANIFEST)
         for name in names:
             with suppress(OSError):
                 self.storage.remove(self.storage.join(work, name))
-
-    def _write(
-        self, work: str, planned: list[PlannedFile], about: Mapping[str, Any], consolidated: bool
-    ) -> list[Written]:
-        """Write and sync this rank's part."""
-        with own_folder(self.storage, work, self.path):
-            written = write_files(self.storage, work, planned)
-            if consolidated:
-                name = sums_file_name(self.world.rank, self.world.size)
-                content = encode_sums(about, written)
-                self.storage.write_all(self.storage.join(work, name), content)
-                written.append(Written(name, len(content), f"{zlib.crc32(content):08x}", {}))
-        return written
 
     @uncollected()
     def _files(
@@ -411,6 +397,7 @@ class _Job:
             "plain": plain,
             "content": _digest([file.sums for file in written if not file.name.startswith("extra-")]),
             "files": {file.name: [file.size, file.header_crc] for file in written},
+            "sums": joined_sums(written, homes),
             "extra": {share.key: share.digest for share in shares},
             "shares": {share.key: [share.digest, share.form] for share in shares if share.mine},
         }

@@ -207,7 +207,6 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str, str, int]] = {
     ),
     "manifest": ("three", changed("checkpoint.json", 500), "checkpoint.json", "", 0),
     "index": ("whole", changed("model.safetensors.index.json", 40), "model.safetensors.index.json", "checksum", 0),
-    "sums": ("whole", changed("sums-rank-00000-of-00001.json", 200), "sums-rank-00000", "checksum", 17),
     "whole header": ("whole", changed("model-00002-of-00003.safetensors", 30), "model-00002", "header", 1),
 }
 

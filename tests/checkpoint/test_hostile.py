@@ -235,6 +235,7 @@ BODIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "extra with a tensor without name": lambda body: body["extra"]["loader"][0].update(json={"$tensor": ["x"]}),
     "deep extra": lambda body: body["extra"]["loader"][0].update(json=deep(900)),
     "deep values": lambda body: body["tables"][0]["values"]["model"].update(note=deep(900)),
+    "sums of no file": lambda body: body.update(sums=[{"model.safetensors": 5}]),
     "a step that is none": lambda body: body.update(step="1"),
     "half a code point": lambda body: body["tables"][0]["tensors"]["model"].update({"\ud800": ["F32", [1], 0, []]}),
 }

@@ -346,12 +346,11 @@ def test_a_conversion_takes_no_name_of_a_users_file(tmp_path: Path) -> None:
     sound = values.read_bytes()
     for content in (sound[:-1] + b"!", sound):
         values.write_bytes(content)
-        for theirs in ("model.safetensors", "sums-rank-00000-of-00001.json"):
-            storage.write_all(f"memory://hf/{theirs}", b"theirs")
-            with pytest.raises(CheckpointError, match=rf"hf: has {theirs}, which the conversion would write over"):
-                convert(tmp_path / "source", "memory://hf", to="consolidated")
-            assert MemoryFileSystem().cat(f"/hf/{theirs}") == b"theirs"
-            storage.remove("memory://hf")
+        storage.write_all("memory://hf/model.safetensors", b"theirs")
+        with pytest.raises(CheckpointError, match=r"hf: has model.safetensors, which the conversion would write over"):
+            convert(tmp_path / "source", "memory://hf", to="consolidated")
+        assert MemoryFileSystem().cat("/hf/model.safetensors") == b"theirs"
+        storage.remove("memory://hf")
     storage.write_all("memory://hf/config.json", b"theirs")
     convert(tmp_path / "source", "memory://hf", to="consolidated")
     verify("memory://hf")

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp2.checkpoint.io.catalog import Catalog
 from fsdp2.checkpoint.io.memory import uncollected
 from fsdp2.checkpoint.io.pieces import StoredPiece, StoredTensorInfo
-from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name, sums_file_name
+from fsdp2.checkpoint.io.planned_files import named_after, rank_file_name
 from fsdp2.checkpoint.schema.checksum import WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, Header, parse_header, parse_json
@@ -139,7 +139,6 @@ class NativeCatalog(Catalog):
         self._files: dict[str, _RankFile] = {}
         self._own: dict[tuple[str, int], _RankFile] = {}
         self._headers: dict[str, Header] = {}
-        self._sums: dict[int, Mapping[str, Mapping[str, str]]] = {}
 
     def check_sizes(self) -> None:
         """Check that all files exist with the sizes that the manifest lists; `CorruptError` if not."""
@@ -230,9 +229,7 @@ class NativeCatalog(Catalog):
         record = self.manifest.records[section][name]
         if stored is None or (stored.dtype, stored.shape) != (record.dtype, record.shape):
             raise CorruptError(f"{path}: should hold '{name}' {record.dtype} {list(record.shape)}, and does not")
-        if rank not in self._sums:
-            self._sums[rank] = self._read_sums(rank)
-        sums = self._sums[rank].get(file, {}).get(name)
+        sums = self.manifest.sums[rank].get(file, {}).get(name) if rank < len(self.manifest.sums) else None
         nbytes = box.numel * ITEMSIZES[dtype]
         checked = _checked_sums(sums, nbytes, path, name)
         return StoredPiece(path, stored.offset, whole(stored.shape), box, dtype, checked)
@@ -254,17 +251,6 @@ class NativeCatalog(Catalog):
         self._check_about(about, rank, path)
         self._files[file] = _RankFile(path, header, about["shards"], about["sums"])
         return self._files[file]
-
-    def _read_sums(self, rank: int) -> Mapping[str, Mapping[str, str]]:
-        file = sums_file_name(rank, self.manifest.world)
-        path = self.storage.join(self.path, file)
-        about = self.json_of(file)
-        sums: Any = about.get("sums") if isinstance(about, dict) else None
-        if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
-            raise CorruptError(f"{path}: was not written by this program")
-        self._check_about(about, rank, path)
-        checked: Mapping[str, Mapping[str, str]] = sums
-        return checked
 
     def _check_about(self, about: Mapping[str, Any], rank: int | None, path: str) -> None:
         if about.get("id") != self.manifest.id or (rank is not None and about.get("rank") != rank):

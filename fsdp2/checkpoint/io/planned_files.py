@@ -31,12 +31,11 @@ __all__ = [
     "Written",
     "consolidated_files",
     "consolidated_homes",
-    "encode_sums",
+    "joined_sums",
     "named_after",
     "owned_pieces",
     "rank_file",
     "rank_file_name",
-    "sums_file_name",
 ]
 
 # Consolidated files: section -> file -> [(name, dtype, shape)] of the tensors in it.
@@ -213,15 +212,14 @@ def consolidated_files(
     return planned[turn:] + planned[:turn]
 
 
-def sums_file_name(rank: int, world: int) -> str:
-    """The file with the checksums of what a rank wrote to consolidated files, whose headers contain none."""
-    return f"sums-rank-{rank:05d}-of-{world:05d}.json"
-
-
-def encode_sums(about: Mapping[str, Any], written: Iterable[Written]) -> bytes:
-    """The content of a checksum file."""
-    sums = {file.name: {name: "".join(blocks) for name, blocks in file.sums.items()} for file in written}
-    return json.dumps({**about, "sums": sums}, separators=(",", ":")).encode()
+def joined_sums(written: Iterable[Written], homes: Homes) -> dict[str, dict[str, str]]:
+    """The checksums of what a rank wrote to consolidated files, whose headers contain none: file -> name -> sums."""
+    shared = {file for files in homes.values() for file in files}
+    return {
+        file.name: {name: "".join(blocks) for name, blocks in file.sums.items()}
+        for file in written
+        if file.name in shared
+    }
 
 
 def _checked(header_bytes: int, what: str) -> int:

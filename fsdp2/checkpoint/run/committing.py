@@ -58,7 +58,8 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
     _warn_of_plain(records, agreement)
     _check_tables(stored, [record["content"] for record in records])
     common = {key: options[key] for key in ("step", "world", "about")}
-    body = body_of(save_id, files, stored, homes, extra=_extra(records), **common)
+    sums = [record["sums"] for record in records] if homes else []
+    body = body_of(save_id, files, stored, homes, extra=_extra(records), sums=sums, **common)
     content = encoded(body, storage.join(path, MANIFEST))
     agreement.decide()
     try:

@@ -12,6 +12,7 @@ files          name -> [bytes, CRC-32 of the header (for JSON: of the whole file
 tables         what ranks hold; ranks that hold the same share one: see `table_of`
 homes          consolidated: section -> name of a tensor -> file
 extra          key -> list of {"json", "file", "ranks"}: what each rank passed; ranks with equal values share one
+sums           consolidated: for each rank file -> name -> checksums of the blocks of its part; absent otherwise
 about          the user's texts and numbers, by name; absent if there are none
 extra_world    the number of ranks that passed `extra`, if not `world`: a conversion changes only the latter
 =============  ====================================================================================================
@@ -92,6 +93,7 @@ class Manifest:
     extra: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     extra_world: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
+    sums: Sequence[Mapping[str, Mapping[str, str]]] = ()
 
     @staticmethod
     def encode(body: Mapping[str, Any]) -> bytes:
@@ -176,8 +178,11 @@ class Manifest:
         about = body.get("about", {})
         if not isinstance(about, dict) or any(isinstance(value, (dict, list)) for value in about.values()):
             raise CorruptError(f"{file}: the annotations (about=) are malformed")
+        sums = body.get("sums", [])
+        if not all(isinstance(of_file, dict) for of_rank in sums for of_file in of_rank.values()):
+            raise CorruptError(f"{file}: the checksums are malformed")
         fixed = (str(body["id"]), step, world, body["layout"], body["checksum"])
-        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, about)
+        return cls(*fixed, files, records, aliases, values, homes, body["extra"], extra_world, about, sums)
 
 
 def table_of(
@@ -219,7 +224,7 @@ def body_of(
 
     Args:
         homes: consolidated: section -> file -> (name, dtype, shape) of its tensors; else empty.
-        rest: the other parts; `about` is left out if it is empty.
+        rest: the other parts; `about` and `sums` are left out if they are empty.
     """
     return {
         "format": FORMAT,
@@ -232,7 +237,7 @@ def body_of(
             section: {name: file for file, rows in placed.items() for name, _, _ in rows}
             for section, placed in homes.items()
         },
-        **{key: value for key, value in rest.items() if value or key != "about"},
+        **{key: value for key, value in rest.items() if value or key not in ("about", "sums")},
     }
 
 

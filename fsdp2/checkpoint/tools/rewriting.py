@@ -24,10 +24,9 @@ from fsdp2.checkpoint.io.planned_files import (
     Written,
     consolidated_files,
     consolidated_homes,
-    encode_sums,
+    joined_sums,
     named_after,
     rank_file,
-    sums_file_name,
 )
 from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.io.writing import write_files
@@ -118,10 +117,9 @@ class Rewriting:
             for section, placed in homes.items()
             if len(placed) > 1
         }
-        sums = [sums_file_name(0, 1)] if homes else []
         extra, extra_files = self._extra()
         files = [*self._files(homes), *extra_files]
-        names = {*sums, *indexes, *(file.name for file in files)}
+        names = {*indexes, *(file.name for file in files)}
         # Without renames the folder may have a user's files, and consolidated files have no names of their own.
         if not self.storage.renames and (taken := sorted(names.intersection(self.storage.names(work)))):
             raise CheckpointError(
@@ -134,8 +132,6 @@ class Rewriting:
             self.names.append(file.name)
             written += write_files(self.storage, work, [file], meter.add)
         meter.finish()
-        for name in sums:
-            written.append(self._write_json(work, name, encode_sums({"id": self.id, "rank": 0, "world": 1}, written)))
         written += [self._write_json(work, name, index) for name, index in indexes.items()]
         content = encoded(self._body(written, homes, extra), self.storage.join(work, MANIFEST), "convert")
         sizes = self.storage.sizes(work)
@@ -251,6 +247,7 @@ class Rewriting:
             step=self.catalog.step,
             world=len(ranks),
             extra=extra,
+            sums=[joined_sums(written, homes)] if homes else [],
             extra_world=manifest.extra_world if manifest else len(ranks),
             about=manifest.about if manifest else {},
         )
