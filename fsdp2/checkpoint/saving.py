@@ -384,10 +384,10 @@ class _Job:
         """What this rank reports. Ranks with equal tables, and equal plain tensors, put only one into the store."""
         text = json.dumps(about_model["table"], separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        self.agreement.share(f"table/{digest}", text)
+        self.agreement.claim(f"table/{digest}", text)
         plain = _digest(about_model["plain"]) if about_model["plain"] else ""
         if plain:
-            self.agreement.share(f"plain/{plain}", json.dumps(about_model["plain"]))
+            self.agreement.claim(f"plain/{plain}", json.dumps(about_model["plain"]))
         options = asdict(replace(self.options, on_saved=None))
         record = {
             "options": {"step": self.step, "world": self.world.size, **options},

@@ -91,7 +91,7 @@ def test_what_was_saved_last_stays(keep: int, every: int | None, there: list[int
     assert steps(tmp_path) == sorted(there)
 
 
-@pytest.mark.parametrize("when", ["set_aside", "id_at"])
+@pytest.mark.parametrize("when", ["put_aside", "id_at"])
 def test_what_is_saved_while_it_prunes_stays(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process saves step 1 again when `prune` has made up its mind, and between any two of its steps."""
     for step in (1, 2):

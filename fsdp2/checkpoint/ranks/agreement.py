@@ -164,16 +164,10 @@ class Agreement:
         return self.claim("nonce", uuid.uuid4().hex[:12])
 
     def claim(self, key: str, value: str) -> str:
-        """The value that the first rank gave for `key`."""
-        with self._explained():
-            return self._values.claim(f"{self._prefix}/{key}", value)
-
-    def share(self, key: str, value: str) -> None:
-        """Publish a value that many ranks have in common, so that most of them need not send it."""
+        """The value that the first rank gave for `key`. If it is there already, this one's is not sent."""
         with self._explained():
             there = self._store.check([f"{self._prefix}/{key}"])
-        if not there:
-            self.claim(key, value)
+            return self.get(key) if there else self._values.claim(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> str:
         """A value that some rank claimed."""

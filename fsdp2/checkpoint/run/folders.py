@@ -42,9 +42,9 @@ __all__ = [
     "left_overs",
     "old_of",
     "own_folder",
+    "put_aside",
     "replace_folder",
     "replaced",
-    "set_aside",
     "step_name",
     "step_of",
     "sweep",
@@ -166,39 +166,23 @@ def age_of(storage: Storage, path: str) -> float:
     return inf
 
 
-def _beside(storage: Storage, path: str, kind: str) -> str:
-    """A unique name next to `path`."""
-    folder, name = storage.split(path)
-    return storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
+def put_aside(storage: Storage, path: str, kind: str = "tmp") -> str | None:
+    """Rename what is at `path` to a name of this process.
 
-
-def put_aside(storage: Storage, path: str) -> str | None:
-    """Rename what is at `path` to a temporary name, for deletion. If the deletion is cut off, a later save sweeps it.
-
-    Returns:
-        what to delete; None if nothing was there. Of a symbolic link, only the link.
-    """
-    aside = _beside(storage, path, "tmp")
-    return aside if _moved(storage, path, aside) else None
-
-
-def set_aside(storage: Storage, path: str) -> str | None:
-    """Rename the checkpoint at `path` to a name under which `find` still finds it.
+    Args:
+        kind: "tmp" for deletion: if that is cut off, a later save sweeps it; of a symbolic link, only the link. "old"
+            for a checkpoint that `find` still finds there.
 
     Returns:
         the new path; None if nothing was there.
     """
-    old = _beside(storage, path, "old")
-    return old if _moved(storage, path, old, durably=True) else None
-
-
-def _moved(storage: Storage, path: str, to: str, durably: bool = False) -> bool:
-    """Rename `path`, if it exists."""
+    folder, name = storage.split(path)
+    aside = storage.join(folder, f".{kind}-{_owner(name) or name}-{uuid.uuid4().hex[:12]}")
     try:
-        storage.rename_folder(path, to, durably)
+        storage.rename_folder(path, aside, durably=kind == "old")
     except FileNotFoundError:
-        return False
-    return True
+        return None
+    return aside
 
 
 def discard(storage: Storage, path: str) -> None:
@@ -229,15 +213,14 @@ def free_name(storage: Storage, path: str, overwrite: bool) -> None:
     if found is not None and not storage.renames:
         raise CheckpointError(f"{path}: is a checkpoint already, and here it cannot be replaced in one step")
     if storage.renames:
-        if found == path:
-            _check_only_its_own(storage, path)
-        else:
-            _check_contents(storage, path)
+        _check_contents(storage, path)
 
 
-def _check_only_its_own(storage: Storage, path: str) -> None:
-    """Check that a checkpoint that will be replaced has nothing beside it: all of its folder is deleted."""
+def _check_contents(storage: Storage, path: str) -> None:
+    """Check that a folder that will be replaced holds nothing of the user: all of it is deleted."""
     names = storage.names(path)
+    if names and MANIFEST not in names:
+        raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
     beside = [name for name in names if not (name == MANIFEST or OURS.fullmatch(name) or SHARED.fullmatch(name))]
     if beside:
         some = ", ".join(beside[:3]) + (", ..." if len(beside) > 3 else "")
@@ -245,13 +228,6 @@ def _check_only_its_own(storage: Storage, path: str) -> None:
             f"{path}: holds {some} beside the checkpoint, which overwrite=True would delete too. Move that, or save to "
             "another folder."
         )
-
-
-def _check_contents(storage: Storage, path: str) -> None:
-    """Check that a folder without a checkpoint contains no files of the user."""
-    names = storage.names(path)
-    if names and MANIFEST not in names:
-        raise CheckpointError(f"{path}: has files in it and is no checkpoint; save to an empty or a new folder")
 
 
 def _check_work(storage: Storage, work: str, path: str) -> None:
@@ -314,11 +290,11 @@ def _make_way(storage: Storage, path: str) -> str | None:
     """
     stale = replaced(storage, path)
     if is_complete(storage, path):
-        _check_only_its_own(storage, path)
+        _check_contents(storage, path)
         for old in stale if stale and is_whole(storage, path) else ():
             with suppress(OSError):
                 put_aside(storage, old)
-        return set_aside(storage, path)
+        return put_aside(storage, path, "old")
     return None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fsdp2.checkpoint.formats.native import id_of
-from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, replaced, set_aside, step_of
+from fsdp2.checkpoint.run.folders import age_of, discard, find, old_of, put_aside, replaced, step_of
 from fsdp2.checkpoint.run.replacing import id_at, open_found
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.errors import ArgumentError, CheckpointError, FSDPError
@@ -188,7 +188,7 @@ def _pruned(storage: Storage, path: str, save_id: str | None) -> bool:
         return True
     older = replaced(storage, path)
     # `find` still finds it under that name. So if it is the wrong one, or this process dies, nothing is lost.
-    aside = set_aside(storage, path)
+    aside = put_aside(storage, path, "old")
     if aside is not None and id_of(storage, aside) != save_id:
         with suppress(OSError):  # the name is taken again, by a newer checkpoint
             storage.rename_folder(aside, path)
