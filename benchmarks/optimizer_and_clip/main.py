@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from operator import is_
 from pathlib import Path
@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks import common
 from fsdp2 import fully_shard, optim
-from fsdp2._torch import grad_of, local_tensor
+from fsdp2._torch import grad_of
 from fsdp2._torch.optim import foreach_multiply, foreach_norm
-from fsdp2.adjacent import Run, runs_of
+from fsdp2.optim.flats import joined
 
 RESULTS = Path(__file__).parent / "results"
 MAX_NORM = 1.0
@@ -90,14 +90,13 @@ class KnownRuns:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.shards = Shards(options, fully_shard)
-        self.runs = [nn.Parameter(run.tensor.detach()) for run in self._runs_of(self.shards.params)]
-        self.grads = [run.tensor for run in self._runs_of(self.shards.grads)]
+        stepper = optim.local_optimizer(torch.optim.AdamW, self.shards.params)
         set_grads(self.shards.params, self.shards.grads)
-
-    @staticmethod
-    def _runs_of(tensors: Sequence[torch.Tensor]) -> list[Run]:
-        with torch.no_grad():
-            return runs_of([local_tensor(tensor) for tensor in tensors])
+        stepper.step()
+        self.runs = [nn.Parameter(flat.local.detach()) for taken in stepper.taken for flat in taken.flats]
+        locals_ = [grad.to_local() for grad in self.shards.grads if isinstance(grad, DTensor)]
+        self.grads = joined(locals_)[1]
+        set_grads(self.shards.params, self.shards.grads)
 
     def clip(self) -> None:
         """As `fsdp2.clip_grad_norm_` on one mesh."""

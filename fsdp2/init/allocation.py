@@ -1,16 +1,17 @@
 """Allocate memory for a model, or a part of it, on the meta device. Layer: init."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import local_tensor, parameter_slots, version
+from fsdp2._torch import local_tensor, make_parameter, parameter_slots, version
 from fsdp2.checks.emptied import SMALLEST, can_mark, is_marked
+from fsdp2.runtime.memory import block_for, neighbours
+from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import units_below
-from fsdp2.runtime.shard_memory import Places
 
 __all__ = ["Fresh", "allocate", "become", "tensors_of"]
 
@@ -60,7 +61,7 @@ def allocate(
     home = device or (units[0].device if units else torch.device("cpu"))
     chosen = {tensor for name, tensor in tensors_of(model, every_name=True) if tensor.is_meta and wanted(name)}
     of_unit = {param.sharded: param for unit in units for param in unit.params}
-    places = Places([p for p in group.params if p.sharded in chosen] for unit in units for group in unit.groups)
+    places = _Places([p for p in group.params if p.sharded in chosen] for unit in units for group in unit.groups)
     made: dict[torch.Tensor, torch.Tensor] = {}
     writes_on_meta: dict[torch.Tensor, int] = {}
     for module in model.modules():
@@ -127,3 +128,26 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _writes(tensor: torch.Tensor) -> tuple[int, int]:
     """The number of writes: to the tensor, and to the local tensor of a DTensor (autograd counts these separately)."""
     return version(tensor), version(local_tensor(tensor)) if isinstance(tensor, DTensor) else 0
+
+
+class _Places:
+    """Memory for shards that are on the meta device: one block per dtype and device of a group, allocated at the first
+    request for one of its parameters, so that nothing has to move afterwards. `groups`: of each the parameters that
+    will be requested."""
+
+    def __init__(self, groups: Iterable[Sequence[ManagedParameter]]):
+        kinds = [members for params in groups for members in neighbours(params, lambda param: param.plan.home)]
+        self._kinds = {param: members for members in kinds for param in members}
+        self._pieces: dict[ManagedParameter, torch.Tensor] = {}
+
+    def parameter_for(self, param: ManagedParameter) -> nn.Parameter | None:
+        """A zero sharded parameter, with zero padding, to replace that of `param`; None if `param` is in no block."""
+        if param not in self._kinds:
+            return None
+        if param not in self._pieces:
+            members = self._kinds[param]
+            self._pieces.update(zip(members, block_for(members, param.plan.home), strict=True))
+        local = param.geometry.local_view(self._pieces.pop(param))
+        new = make_parameter(local, param.plan.specs.sharded(param.dtype), param.sharded.requires_grad)
+        new.__dict__.update(param.sharded.__dict__)
+        return new

@@ -6,17 +6,19 @@ all-reduce of a single number (see `norms`), and one foreach multiplication.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from math import inf
+from operator import is_not
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import grad_of, local_of
 from fsdp2._torch.optim import foreach_multiply
-from fsdp2.adjacent import runs_of
 from fsdp2.checks.left_out import warn_in_clip
 from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import ArgumentError
+from fsdp2.optim.flats import joined
 from fsdp2.optim.in_backward import check_not_stepped_in_backward
 from fsdp2.optim.norms import by_device_and_dtype, norm_of
 from fsdp2.runtime.parameter import managed_by
@@ -70,8 +72,8 @@ def clip_grad_norm_(
     check_reduced("clip_grad_norm_", parameters)
     warn_in_clip(parameters)
     grads = list(map(grad_of, parameters))
-    total, joined = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
-    _scale(_joined(grads) if joined is None else joined, max_norm, total, foreach)
+    total, parts = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
+    _scale(_parts(grads) if parts is None else parts, max_norm, total, foreach)
     return total
 
 
@@ -127,11 +129,13 @@ def clip_grads_with_norm_(
     parameters = _with_gradients(_list(parameters))
     check_not_stepped_in_backward("clip_grads_with_norm_", parameters)
     check_reduced("clip_grads_with_norm_", parameters)
-    _scale(_joined(param.grad for param in parameters), max_norm, total_norm, foreach)
+    _scale(_parts(param.grad for param in parameters), max_norm, total_norm, foreach)
 
 
 def _with_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sharded parameters in place of unsharded ones, whose gradients were reduced to those."""
+    if all(map(is_not, map(grad_of, params), repeat(None))):
+        return params
     return [_sharded_form(param) if param.requires_grad and param.grad is None else param for param in params]
 
 
@@ -140,9 +144,9 @@ def _sharded_form(param: torch.Tensor) -> torch.Tensor:
     return param if managed is None or managed.unsharded is not param else managed.sharded
 
 
-def _joined(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Their local tensors, with contiguous ones merged."""
-    return [run.tensor for run in runs_of([_local(grad) for grad in grads if grad is not None])]
+def _parts(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Their local tensors, joined where they lie end to end."""
+    return joined([_local(grad) for grad in grads if grad is not None])[1]
 
 
 def _scale(grads: Sequence[torch.Tensor], max_norm: float, total_norm: torch.Tensor, foreach: bool | None) -> None:
@@ -167,7 +171,7 @@ def _total_norm(
     if not (norm_type > 0 or norm_type == -inf):
         raise ArgumentError(f"norm_type: expected a number above 0, inf or -inf, got {norm_type}")
     with torch.no_grad():
-        total, joined = norm_of(like, tensors, norm_type, foreach is None or foreach)
+        total, parts = norm_of(like, tensors, norm_type, foreach is None or foreach)
         if error_if_nonfinite and not total.isfinite():
             here = [index for index, tensor in enumerate(tensors) if tensor is not None and not _is_finite(tensor)]
             raise RuntimeError(
@@ -175,7 +179,7 @@ def _total_norm(
                 f"rank the gradients of parameters number {here} hold values that are not finite. Skip this step, "
                 "or pass error_if_nonfinite=False to scale by such a norm anyway."
             )
-    return total, joined
+    return total, parts
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -22,9 +22,9 @@ import torch
 
 from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.errors import ArgumentError, OrderError
+from fsdp2.optim.flats import identical
 from fsdp2.optim.local import LocalOptimizer
 from fsdp2.optim.matrix import MatrixOptimizer
-from fsdp2.optim.run import identical
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.unit import Unit, units_with
 

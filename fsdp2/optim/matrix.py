@@ -26,12 +26,12 @@ from fsdp2._torch import local_tensor
 from fsdp2.checks.unreduced import check_reduced
 from fsdp2.errors import MismatchError
 from fsdp2.optim.exchange import Bucket, Whole
+from fsdp2.optim.flats import identical, local_grad
 from fsdp2.optim.loading import load_with_dtypes
 from fsdp2.optim.local import ELEMENTWISE
 from fsdp2.optim.matrices import shape_of_matrix
 from fsdp2.optim.matrix_plan import Kind, Plan, Stepper, as_param, options_of
 from fsdp2.optim.owned import Matrix, OwnedTensor
-from fsdp2.optim.run import identical, local_grad
 
 __all__ = ["MatrixOptimizer", "matrix_optimizer"]
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fsdp2._torch import local_of, spec_of
 from fsdp2._torch.optim import foreach_norm
-from fsdp2.adjacent import runs_of
+from fsdp2.optim.flats import Spans, identical, joined
 from fsdp2.watch.exchange import Exchange, at_once
 
 __all__ = ["by_device_and_dtype", "norm_of"]
@@ -34,7 +34,6 @@ Ranks = tuple[int, ...]
 
 _is_there: Callable[[object], bool] = partial(is_not, None)
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
-_numel_of: Callable[[Any], int] = torch.Tensor.numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +140,8 @@ def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
             cuts.setdefault(ranks, group)
     if not cuts:
         return [Bucket([index for kind in kinds for index in kind.indices], {})]
+    if len(kinds) == len(cuts) == 1:  # each rank of the group has other elements
+        return [Bucket(kinds[0].indices, cuts)]
     world = dist.group.WORLD
     assert world is not None
     candidates = {**cuts, tuple(dist.get_process_group_ranks(world)): world}
@@ -165,28 +166,84 @@ def norm_of(
         norm_type: above 0, or minus infinity.
         foreach: compute all norms in one call.
     """
-    lacks_none = all(map(_is_there, tensors))
-    filled = tensors if lacks_none else [a if b is None else b for a, b in zip(like, tensors, strict=True)]
-    kinds = kinds_of(filled)  # type: ignore[arg-type]
+    known = _known.get(id(like[0])) if like else None
+    parts = None if known is None else known.parts(like, tensors)
+    if known is None or parts is None:
+        task, lists, has_all = _looked_at(like, tensors)
+    else:
+        task, lists, has_all = known.task, [parts], True
+    powers = [
+        _power([each for each in list_ if each.numel()], norm_type, task.dtype, task.device, foreach) for list_ in lists
+    ]
+    for ranks, group in {ranks: group for bucket in task.buckets for ranks, group in bucket.cuts.items()}.items():
+        cut = [index for index, bucket in enumerate(task.buckets) if ranks in bucket.cuts]
+        for index, power in zip(cut, _all_reduced([powers[index] for index in cut], norm_type, group), strict=True):
+            powers[index] = power
+    return _root(torch.stack(powers), norm_type).to(task.home), lists[0] if has_all else None
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """How to compute a norm.
+
+    Attributes:
+        dtype, device: in which to add up, and where.
+        home: where the norm goes.
+    """
+
+    buckets: list[Bucket]
+    dtype: torch.dtype
+    device: torch.device
+    home: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What was found out about DTensors: it holds for the next step's, if they have the same specs.
+
+    Attributes:
+        like: ids of the parameters.
+    """
+
+    like: list[int]
+    specs: list[Any]
+    spans: Spans
+    task: Task
+
+    def parts(self, like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+        """This rank's parts of `tensors`, joined; None if they are not like the last ones."""
+        try:
+            is_same = identical(map(spec_of, tensors), self.specs) and list(map(id, like)) == self.like
+        except AttributeError:  # there is none, or one that is no DTensor
+            return None
+        return self.spans.over(list(map(local_of, tensors))) if is_same else None
+
+
+_known: dict[int, _Known] = {}  # by the id of the first parameter
+_MANY = 100
+
+
+def _looked_at(
+    like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+) -> tuple[Task, list[list[torch.Tensor]], bool]:
+    """The task; for each bucket this rank's parts, joined; and whether these are all of its parts."""
+    kinds = kinds_of([a if b is None else b for a, b in zip(like, tensors, strict=True)])
     buckets = buckets_of(kinds)
     wide = not set(map(_dtype_of, like)).isdisjoint((torch.float64, torch.complex128))
-    dtype = torch.float64 if wide else torch.float32
     device = _device_of(kinds, like)
     locals_ = _locals_of(kinds, tensors)
-    parts = []
-    for bucket in buckets:
-        present = locals_ if len(bucket.indices) == len(locals_) else [locals_[index] for index in bucket.indices]
-        if not (lacks_none and all(map(_numel_of, present))):
-            present = [local for local in present if local is not None and local.numel()]
-        joined = [run.tensor for run in runs_of(present)]  # type: ignore[arg-type]
-        parts.append(_power(joined, norm_type, dtype, device, foreach))
-    for ranks, group in {ranks: group for bucket in buckets for ranks, group in bucket.cuts.items()}.items():
-        cut = [index for index, bucket in enumerate(buckets) if ranks in bucket.cuts]
-        for index, part in zip(cut, _all_reduced([parts[index] for index in cut], norm_type, group), strict=True):
-            parts[index] = part
     home = next((tensor.device for tensor in locals_ if tensor is not None), device)
+    task = Task(buckets, torch.float64 if wide else torch.float32, device, home)
     has_all = len(buckets) == 1 and len(buckets[0].indices) == len(tensors) and not any(k.is_partial for k in kinds)
-    return _root(torch.stack(parts), norm_type).to(home), joined if has_all else None
+    lists = []
+    for bucket in buckets:
+        spans, parts = joined([local for index in bucket.indices if (local := locals_[index]) is not None])
+        lists.append(parts)
+        if has_all and like and all(isinstance(tensor, DTensor) for tensor in tensors):
+            if len(_known) >= _MANY:
+                _known.clear()
+            _known[id(like[0])] = _Known(list(map(id, like)), list(map(spec_of, tensors)), spans, task)
+    return task, lists, has_all
 
 
 def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

@@ -29,9 +29,9 @@ from fsdp2._torch.optim import accept_scaler, forget_scaler, take_from_scaler
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.offload import Offload, host
+from fsdp2.optim.flats import identical
 from fsdp2.optim.local import ELEMENTWISE, LocalOptimizer, Params, check_elementwise, local_class
 from fsdp2.optim.offloaded_part import Groups, OffloadedPart
-from fsdp2.optim.run import identical
 from fsdp2.optim.staged import State
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import Plan
@@ -116,14 +116,12 @@ class OffloadedOptimizer(LocalOptimizer):
     def state(self) -> defaultdict[Any, Any]:
         """By parameter, when all steps are done; waits for them."""
         self.wait()
-        self._times_shown += 1
         state: defaultdict[Any, Any] = self.__dict__["state"]
         return state
 
     @state.setter
     def state(self, state: defaultdict[Any, Any]) -> None:
         """Replace it: by `load_state_dict`, and by the optimizer itself."""
-        self._times_shown += 1
         self.__dict__["state"] = state
 
     def wait(self) -> None:

@@ -26,10 +26,10 @@ from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import ArgumentError
 from fsdp2.extras.offload import Offload, host
 from fsdp2.optim.background import submit
+from fsdp2.optim.flats import identical, local_grad
 from fsdp2.optim.local import LocalOptimizer, without_hooks
 from fsdp2.optim.on_disk import DiskState
 from fsdp2.optim.pending import PendingTensor
-from fsdp2.optim.run import identical, local_grad
 from fsdp2.optim.staged import RestingState, StagedState, State, beside_step
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import Plan

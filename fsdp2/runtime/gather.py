@@ -13,7 +13,8 @@ from functools import partial
 
 import torch
 
-from fsdp2._torch import foreach_copy
+from fsdp2._torch import base_of, foreach_copy
+from fsdp2.carving import place_of
 from fsdp2.comm.base import Operand, Pending
 from fsdp2.comm.scratch import all_gather_like
 from fsdp2.events import emit
@@ -21,7 +22,6 @@ from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
 from fsdp2.runtime.channel import Channel, wait_for
 from fsdp2.runtime.packing import interleave
-from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import FlatStorage
 from fsdp2.watch.exchange import Arrival, Exchange
 
@@ -51,9 +51,6 @@ class Gather:
         self._unpack_to: list[torch.Tensor] = []
         self._unpack_from: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = [torch.empty(0)] * len(layouts)
-        # Where packed tensors start and end in a segment, in elements.
-        self._starts: dict[int, tuple[torch.dtype, int]] = {}
-        self._ends: dict[int, tuple[torch.dtype, int]] = {}
         packed: list[int] = []
         for index, (layout, full) in enumerate(zip(layouts, fulls, strict=True)):
             if comm.gather_lane(layout, full.itemsize) is Lane.PACKED:
@@ -70,7 +67,8 @@ class Gather:
         # One call per dtype: a call with several dtypes wrote garbage on CUDA until
         # https://github.com/pytorch/pytorch/pull/173531.
         self._by_dtype = [[i for i, dtype in enumerate(dtypes) if dtype == each] for each in dict.fromkeys(dtypes)]
-        self._known: tuple[Sequence[FlatShard], list[_Copies]] | None = None
+        # The last copies in, the shards, the carved ones among these, and their addresses.
+        self._known: tuple[list[_Copies], Sequence[torch.Tensor], list[torch.Tensor], list[int]] | None = None
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
@@ -101,7 +99,6 @@ class Gather:
             columns = views[full.dtype]  # one view for all tensors of a dtype, whose parts are contiguous
             start = offset // full.itemsize
             self._own[index] = columns[rank, start : start + layout.local_numel(rank)]
-            self._starts[index], self._ends[index] = (full.dtype, start), (full.dtype, start + layout.padded_numel)
             for source, destination in interleave(columns, start, full, layout):
                 self._unpack_from.append(source)
                 self._unpack_to.append(destination)
@@ -112,17 +109,16 @@ class Gather:
             whole = self._packed.view(0, (size * numel,), dtype)
             self.operands.append(Operand(whole, range(0, (size + 1) * numel, numel)))
 
-    def start(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard] | None = None) -> Callable[[], None]:
+    def start(self, shards: Sequence[torch.Tensor], stay: bool = False) -> Callable[[], None]:
         """Copy this rank's flat `shards` in and issue the collective. Returns a function that waits for it and copies
         out of the packed buffer; call it on the same stream.
 
         Args:
-            blocks: which of the shards stand together. The same list means the same shards as in the last call; None,
-                other ones each time.
+            stay: the same list has the same shards in the next call.
         """
         if self._packed is not None:
             self._packed.alloc()
-        for destinations, sources in self._copies(shards, blocks):
+        for destinations, sources in self._copies(shards, stay):
             foreach_copy(destinations, sources)
         pending: Pending | None = None
         if self.operands:
@@ -135,35 +131,17 @@ class Gather:
                 pending = Arrival(self._exchange, self._comm.all_gather(self.operands, self._axis.group))
         return partial(self._finish, pending)
 
-    def _copies(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard] | None) -> list[_Copies]:
+    def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
         """The copies in, one list for each dtype."""
-        current = [block for block in blocks or () if block.is_current()]
-        if blocks is not None and self._known is not None and current == self._known[0]:
-            return self._known[1]
-        pairs = dict(enumerate(zip(self._own, shards, strict=True)))
-        for block in current:
-            self._join(block, pairs)
-        chosen = [[pairs[index] for index in indices if index in pairs] for indices in self._by_dtype]
-        copies = [([into for into, _ in each], [of for _, of in each]) for each in chosen]
-        if blocks is not None:
-            self._known = current, copies
+        if self._known is not None:
+            copies, known, carved, addresses = self._known
+            if known is shards and list(map(torch.Tensor.data_ptr, carved)) == addresses:
+                return copies
+        carved = []
+        copies = [_merged([(self._own[at], shards[at]) for at in indices], carved) for indices in self._by_dtype]
+        if stay:
+            self._known = copies, shards, carved, list(map(torch.Tensor.data_ptr, carved))
         return copies
-
-    def _join(self, block: FlatShard, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Make one copy of those of shards that stand together, here and in the packed buffer."""
-        runs: list[list[int]] = []
-        for index in block.starts:
-            if runs and index in self._starts and self._starts[index] == self._ends.get(runs[-1][-1]):
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        for first, *others in runs:
-            if others:
-                numel = self._ends[others[-1]][1] - self._starts[first][1]
-                start = block.starts[first]
-                pairs[first] = pairs[first][0].as_strided((numel,), (1,)), block.tensor[start : start + numel]
-                for index in others:
-                    del pairs[index]
 
     def _finish(self, pending: Pending | None) -> None:
         if pending is not None:
@@ -171,3 +149,28 @@ class Gather:
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)
             self._packed.free()
+
+
+def _merged(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], carved: list[torch.Tensor]) -> _Copies:
+    """The copies into the first tensors of the second ones: one copy for those that lie end to end both here and there.
+    Adds sources that may be such to `carved`."""
+    destinations: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    last: tuple[torch.Tensor, torch.Tensor, int, int] | None = None  # what both lie in, and where they end
+    for into, of in pairs:
+        place, base = place_of(of), base_of(into)
+        if place is None or base is None:
+            last = None
+        else:
+            carved.append(of)
+            (whole, first), start, numel = place, int(into.storage_offset()), of.numel()
+            if last is not None and last[0] is whole and last[1] is base and last[2:] == (first, start):
+                numel += sources[-1].numel()
+                sources[-1] = whole[first + of.numel() - numel : first + of.numel()]
+                destinations[-1] = destinations[-1].as_strided((numel,), (1,))
+                last = whole, base, first + of.numel(), start + of.numel()
+                continue
+            last = whole, base, first + numel, start + numel
+        destinations.append(into)
+        sources.append(of)
+    return destinations, sources

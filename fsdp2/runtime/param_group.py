@@ -31,8 +31,8 @@ from fsdp2.runtime.changes import Changes, Comparison
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.host_copy import HostCopy
+from fsdp2.runtime.memory import in_memory_order, lay_together
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
-from fsdp2.runtime.shard_memory import FlatShard, flat_shards, in_memory_order, lay_together
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for, without_grad
@@ -87,7 +87,6 @@ class ParamGroup:
     Attributes:
         smaller: roles on the mesh to which `reshard(to=Phase.SMALLER)` reshards.
         users: ids of the units that use the unsharded parameters; more than one if weights are tied across units.
-        flat_shards: which shards stand together in memory, since the last `refresh`.
         conversions: how often the unsharded parameters were dropped, because the sharded ones are others.
         changing: each makes the current stream wait for what changes shards in the background (an offloaded step; one
             for each dtype), and forgets itself. Called with whether it is the all-gather stream that waits. Groups with
@@ -126,7 +125,6 @@ class ParamGroup:
         self._at_rest = [param.at_rest for param in self.params]
         self._locals = list(map(local_of, self._sharded))
         self._storages = storages_of(self._sharded)
-        self.flat_shards: list[FlatShard] = []
         self._resting: RestingShards | None = None
         self._under_way: Callable[[], None] | None = None
         self._table: SlotTable | None = None
@@ -189,7 +187,7 @@ class ParamGroup:
         self._copies_at = versions if stays else None
         if self._resting is not None:
             self._resting.check()
-        finish = unsharded.start(self._shards, self.flat_shards, versions)
+        finish = unsharded.start(self._shards, versions)
         if self._resting is not None:
             self._resting.used()
         return finish
@@ -444,7 +442,6 @@ class ParamGroup:
         self._table = None
         if any(changed) or not self._shards or any(shard.is_meta for shard in self._shards):
             self._shards = [param.flat[: param.geometry.local_numel] for param in self.params]
-            self.flat_shards = flat_shards(self.params)
             files = [file for param in self.params if (file := file_of(param.flat)) is not None]
             self._resting = RestingShards(files) if files else None
         if any(changed):

@@ -38,7 +38,7 @@ from fsdp2._torch import (
     tensor_hooks,
     version,
 )
-from fsdp2.adjacent import carved_of
+from fsdp2.carving import carved_of
 from fsdp2.disk import mapped
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import ShardLayout

@@ -16,19 +16,18 @@ from fsdp2.layout import pack
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage
 
-Sent = tuple[Sequence[torch.Tensor], Sequence[FlatShard] | None]
+Sent = tuple[Sequence[torch.Tensor], bool]
 
 
 class Shards:
     """The shards as they are."""
 
-    def take(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard], versions: list[int]) -> Sent:
-        """The flat tensors to send, one for each parameter; and which of them stand together, None if they are new
-        ones each time. Called on the all-gather stream with the flat shards, which have these `versions`."""
-        return shards, blocks
+    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
+        """The flat tensors to send, one for each parameter; and whether they stay the same while the list does.
+        Called on the all-gather stream with the flat shards, which have these `versions`."""
+        return shards, True
 
     def free(self) -> None:
         """The shards will change or have changed. Called on the all-gather stream."""
@@ -42,9 +41,10 @@ class HostShards(Shards):
         self._params = params
         self._device = device
 
-    def take(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard], versions: list[int]) -> Sent:
+    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
         pairs = zip(self._params, shards, strict=True)
-        return [shard if each.is_extended else shard.to(self._device, non_blocking=True) for each, shard in pairs], None
+        copies = [shard if each.is_extended else shard.to(self._device, non_blocking=True) for each, shard in pairs]
+        return copies, False
 
 
 class ReplicaShards(Shards):
@@ -68,12 +68,12 @@ class ReplicaShards(Shards):
             self._gather = Gather(layouts, fulls, channel.roles.replicate, channel)
             self._storage.free()
 
-    def take(self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard], versions: list[int]) -> Sent:
+    def take(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Sent:
         if self._at != versions:
             self._storage.alloc()
-            self._gather.start(self._shards.take(shards, blocks, versions)[0])()
+            self._gather.start(self._shards.take(shards, versions)[0])()
             self._at = versions
-        return self._flats, ()
+        return self._flats, True
 
     def free(self) -> None:
         self._at = None

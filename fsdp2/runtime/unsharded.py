@@ -20,7 +20,6 @@ from fsdp2.runtime.extended import ExtendedGather
 from fsdp2.runtime.gather import Gather
 from fsdp2.runtime.host_copy import HostCopy
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.runtime.shard_memory import FlatShard
 from fsdp2.runtime.source import source_of
 from fsdp2.runtime.storage import ALIGN_BYTES, FlatStorage, Storage
 
@@ -77,22 +76,20 @@ class UnshardedStorage:
 
     # --- one unshard -------------------------------------------------------------------------------------------------
 
-    def start(
-        self, shards: Sequence[torch.Tensor], blocks: Sequence[FlatShard], versions: list[int]
-    ) -> Callable[[], None]:
-        """Issue the all-gather from the flat `shards`, which stand in `blocks` and have these `versions`. Returns a
-        function that completes the unsharded parameters."""
-        sent, known = self.source.take(shards, blocks, versions)
+    def start(self, shards: Sequence[torch.Tensor], versions: list[int]) -> Callable[[], None]:
+        """Issue the all-gather from the flat `shards`, which have these `versions`. Returns a function that completes
+        the unsharded parameters."""
+        sent, stay = self.source.take(shards, versions)
         if self._channel.roles.shard_group is None:
             self.alloc()
             return partial(self._copy, sent)
         gather = self.gathers.get((self._channel.roles.shard_size, False)) or self._plan(self._channel.roles.shard)
         if self._extended:
             self.alloc()
-            return partial(self._finish_extended, gather.start(self._call_hooks(sent), None))
+            return partial(self._finish_extended, gather.start(self._call_hooks(sent)))
         if not gather.is_packed:
             self._flat.alloc()
-        return partial(self._finish, gather.start(sent, known))
+        return partial(self._finish, gather.start(sent, stay))
 
     def _copy(self, shards: Sequence[torch.Tensor]) -> None:
         """Copy the shards; without a shard axis nothing is communicated."""

@@ -1,9 +1,8 @@
-"""Shards that stand together in one block of memory (`fsdp2.adjacent`): each mended bug of them, told as a story."""
+"""Shards that stand together in one block of memory (`fsdp2.carving`): each mended bug of them, told as a story."""
 
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -14,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.adjacent import runs_of
+from fsdp2.carving import place_of
 from fsdp2.optim import clip_grad_norm_, local_optimizer
-from fsdp2.runtime.shard_memory import lay_together
+from fsdp2.runtime.memory import lay_together
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.parity_models import Block, Stack, batch, local, mesh_2d, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -110,7 +109,6 @@ def test_gradients_with_other_data() -> None:
     one, two = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
     one.grad, two.grad = flat[:5], flat[5:]
     one.grad.data = torch.full((5,), 100.0)
-    assert len(runs_of([one.grad, two.grad])) == 2
     norm = clip_grad_norm_([one, two], 1.0)
     torch.testing.assert_close(norm, torch.tensor(5 * 100.0**2 + 5).sqrt())
     assert one.grad.max() < 1
@@ -169,22 +167,20 @@ def test_packed_shards_are_copied_in_at_once(rank: int, world_size: int) -> None
     assert unit is not None
     unsharded = unit.groups[0]._unsharded
     assert unsharded is not None
-    (gather,) = unsharded._gathers.values()
-    (destinations, sources), *others = gather._known[1]
+    (gather,) = unsharded.gathers.values()
+    (destinations, sources), *others = gather._known[0]
     assert len(destinations) == len(sources) == 1 and not others
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
 def test_a_replaced_shard_is_copied_by_itself(rank: int, world_size: int, hidden: int) -> None:
-    """A group says which of its shards stand together, and one that was replaced is none of them any more."""
+    """One that was replaced does not lie where its neighbours are any more."""
     model = sharded(hidden)
     unit = unit_of(model.blocks[0])
     assert unit is not None
     unit.refresh()  # as before the first forward
     (group,) = unit.groups
-    (block,) = group.flat_shards
-    assert [*block.starts] == [*range(len(group.params))]
     replaced = group.params[1]
     values = {param: (param.sharded.detach() + 1).full_tensor() for param in group.params}
     with torch.no_grad():
@@ -192,30 +188,9 @@ def test_a_replaced_shard_is_copied_by_itself(rank: int, world_size: int, hidden
             local(param.sharded).add_(1)
     other = nn.Parameter(replaced.sharded.detach().clone())
     model.blocks[0].load_state_dict({replaced.fqn: other}, assign=True, strict=False)
-    assert [[*block.starts] for block in group.flat_shards] == [[*range(2, len(group.params))]]
     assert replaced.sharded is other
     model.blocks[0].unshard()
     assert all(torch.equal(param.unsharded, values[param]) for param in group.params)
-
-
-@on_ranks(2)
-def test_a_run_that_changes_leaves_the_others(rank: int, world_size: int) -> None:
-    """One gradient that comes and goes made all runs anew in each step."""
-    model = sharded(depth=4)
-    optimizer: Any = local_optimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
-    kept: list[set[int]] = []
-    counts = []
-    for step in range(12):
-        optimizer.zero_grad()
-        backward(model, step, rank)
-        if step % 2 and step < 6:
-            model.blocks[1].down.weight.grad = None
-        optimizer.step()
-        runs = optimizer.taken[0].runs
-        kept.append({id(run) for run in runs})
-        counts.append(len(runs))
-    assert all(len(one & other) >= counts[0] - 1 for one, other in pairwise(kept[:6]))
-    assert counts[11] == counts[0] + 2, "its counter is behind the others', which are in two pieces"
 
 
 @on_ranks(2)
@@ -227,12 +202,12 @@ def test_neighbours_are_found_later(rank: int, world_size: int) -> None:
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    assert len(optimizer.taken[0].runs) == 14
+    assert len(optimizer.taken[0].flats) == 14
     for step in range(5):
         optimizer.zero_grad()
         backward(model, step, rank)
         optimizer.step()
-    assert len(optimizer.taken[0].runs) <= 5
+    assert len(optimizer.taken[0].flats) <= 5
 
 
 @on_ranks(2)
@@ -294,5 +269,5 @@ def test_large_shards_are_copied_once(rank: int, world_size: int) -> None:
     block = fsdp2.fully_shard(nn.Sequential(nn.Linear(1024, 600), nn.Linear(600, 4), nn.Linear(4, 4)))
     large, *small = [local(param) for param in block.parameters()]
     assert large.nbytes > 1 << 20
-    assert len(runs_of(small)) == 1
-    assert len(runs_of([large, *small])) == 2
+    assert place_of(large) is None
+    assert len({id(place[0]) for each in small if (place := place_of(each)) is not None}) == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2.adjacent import runs_of
+from fsdp2.carving import place_of
 from fsdp2.optim import LocalOptimizer, local_optimizer
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
@@ -51,7 +51,13 @@ def train(
 def num_stepped(optimizer: Optim) -> int:
     """How many tensors the torch optimizer saw in the last step."""
     assert isinstance(optimizer, LocalOptimizer)
-    return sum(len(taken.runs) for taken in optimizer.taken)
+    return sum(len(taken.flats) for taken in optimizer.taken)
+
+
+def num_blocks(params: Iterable[nn.Parameter]) -> int:
+    """How many blocks of memory the shards lie in."""
+    shards = [local(param) for param in params]
+    return len({id(shard) if (place := place_of(shard)) is None else id(place[0]) for shard in shards})
 
 
 def pair(kind: type[Optim], options: dict[str, Any], hidden: int = EVEN) -> tuple[tuple[Any, Optim], tuple[Any, Optim]]:
@@ -248,7 +254,7 @@ def test_what_others_see_of_a_shard(rank: int, world_size: int) -> None:
     storages = {local(param.detach()).untyped_storage()._cdata for param in params}
     assert len(storages) == len(params)
     shards = [local(param.detach()) for param in params]
-    assert len(runs_of([local(param) for param in params])) <= 5
+    assert num_blocks(params) <= 5
     file = io.BytesIO()
     torch.save(local(model.blocks[0].up.weight), file)
     assert file.tell() < 48 * 4 + 1800, "of the unit's 240 elements only these"
@@ -270,7 +276,7 @@ def test_local_tensors_that_are_held(rank: int, world_size: int) -> None:
     with torch.no_grad():
         for each in held:
             each.fill_(0.1)
-    assert len(runs_of([local(param) for param in model.parameters()])) <= 5
+    assert num_blocks(model.parameters()) <= 5
     backward(model, 0, rank)
     optimizer = local_optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     optimizer.step()

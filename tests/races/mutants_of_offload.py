@@ -122,8 +122,8 @@ OF_OFFLOAD: tuple[Mutant, ...] = (
     Mutant(
         "states: who looks does not wait",
         "optim.offloaded",
-        "        self.wait()\n        self._times_shown += 1\n        state: d",
-        "        self._times_shown += 1\n        state: d",
+        "        self.wait()\n        state: d",
+        "        state: d",
         "staged_states",
     ),
     # --- states in files ---

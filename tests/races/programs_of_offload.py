@@ -17,8 +17,7 @@ from torch import Tensor
 import fsdp2
 import fsdp2.optim.offloaded_part as offloaded_part
 import fsdp2.optim.on_disk as on_disk
-import fsdp2.optim.run as run_of_optimizers
-import fsdp2.runtime.shard_memory as shard_memory
+import fsdp2.runtime.memory as shard_memory
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, offload_optimizer, step_in_backward
 from fsdp2.extras.offload import standing_for_host
 from tests.races.detector import HOME, Detector
@@ -67,8 +66,7 @@ def moves(look: Look) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch, host_memory(look), standing_for_host(HOME):
-        for module in (run_of_optimizers, shard_memory):
-            patch.setattr(module, "can_carve", lambda tensor: False)  # as on an accelerator
+        patch.setattr(shard_memory, "can_carve", lambda tensor: False)  # as on an accelerator
         patch.setattr(Tensor, "is_cpu", property(look.belongs_to_host))
         yield
 

@@ -1,0 +1,63 @@
+"""Tensors that lie end to end in one block of memory, each with its own storage. Layer: below the layout.
+
+Views of one tensor share its storage: saving one writes all of them, two of them look tied, and changing one counts as
+changing the others. Carved tensors share only memory.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.dlpack import from_dlpack
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp2._torch import base_of
+
+# Maps each carved tensor to the tensor that it was carved from, and to its first element there.
+_carved = WeakIdKeyDictionary()
+
+
+def can_carve(tensor: torch.Tensor) -> bool:
+    """Whether parts of `tensor` can have their own storages on its memory (through DLPack). Only on the CPU, until it
+    has been tried elsewhere: code that records streams or shares handles with other processes expects whole
+    allocations."""
+    return type(tensor) is torch.Tensor and tensor.untyped_storage().device.type == "cpu"
+
+
+def carve(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """1-D tensors of `sizes` elements (none zero), end to end on the memory of `flat`, which lives as long as one of
+    them. Each has its own storage and version counter. (A DTensor on such a tensor can be deep-copied. On a view that
+    does not begin where its storage does, it cannot, because torch mistakes the offset for an address.)
+
+    Args:
+        flat: 1-D, contiguous, of ``sum(sizes)`` elements; `can_carve`.
+    """
+    pieces, start = [], 0
+    base = base_of(flat)
+    whole, first = _carved.get(flat if base is None else base, (flat if base is None else base, 0))
+    first += int(flat.storage_offset())
+    with torch.inference_mode(False), torch.no_grad():
+        for size in sizes:
+            piece = from_dlpack(flat[start : start + size])
+            _carved[piece] = whole, first + start
+            pieces.append(piece)
+            start += size
+    return pieces
+
+
+def carved_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The carved tensor at whose start `tensor` begins, if `tensor` has no gaps; otherwise None."""
+    base = base_of(tensor)
+    if base is None or base not in _carved or tensor.storage_offset() or not tensor.is_contiguous():
+        return None
+    return base if base.dtype is tensor.dtype else None
+
+
+def place_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The tensor that a carved one, or a view of it, lies in, and its first element there; None for other tensors, and
+    once the carved one has other memory (through `.data` or `share_memory_`)."""
+    base = base_of(tensor)
+    found: tuple[torch.Tensor, int] | None = _carved.get(tensor if base is None else base)
+    if found is None or found[0].dtype is not tensor.dtype:
+        return None
+    whole, first = found[0], found[1] + int(tensor.storage_offset())
+    return (whole, first) if whole.data_ptr() + first * whole.itemsize == tensor.data_ptr() else None
