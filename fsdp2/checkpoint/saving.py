@@ -297,7 +297,7 @@ class _Job:
         return lambda: self._run(nonce, {"table": table, "copies": copies, "plain": plain}, pieces, shares, homes)
 
     def _homes(self, entries: Mapping[str, Mapping[str, Entry]]) -> Homes:
-        if self.storage.sequential:
+        if not self.storage.renames:
             raise ArgumentError(
                 "save: consolidated=True needs a file system on which all ranks may write to one file, and "
                 f"{self.path} is not. Save without it, then convert: python -m fsdp2.checkpoint convert"

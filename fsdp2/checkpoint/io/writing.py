@@ -1,7 +1,7 @@
 """Write planned files: bytes, their checksums, then the header. Layer: checkpoint.
 
 The header is written last, so a file that was cut off before begins with zeros and is not a valid safetensors file. A
-sequential storage needs the checksums first, so there the values are read twice.
+storage without renames needs the checksums first, so there the values are read twice.
 """
 
 import zlib
@@ -35,7 +35,7 @@ def write_files(
     Raises:
         OSError: the disk is full, or not writable. The current file is closed, not removed.
     """
-    if storage.sequential:
+    if not storage.renames:
         return [_write_in_order(storage, folder, file, progress) for file in files]
     return [_write(storage, folder, file, progress) for file in files]
 

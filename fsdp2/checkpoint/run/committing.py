@@ -20,7 +20,7 @@ from fsdp2.checkpoint.schema.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manif
 from fsdp2.checkpoint.storage.base import Storage
 from fsdp2.errors import CheckpointError, CorruptError
 
-__all__ = ["commit", "huggingface_index", "may_count", "write_manifest"]
+__all__ = ["commit", "index_files", "may_count", "write_manifest"]
 
 
 def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, agreement: Agreement) -> None:
@@ -43,11 +43,9 @@ def commit(storage: Storage, work: str, path: str, save_id: str, homes: Homes, a
         # Without renames the folder is the checkpoint's own; a save that came first may have deleted these files.
         if not storage.renames and is_complete(storage, path):
             raise CheckpointError(f"{path}: another save has completed a checkpoint there in the meantime")
-    for section, placed in homes.items():
-        if len(placed) > 1:
-            name, content = f"{section}.safetensors.index.json", huggingface_index(placed)
-            storage.write_all(storage.join(work, name), content)
-            files[name] = [len(content), f"{zlib.crc32(content):08x}"]
+    for name, index in index_files(homes).items():
+        storage.write_all(storage.join(work, name), index)
+        files[name] = [len(index), f"{zlib.crc32(index):08x}"]
     tables: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in enumerate(records):
         tables[record["table"]].append(rank)
@@ -278,9 +276,13 @@ class _Row:
         return f"{self.dtype} {self.shape} on a mesh of {self.mesh['shape']} cut (axis, dim) {self.cuts}"
 
 
-def huggingface_index(placed: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]]) -> bytes:
-    """Hugging Face's index of sharded weights."""
-    rows = [(name, dtype, shape, file) for file, tensors in placed.items() for name, dtype, shape in tensors]
-    total = sum(prod(shape) * ITEMSIZES[dtype] for _, dtype, shape, _ in rows)
-    content = {"metadata": {"total_size": total}, "weight_map": {name: file for name, _, _, file in sorted(rows)}}
-    return json.dumps(content, indent=2).encode()
+def index_files(homes: Homes) -> dict[str, bytes]:
+    """Hugging Face's indexes of sections that have several files, by their names."""
+    found = {}
+    for section, placed in homes.items():
+        rows = [(name, dtype, shape, file) for file, tensors in placed.items() for name, dtype, shape in tensors]
+        total = sum(prod(shape) * ITEMSIZES[dtype] for _, dtype, shape, _ in rows)
+        content = {"metadata": {"total_size": total}, "weight_map": {name: file for name, _, _, file in sorted(rows)}}
+        if len(placed) > 1:
+            found[f"{section}.safetensors.index.json"] = json.dumps(content, indent=2).encode()
+    return found

@@ -20,7 +20,7 @@ safe:
 
 import re
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from errno import EEXIST, ENOTDIR, ENOTEMPTY
 from math import inf
@@ -97,16 +97,11 @@ def is_complete(storage: Storage, path: str) -> bool:
     return storage.size(storage.join(path, MANIFEST)) is not None
 
 
-def is_whole(storage: Storage, path: str, files: Collection[str] = ()) -> bool:
-    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes.
-
-    Args:
-        files: their entries in the manifest, if they are known: then it is not read.
-    """
+def is_whole(storage: Storage, path: str) -> bool:
+    """Whether a folder is a checkpoint whose manifest is valid and whose files exist with the right sizes."""
     with suppress(CheckpointError, OSError):
-        known = files if isinstance(files, Mapping) else read_manifest(storage, path).files
-        sizes = storage.sizes(path)
-        return MANIFEST in sizes and all(sizes.get(name) == size for name, (size, _) in known.items())
+        known, sizes = read_manifest(storage, path).files, storage.sizes(path)
+        return all(sizes.get(name) == size for name, (size, _) in known.items())
     return False
 
 
@@ -338,7 +333,7 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
     continued.
 
     Args:
-        files: the names of the checkpoint's files, or their entries in its manifest; empty if the save failed.
+        files: the names of the checkpoint's files; empty if the save failed.
     """
     folder, name = storage.split(path)
     gone: list[str] = []
@@ -347,7 +342,7 @@ def sweep(storage: Storage, path: str, files: Collection[str]) -> list[str]:
             return _strays(storage, path, files)
         names = storage.names(folder)
         old = [other for other in names if old_of(other) == name]
-        superseded = old if old and is_whole(storage, path, files) else []  # in this order: see above, third rule
+        superseded = old if old and is_whole(storage, path) else []  # in this order: see above, third rule
         for other in names:
             with suppress(OSError):
                 left = other in superseded or (_owner(other) == name and other not in old)

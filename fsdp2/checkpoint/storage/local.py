@@ -26,12 +26,10 @@ class LocalStorage:
     """Files of a POSIX file system. Paths are those of files and folders in it, joined by `join`.
 
     Attributes:
-        sequential: files can only be written from the first byte to the last.
-        renames: a folder can be renamed atomically. Otherwise files go directly to their final folder, and the
-            manifest, written last, makes it a checkpoint.
+        renames: a folder can be renamed atomically, and a file be written in any order. Otherwise files go directly to
+            their final folder, from the first byte to the last, and the manifest, written last, makes it a checkpoint.
     """
 
-    sequential = False
     renames = True
 
     def join(self, folder: str, name: str) -> str:
@@ -149,7 +147,7 @@ class LocalStorage:
 
 
 class LocalWriter:
-    """A file being written. Unless the storage is sequential, threads may write different parts at the same time.
+    """A file being written. Where folders can be renamed, threads may write different parts at the same time.
 
     The file has its full size from the start, which detects a quota. A full disk shows on writing."""
 
@@ -171,8 +169,8 @@ class LocalWriter:
             raise
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
-        """Write these bytes one after the other from `offset`; in a sequential storage, in order and without gaps.
-        Whole pages bypass the page cache; pages that others may also write to go through it."""
+        """Write these bytes one after the other from `offset`; where folders cannot be renamed, in order and without
+        gaps. Whole pages bypass the page cache; pages that others may also write to go through it."""
         with _naming(self._path):
             self._write(offset, parts)
 

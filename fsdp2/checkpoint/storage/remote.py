@@ -54,7 +54,6 @@ class RemoteStorage:
         storage.names(storage.root)
     """
 
-    sequential = True
     renames = False
 
     def __init__(self, url: str):

@@ -30,7 +30,7 @@ from fsdp2.checkpoint.io.planned_files import (
 )
 from fsdp2.checkpoint.io.reading import Request
 from fsdp2.checkpoint.io.writing import write_files
-from fsdp2.checkpoint.run.committing import encoded, huggingface_index, write_manifest
+from fsdp2.checkpoint.run.committing import encoded, index_files, write_manifest
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.manifest import MANIFEST, body_of, table_of
 from fsdp2.checkpoint.storage.base import Storage
@@ -112,11 +112,7 @@ class Rewriting:
         if self.options.to == "consolidated":
             limit = self.options.max_file_bytes
             homes = {section: consolidated_homes(section, rows, limit) for section, rows in self._tensors.items()}
-        indexes = {
-            f"{section}.safetensors.index.json": huggingface_index(placed)
-            for section, placed in homes.items()
-            if len(placed) > 1
-        }
+        indexes = index_files(homes)
         extra, extra_files = self._extra()
         files = [*self._files(homes), *extra_files]
         names = {*indexes, *(file.name for file in files)}
