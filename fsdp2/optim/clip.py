@@ -67,11 +67,10 @@ def clip_grad_norm_(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_norm_.html
     """
-    parameters = _with_gradients(_list(parameters))
+    parameters, grads = _with_gradients(_list(parameters))
     check_not_stepped_in_backward("clip_grad_norm_", parameters)
     check_reduced("clip_grad_norm_", parameters)
     warn_in_clip(parameters)
-    grads = list(map(grad_of, parameters))
     total, parts = _total_norm(parameters, grads, norm_type, error_if_nonfinite, foreach)
     _scale(_parts(grads) if parts is None else parts, max_norm, total, foreach)
     return total
@@ -126,17 +125,19 @@ def clip_grads_with_norm_(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grads_with_norm_.html
     """
-    parameters = _with_gradients(_list(parameters))
+    parameters, grads = _with_gradients(_list(parameters))
     check_not_stepped_in_backward("clip_grads_with_norm_", parameters)
     check_reduced("clip_grads_with_norm_", parameters)
-    _scale(_parts(param.grad for param in parameters), max_norm, total_norm, foreach)
+    _scale(_parts(grads), max_norm, total_norm, foreach)
 
 
-def _with_gradients(params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sharded parameters in place of unsharded ones, whose gradients were reduced to those."""
-    if all(map(is_not, map(grad_of, params), repeat(None))):
-        return params
-    return [_sharded_form(param) if param.requires_grad and param.grad is None else param for param in params]
+def _with_gradients(params: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """Sharded parameters in place of unsharded ones, whose gradients were reduced to those; and the gradients."""
+    grads = list(map(grad_of, params))
+    if not all(map(is_not, grads, repeat(None))):
+        params = [_sharded_form(param) if param.requires_grad and param.grad is None else param for param in params]
+        grads = list(map(grad_of, params))
+    return params, grads
 
 
 def _sharded_form(param: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2._torch import base_of, grad_of, local_of, local_tensor, make_dtensor, make_spec, spec_of
+from fsdp2._torch import base_of, foreach_copy, grad_of, local_of, local_tensor, make_dtensor, make_spec, spec_of
 from fsdp2.carving import carve, place_of
 from fsdp2.errors import ArgumentError
 from fsdp2.layout import dense_strides
@@ -135,7 +135,8 @@ class Flat:
         local: the tensor that the torch optimizer sees: another one on the memory of the shards. A 0-dim one gets one
             dim, so that its state differs from counters.
         state: the state that the torch optimizer sees; None before there is any.
-        counters: by key the first parameter's, which is in `state`, and those of the others.
+        counters: by key those of the parameters, in one vector; the rest of it; and the first one, which is in `state`,
+            as often.
     """
 
     def __init__(self, params: Sequence[DTensor], states: Mapping[Any, State]):
@@ -146,7 +147,7 @@ class Flat:
         self.local = over.detach() if over.ndim else over.detach().view(1)
         outers = [states[param] for param in params if param in states]
         self.state: State | None = {} if outers else None
-        self.counters: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.counters: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         for key in outers[0] if outers else ():
             self._take(key, outers)
         self._known = dict(self.state or {})
@@ -157,8 +158,6 @@ class Flat:
         self.local.grad = None
         now: State | None = inner.pop(self.local, None)
         if now is None or (now is self.state and identical(now.values(), list(self._known.values()))):
-            for first, rest in self.counters.values():
-                rest.copy_(first)
             return False
         self.state = now
         outers = [states.setdefault(param, {}) for param in self.params]
@@ -199,11 +198,10 @@ class Flat:
         if isinstance(value, torch.Tensor) and value.shape == self.local.shape:
             shown = list(map(_distributed, self._pieces(value), self.params))
         elif isinstance(value, torch.Tensor) and len(self.params) > 1:
-            vector = value.new_empty(len(self.params))
-            vector.copy_(value)
+            vector = value.expand(len(self.params)).clone()
             shown = [*vector.unbind()]
             self.state[key] = shown[0]
-            self.counters[key] = shown[0], vector[1:]
+            self.counters[key] = vector, vector[1:], vector[:1].expand(len(vector) - 1)
         for outer, each in zip(outers, shown, strict=True):
             outer[key] = each
 
@@ -250,6 +248,7 @@ class Flats:
         self._spans = Spans(grads, [range(end - len(each), end) for end, each in zip(ends, chains, strict=True)])
         self._left: list[Any] | None = None  # what the last step left
         self._outers: list[State] = []
+        self._first_of: list[int] = []  # of each counter, that of the first parameter of its flat
         self._recurs = identical(map(local_of, map(grad_of, self._params)), grads)
         self._take(grads)
 
@@ -260,13 +259,14 @@ class Flats:
             locals_ = list(map(local_of, grads))
         except AttributeError:  # there is none, or one that is no DTensor
             return False
-        counters = [each for flat in self.flats for each in flat.counters.values()]
+        vectors = [vector for vector, _, _ in self._counters()]
+        counters = torch.cat(vectors).tolist() if vectors else []
         return (
             self._left is not None
             and identical(self._now(held, grads, states), self._left)
             and list(map(_address_of, self._bases)) == self._pointers
             and all(param.grad is None for param in self._idle)
-            and all(rest.tolist().count(first.item()) == len(rest) for first, rest in counters)
+            and counters == list(map(counters.__getitem__, self._first_of))
             and self._take(locals_)
         )
 
@@ -288,19 +288,27 @@ class Flats:
             if param in new:
                 states.setdefault(param, {})
         changed = [flat.leave(states, inner) for flat in self.flats]
+        counters = self._counters()
+        foreach_copy([rest for _, rest, _ in counters], [first for _, _, first in counters])
         return any(changed) or bool(new) or self._left is None
 
     def note(self, states: Mapping[Any, State]) -> None:
         """Remember what the step has left."""
         self._outers = [states[param] for param in self._params if param in states]
+        sizes = [len(vector) for vector, _, _ in self._counters()]
+        starts = accumulate([0, *sizes[:-1]])
+        self._first_of = [start for start, size in zip(starts, sizes, strict=False) for _ in range(size)]
         if self._recurs:
             self._left = self._now(self._held, list(map(grad_of, self._params)), states)
+
+    def _counters(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return [each for flat in self.flats for each in flat.counters.values()]
 
     def _now(self, held: Sequence[torch.Tensor], grads: Sequence[Any], states: Mapping[Any, State]) -> list[Any]:
         """The objects that stay the same while nothing but values changes. (The states of all parameters, because to
         look one up takes longer than to compare it.)"""
         values = chain.from_iterable(map(dict.values, self._outers))
-        return [*held, *map(local_of, self._params), *map(spec_of, grads), *states, *states.values(), *values]
+        return [*held, *map(local_of, self._params), *map(spec_of, grads), *states.values(), *values]
 
 
 def _chains(params: Sequence[DTensor], grads: Sequence[torch.Tensor], states: Mapping[Any, State]) -> list[list[int]]:

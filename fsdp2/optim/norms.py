@@ -13,9 +13,9 @@ all ranks. Otherwise there is one all-reduce per distinct group, with one number
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from math import inf
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ __all__ = ["by_device_and_dtype", "norm_of"]
 
 Ranks = tuple[int, ...]
 
-_is_there: Callable[[object], bool] = partial(is_not, None)
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 
@@ -100,36 +99,12 @@ class Bucket:
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
     """The kinds in the order of first appearance, which is the same on all ranks."""
-    tensors = list(tensors)
-    if (same := _kind_of_all(tensors)) is not None:
-        return [same]
     kinds: dict[tuple[int, tuple[Placement, ...]], Kind] = {}
-    mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] | None = None
     for index, tensor in enumerate(tensors):
-        before = mesh, placements
-        if isinstance(tensor, DTensor):
-            spec = spec_of(tensor)
-            mesh, placements = spec.mesh, spec.placements
-        else:
-            mesh, placements = None, ()
-        if before[0] is not mesh or before[1] is not placements:  # hashing placements takes long
-            kind = kinds.setdefault((id(mesh), placements), Kind(mesh, placements, []))
-        kind.indices.append(index)
+        is_distributed = isinstance(tensor, DTensor)
+        mesh, placements = (spec_of(tensor).mesh, spec_of(tensor).placements) if is_distributed else (None, ())
+        kinds.setdefault((id(mesh), placements), Kind(mesh, placements, [])).indices.append(index)
     return list(kinds.values())
-
-
-def _kind_of_all(tensors: Sequence[torch.Tensor]) -> Kind | None:
-    """The kind of all of them, if they are DTensors of one kind, as they are with FSDP alone; otherwise None."""
-    try:
-        specs = list(map(spec_of, tensors))
-    except AttributeError:  # a plain tensor
-        return None
-    distinct = list(dict(zip(map(id, specs), specs, strict=True)).values())  # parameters of one shape share a spec
-    for spec in distinct:
-        if spec.mesh is not distinct[0].mesh or spec.placements is not distinct[0].placements:
-            return None
-    return Kind(distinct[0].mesh, distinct[0].placements, list(range(len(specs)))) if distinct else None
 
 
 def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
@@ -139,16 +114,14 @@ def buckets_of(kinds: Sequence[Kind]) -> list[Bucket]:
         for ranks, group in kind.cuts.items():
             cuts.setdefault(ranks, group)
     if not cuts:
-        return [Bucket([index for kind in kinds for index in kind.indices], {})]
-    if len(kinds) == len(cuts) == 1:  # each rank of the group has other elements
-        return [Bucket(kinds[0].indices, cuts)]
+        return [Bucket(sorted(index for kind in kinds for index in kind.indices), {})]
     world = dist.group.WORLD
     assert world is not None
     candidates = {**cuts, tuple(dist.get_process_group_ranks(world)): world}
     for ranks, group in candidates.items():
         if all(kind.added_up_by(ranks) for kind in kinds):
             counted = [kind for kind in kinds if kind.counts_within(ranks)]
-            return [Bucket([index for kind in counted for index in kind.indices], {ranks: group})]
+            return [Bucket(sorted(index for kind in counted for index in kind.indices), {ranks: group})]
     return [Bucket(kind.indices, {ranks: cuts[ranks] for ranks in kind.cuts}) for kind in kinds]
 
 
@@ -167,7 +140,7 @@ def norm_of(
         foreach: compute all norms in one call.
     """
     known = _known.get(id(like[0])) if like else None
-    parts = None if known is None else known.parts(like, tensors)
+    parts = None if known is None else known.parts(tensors)
     if known is None or parts is None:
         task, lists, has_all = _looked_at(like, tensors)
     else:
@@ -199,21 +172,16 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What was found out about DTensors: it holds for the next step's, if they have the same specs.
+    """What was found out about DTensors: it holds for the next step's, if they have the same specs."""
 
-    Attributes:
-        like: ids of the parameters.
-    """
-
-    like: list[int]
     specs: list[Any]
     spans: Spans
     task: Task
 
-    def parts(self, like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    def parts(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """This rank's parts of `tensors`, joined; None if they are not like the last ones."""
         try:
-            is_same = identical(map(spec_of, tensors), self.specs) and list(map(id, like)) == self.like
+            is_same = identical(map(spec_of, tensors), self.specs)
         except AttributeError:  # there is none, or one that is no DTensor
             return None
         return self.spans.over(list(map(local_of, tensors))) if is_same else None
@@ -242,7 +210,7 @@ def _looked_at(
         if has_all and like and all(isinstance(tensor, DTensor) for tensor in tensors):
             if len(_known) >= _MANY:
                 _known.clear()
-            _known[id(like[0])] = _Known(list(map(id, like)), list(map(spec_of, tensors)), spans, task)
+            _known[id(like[0])] = _Known(list(map(spec_of, tensors)), spans, task)
     return task, lists, has_all
 
 
@@ -273,8 +241,6 @@ def _locals_of(kinds: Sequence[Kind], tensors: Sequence[torch.Tensor | None]) ->
                 tensor = whole[index]
                 if isinstance(tensor, DTensor):
                     whole[index] = tensor.redistribute(placements=summed)
-    if len(kinds) == 1 and kinds[0].mesh is not None and all(map(_is_there, whole)):
-        return list(map(local_of, whole))
     return [local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in whole]
 
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
+from fsdp2._torch import local_tensor
 from fsdp2.carving import place_of
-from fsdp2.optim import LocalOptimizer, local_optimizer
+from fsdp2.optim import LocalOptimizer, clip_grad_norm_, local_optimizer
 from tests.helpers.optimizers import CASES, NOT_ON_DTENSORS, assert_same
 from tests.helpers.parity_models import Stack, batch, local, shard_blocks
 from tests.helpers.ranks import on_ranks
@@ -243,6 +244,30 @@ def test_gradients_of_ones_own(rank: int, world_size: int) -> None:
     train(ours, our_optimizer, rank, range(4), replace(ours))
     train(theirs, their_optimizer, rank, range(4), replace(theirs))
     assert_same(our_optimizer, their_optimizer)
+
+
+@on_ranks(2)
+def test_gradients_that_change_between_clips(rank: int, world_size: int) -> None:
+    """What a clip found out about gradients does not outlive them: one is replaced, one missing, one has other data."""
+    model = sharded()
+    up, down = (model.blocks[0].up.weight, model.blocks[0].down.weight)
+    for step in range(7):
+        model.zero_grad()
+        backward(model, step, rank)
+        if step == 2:
+            up.grad = up.grad * 2
+        if step == 4:
+            down.grad = None
+        if step == 6:
+            moved = local_tensor(model.blocks[0].norm.bias.grad)
+            moved.data = moved * 3
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        expected = nn.utils.get_total_norm(grads).full_tensor()
+        before = [local(grad).clone() for grad in grads]
+        norm = clip_grad_norm_(model.parameters(), 0.5 * expected.item())
+        torch.testing.assert_close(norm, expected)
+        for grad, value in zip(grads, before, strict=True):
+            torch.testing.assert_close(local(grad), 0.5 * value)
 
 
 @on_ranks(2)
