@@ -13,8 +13,7 @@ from fsdp2._torch.checkpoint import loading_code
 from fsdp2.checkpoint.formats.huggingface import HUGGING_FACE
 from fsdp2.checkpoint.formats.transformers_weights import published_sources
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.ranks.entry import Entry
-from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import at_path, decode
 from fsdp2.checkpoint.state.model import State, entry_of, model_state, named_as_in, ranks_of, unwrapped, within

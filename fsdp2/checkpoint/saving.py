@@ -45,8 +45,7 @@ from fsdp2.checkpoint.io.planned_files import (
 )
 from fsdp2.checkpoint.io.writing import write_files
 from fsdp2.checkpoint.ranks.agreement import Agreement, world_of
-from fsdp2.checkpoint.ranks.entry import Entry
-from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.run.background import SaveHandle, in_flight, stage
 from fsdp2.checkpoint.run.committing import commit, may_count
 from fsdp2.checkpoint.run.folders import free_name, own_folder, step_name, work_folder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint.io.memory import blocks_of, part_of
-from fsdp2.checkpoint.ranks.entry import Entry
+from fsdp2.checkpoint.ranks.world import Entry
 from fsdp2.checkpoint.schema.checksum import BLOCK, WIDTH, num_blocks
 from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_HEADER_BYTES, encode_header

@@ -2,18 +2,20 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2._torch.checkpoint import root_mesh
+from fsdp2.checkpoint.schema.dtypes import name_of
 from fsdp2.errors import ArgumentError
 from fsdp2.placement.box import Box
 from fsdp2.placement.tiling import Grid, Tiling, grid_of, tiling_of, with_siblings
 
-__all__ = ["Place", "World"]
+__all__ = ["Entry", "Place", "World"]
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,30 @@ class Place:
     tiling: Tiling
     box: Box | None
     copy: int | None = None
+
+
+class Entry(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        local: a plain tensor.
+        tiling: how the whole tensor is cut, in ranks of the `World`.
+        box: the part that `local` holds.
+        outside: the user's tensor.
+        copy: this rank's index in the tensor's mesh, if the mesh is assumed to be one of several with equal values.
+    """
+
+    name: str
+    local: torch.Tensor
+    tiling: Tiling
+    box: Box
+    outside: torch.Tensor
+    copy: int | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Its name in safetensors."""
+        name = name_of(self.local.dtype)
+        if name is None:
+            raise ArgumentError(f"'{self.name}': safetensors has no dtype for {self.local.dtype}; convert the tensor")
+        return name

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2._torch.shared import storage_key
-from fsdp2.checkpoint.ranks.entry import Entry
-from fsdp2.checkpoint.ranks.world import Place, World
+from fsdp2.checkpoint.ranks.world import Entry, Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
 from fsdp2.init.allocation import tensors_of

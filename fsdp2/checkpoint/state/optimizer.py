@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._torch import local_tensor, make_dtensor, make_spec, spec_of
 from fsdp2._torch.shared import shard_dim, split_factor
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
-from fsdp2.checkpoint.ranks.entry import Entry
-from fsdp2.checkpoint.ranks.world import World
+from fsdp2.checkpoint.ranks.world import Entry, World
 from fsdp2.checkpoint.schema.dtypes import DTYPES, name_of
 from fsdp2.checkpoint.schema.tree import Leaf, at_path, canonical, decode, encode
 from fsdp2.checkpoint.state.contents import Contents, contents_of, load_by_itself, loads_by_itself

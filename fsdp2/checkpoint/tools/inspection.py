@@ -9,19 +9,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from fsdp2.checkpoint.formats.dcp import DcpCatalog
 from fsdp2.checkpoint.formats.native import NativeCatalog
 from fsdp2.checkpoint.io.catalog import Catalog
-from fsdp2.checkpoint.io.pieces import StoredPiece
-from fsdp2.checkpoint.io.reading import PieceBytes
+from fsdp2.checkpoint.io.memory import bytes_of
+from fsdp2.checkpoint.io.pieces import StoredPiece, runs_within
+from fsdp2.checkpoint.io.reading import OpenFiles, PieceBytes
 from fsdp2.checkpoint.io.workers import run_all
 from fsdp2.checkpoint.opening import open_catalog
 from fsdp2.checkpoint.run.replacing import READS, id_at
+from fsdp2.checkpoint.schema.checksum import BLOCK
+from fsdp2.checkpoint.schema.dtypes import ITEMSIZES
 from fsdp2.checkpoint.schema.manifest import MANIFEST
 from fsdp2.checkpoint.storage.base import Folder, Storage, storage_of
 from fsdp2.checkpoint.tools.describing import stray_files, tensor_nbytes
-from fsdp2.checkpoint.tools.scanning import Damage, append_damage, check_lot, lots_of
-from fsdp2.checkpoint.tools.streaming import Meter, Progress
+from fsdp2.checkpoint.tools.streaming import CHUNK_BYTES, Meter, Progress
 from fsdp2.errors import CheckpointError, CorruptError, ReplacedError, UnsupportedError
 from fsdp2.placement.box import whole
 
@@ -29,6 +33,30 @@ __all__ = ["Damage", "Report", "find_damage", "verify"]
 
 MAX_SHOWN = 50
 THREADS = 4
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something that is wrong.
+
+    Attributes:
+        file: its name in the folder.
+        problem: what is wrong with it.
+        tensors: what is lost because of it ("model 'layers.0.weight'"): the tensor of the damaged bytes, or all tensors
+            with a part in the file.
+        span: the damaged bytes of the file (first, end), if not all. If a tensor was cut by columns and is stored
+            whole, bytes of other parts lie in between.
+    """
+
+    file: str
+    problem: str
+    tensors: tuple[str, ...] = ()
+    span: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:3]) + (f", ... ({len(self.tensors)})" if len(self.tensors) > 3 else "")
+        where = f" bytes {self.span[0]}..{self.span[1]}:" if self.span else ""
+        return f"{self.file}:{where} {self.problem}" + (f" [{shown}]" if shown else "")
 
 
 @dataclass
@@ -138,10 +166,15 @@ class _Verification:
         self._report.num_tensors = len(sizes)
         meter = Meter(sum(sizes), progress)
         blocks: list[Damage] = []
-        check = partial(check_lot, self._catalog.opened, meter)
-        for found in run_all(check, lots_of(self._sources()), THREADS, "fsdp2-verify"):
+        check = partial(_check, self._catalog.opened, meter)
+        chunks = (
+            (source, start, min(start + CHUNK_BYTES, source.nbytes))
+            for source in self._sources()
+            for start in range(0, source.nbytes, CHUNK_BYTES)
+        )
+        for found in run_all(check, chunks, THREADS, "fsdp2-verify"):
             for damage in found:
-                append_damage(blocks, damage)
+                _append(blocks, damage)
         meter.finish()
         whole_files = [Damage(file, problem, tuple(names)) for (file, problem), names in self._lost.items()]
         self._report.damage += whole_files + blocks
@@ -203,6 +236,50 @@ class _Verification:
         names = self._lost.setdefault((file, problem), [])
         if label and label not in names[-1:]:
             names.append(label)
+
+
+def _check(files: OpenFiles, meter: Meter, chunk: tuple[PieceBytes, int, int]) -> list[Damage]:
+    """What is wrong with some bytes (from first to end) of a piece, in order. Damage is returned, not raised."""
+    source, first, end = chunk
+    meter.add(end - first)
+    return [*_check_bytes(files, source, first, bytes_of(files.buffers.get(end - first, torch.device("cpu"))))]
+
+
+def _check_bytes(files: OpenFiles, source: PieceBytes, start: int, data: memoryview) -> Iterator[Damage]:
+    """What is wrong with the given blocks."""
+    try:
+        with files.use(source.piece.path) as reader:
+            source.fetch(reader, start, data)
+    except (CheckpointError, OSError) as error:
+        if data.nbytes > BLOCK:  # read each block separately: a bad sector only affects its own block
+            for at in range(0, data.nbytes, BLOCK):
+                yield from _check_bytes(files, source, start + at, data[at : at + BLOCK])
+        else:
+            text = str(error).removeprefix(f"{source.piece.path}: ")
+            yield _damage(source, start, start + data.nbytes, f"cannot be read ({text})")
+        return
+    if source.verify:
+        for first, last, found, expected in source.bad_blocks(start, data):
+            yield _damage(source, first, last, f"checksum {found}, expected {expected}")
+
+
+def _damage(source: PieceBytes, first: int, last: int, problem: str) -> Damage:
+    piece = source.piece
+    runs = [*runs_within(piece.box, piece.container, ITEMSIZES[piece.dtype], first, last)]
+    span = (piece.offset + runs[0][0], piece.offset + sum(runs[-1]))
+    file = piece.path.replace("\\", "/").rsplit("/", 1)[-1]
+    return Damage(file, problem, (source.name,), span)
+
+
+def _append(found: list[Damage], damage: Damage) -> None:
+    """Add damage; blocks that follow each other count as one."""
+    last = found[-1] if found else None
+    same = last is not None and (last.file, last.tensors) == (damage.file, damage.tensors)
+    if not same or last is None or last.span is None or damage.span is None or last.span[1] != damage.span[0]:
+        found.append(damage)
+        return
+    problem = last.problem if last.problem == damage.problem else "several blocks are not what was written"
+    found[-1] = Damage(last.file, problem, last.tensors, (last.span[0], damage.span[1]))
 
 
 def _damage_of(storage: Storage, path: str, error: Exception) -> Damage:
