@@ -23,6 +23,7 @@ from fsdp2.checkpoint.formats.foreign_state import (
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, shown, unpickle
 from fsdp2.checkpoint.io.pieces import StoredTensorInfo
+from fsdp2.checkpoint.io.reading import Window
 from fsdp2.checkpoint.schema.dtypes import DTYPES
 from fsdp2.checkpoint.state.model import within
 from fsdp2.checkpoint.storage.base import Reader, check_file_name
@@ -75,45 +76,13 @@ def read_metadata(reader: Reader, file: str) -> dict[str, "Item"]:
         CorruptError: it is damaged, lists something unexpected, or a file outside of the folder.
         UnsupportedError: the files were written through an extension (compression, encryption).
     """
-    metadata = unpickle(_Stream(reader), file, _ALLOWED, makers={"builtins.getattr": _member})
+    metadata = unpickle(
+        Window(reader, file, 0, reader.size, BLOCK, MAX_TEXT), file, _ALLOWED, makers={"builtins.getattr": _member}
+    )
     try:
         return _Metadata(metadata, file).items()
     except (TypeError, AttributeError, ValueError, KeyError) as error:
         raise CorruptError(f"{file}: is malformed ({type(error).__name__}: {error})") from error
-
-
-class _Stream:
-    """A file that is read as far as its pickle goes, and which has no long texts: it may consist mostly of holes."""
-
-    def __init__(self, reader: Reader):
-        self._reader = reader
-        self._at = self._used = 0
-        self._block = b""
-
-    def read(self, count: int) -> bytes:
-        """The next bytes; fewer at the end."""
-        if count > MAX_TEXT:
-            raise ValueError("a long text")
-        if self._used + count > len(self._block):
-            rest = bytearray(min(BLOCK, self._reader.size - self._at))
-            self._reader.read_into(self._at, memoryview(rest))
-            self._at += len(rest)
-            self._block, self._used = self._block[self._used :] + rest, 0
-        self._used += count
-        return self._block[self._used - count : self._used]
-
-    def tell(self) -> int:
-        """How far it was read."""
-        return self._at - len(self._block) + self._used
-
-    def readline(self) -> bytes:
-        """The next bytes up to an end of line."""
-        line = bytearray()
-        while not line.endswith(b"\n"):
-            line += self.read(1) or b"\n"
-            if len(line) > MAX_TEXT:
-                raise ValueError("a long name")
-        return bytes(line)
 
 
 def _member(args: tuple[Any, ...]) -> Made:

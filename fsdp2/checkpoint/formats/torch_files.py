@@ -23,6 +23,7 @@ from fsdp2._torch.checkpoint import (
 )
 from fsdp2.checkpoint.formats.unpickling import Made, Named, NotPlain, unpickle
 from fsdp2.checkpoint.io.pieces import StoredPiece
+from fsdp2.checkpoint.io.reading import Window
 from fsdp2.checkpoint.schema.dtypes import DTYPES, ITEMSIZES
 from fsdp2.checkpoint.schema.header import MAX_DIMS
 from fsdp2.checkpoint.storage.base import Reader
@@ -136,7 +137,7 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         )
     where = f"{path}, bytes {start}..{start + length}"
     try:
-        return _Archive(_Window(reader, path, start, length), where).content()
+        return _Archive(Window(reader, path, start, length, EDGE, MAX_DIRECTORY), where).content()
     except (
         zipfile.BadZipFile,
         NotImplementedError,
@@ -151,61 +152,10 @@ def read_torch_file(reader: Reader, path: str, start: int = 0, length: int | Non
         ) from error
 
 
-class _Window:
-    """A part of a file as the file object that `zipfile` needs. Both ends are read at the start: two requests instead
-    of ten."""
-
-    def __init__(self, reader: Reader, path: str, start: int, length: int):
-        self.start = start
-        self.length = length
-        self._reader = reader
-        self._path = path
-        self.limit = MAX_DIRECTORY
-        self._at = 0
-        self._head = self._fetch(0, min(EDGE, length))
-        self._tail = self._fetch(max(length - EDGE, 0), min(EDGE, length))
-
-    def seekable(self) -> bool:
-        """`zipfile` calls this."""
-        return True
-
-    def tell(self) -> int:
-        """The position of the next read."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Set the position of the next read."""
-        self._at = offset + (0, self._at, self.length)[whence]
-        if self._at < 0:
-            raise ValueError("a position before the beginning")
-        return self._at
-
-    def read(self, count: int = -1) -> bytes:
-        """The next bytes."""
-        left = max(self.length - self._at, 0)
-        count = left if count < 0 else min(count, left)
-        low = self.length - len(self._tail)
-        if self._at + count <= len(self._head):
-            content = self._head[self._at : self._at + count]
-        elif self._at >= low:
-            content = self._tail[self._at - low : self._at - low + count]
-        else:
-            content = self._fetch(self._at, count)
-        self._at += count
-        return content
-
-    def _fetch(self, offset: int, count: int) -> bytes:
-        if count > self.limit:
-            raise CorruptError(f"{self._path}: claims {count} bytes beside its tensors, more than is possible")
-        content = bytearray(count)
-        self._reader.read_into(self.start + offset, memoryview(content))
-        return bytes(content)
-
-
 class _Archive:
     """A zip archive of torch.save."""
 
-    def __init__(self, window: _Window, where: str):
+    def __init__(self, window: Window, where: str):
         self._window = window
         self._where = where
         with zipfile.ZipFile(window) as archive:
@@ -290,4 +240,4 @@ class _Archive:
         itemsize = ITEMSIZES[name]
         if prod(shape) and last * itemsize > size:
             raise ValueError(f"a tensor of shape {list(shape)} in memory of {size} bytes")
-        return TensorInFile(self._window._path, name, shape, steps, offset + first * itemsize)
+        return TensorInFile(self._window.path, name, shape, steps, offset + first * itemsize)

@@ -23,13 +23,14 @@ from fsdp2.errors import CorruptError
 from fsdp2.layout import strides
 from fsdp2.placement.box import Box, flat_range_within
 
-__all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "read_all"]
+__all__ = ["BUFFER_BYTES", "THREADS", "OpenFiles", "PieceBytes", "Request", "Window", "read_all"]
 
 THREADS = 4
 BUFFER_BYTES = 4 * BLOCK  # per thread
 RUN = 16 * BLOCK  # bytes of one task, or of several small ones that one thread runs together
 TOGETHER = 16  # the most tasks run together: for small ones in a remote storage, most of the time is latency
 MAX_OPEN_FILES = 32
+MAX_LINE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -146,6 +147,65 @@ class OpenFiles:
         for file in self._files.values():
             file.reader.close()
         self._files.clear()
+
+
+class Window:
+    """A part of a file as the file object that `zipfile` and `pickle` need. It is read block by block, as far as it is
+    asked for: few requests to a remote storage, and a file may consist mostly of holes.
+
+    Args:
+        block: the bytes of a request.
+
+    Attributes:
+        limit: the most bytes that one read may take.
+    """
+
+    def __init__(self, reader: Reader, path: str, start: int, length: int, block: int, limit: int):
+        self.path, self.start, self.length, self.limit = path, start, length, limit
+        self._reader = reader
+        self._size = block
+        self._at = self._low = 0
+        self._block = b""
+
+    def seekable(self) -> bool:
+        """`zipfile` calls this."""
+        return True
+
+    def tell(self) -> int:
+        """The position of the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position of the next read."""
+        self._at = offset + (0, self._at, self.length)[whence]
+        if self._at < 0:
+            raise ValueError("a position before the beginning")
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        """The next bytes; fewer at the end."""
+        at = self._at - self._low
+        if at < 0 or count < 0 or at + count > len(self._block):
+            left = max(self.length - self._at, 0)
+            count = left if count < 0 else min(count, left)
+            if count > self.limit:
+                raise CorruptError(f"{self.path}: claims {count} bytes beside its tensors, more than is possible")
+            self._low = min(self._at, max(self.length - self._size, 0))  # at the end all of the last block
+            at = self._at - self._low
+            content = bytearray(min(max(at + count, self._size), self.length - self._low))
+            self._reader.read_into(self.start + self._low, memoryview(content))
+            self._block = bytes(content)
+        self._at += count
+        return self._block[at : at + count]
+
+    def readline(self) -> bytes:
+        """The next bytes up to an end of line."""
+        line = bytearray()
+        while not line.endswith(b"\n") and (byte := self.read(1)):
+            line += byte
+            if len(line) > MAX_LINE:
+                raise ValueError("a long name")
+        return bytes(line)
 
 
 @dataclass(slots=True)
