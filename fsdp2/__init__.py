@@ -15,6 +15,7 @@ import typing
 
 from fsdp2 import checks as _checks  # noqa: F401  # these plug themselves into the hooks of the runtime
 from fsdp2.api import fully_shard
+from fsdp2.comm.base import wrap_collective
 from fsdp2.errors import (
     ArgumentError,
     CheckpointError,
@@ -67,6 +68,7 @@ from fsdp2.policies import (
     OptionalPolicy,
     ZeroPolicy,
 )
+from fsdp2.watch.exchange import Watched
 from fsdp2.watch.settings import safety
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
@@ -131,6 +133,8 @@ if typing.TYPE_CHECKING:
     from fsdp2 import trace as trace
 
     __version__: str
+
+wrap_collective.append(Watched)
 
 _ON_DEMAND = ("checkpoint", "compat", "events", "init", "parallel", "plan", "trace")
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import common
 from fsdp2._torch import all_gather_flat, reduce_scatter_flat
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm, Operand, Scatter
+from fsdp2.comm.base import Comm, Operand, What
 from fsdp2.comm.custom import CustomComm
 from fsdp2.comm.flat import FlatComm
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter
@@ -76,14 +76,16 @@ def gathers(numel: int, device: str) -> dict[str, Callable[[], None]]:
         all_gather_flat(operand.full, operand.row(rank), group).wait()
 
     def through(comm: Comm) -> Callable[[], None]:
-        return lambda: comm.all_gather([operand], group).wait()
+        what = What("all_gather", "", numel, operand.full.nbytes, operand.full.dtype, group, operand.full.device)
+        gather = comm.plan_all_gather([operand], what)
+        return lambda: gather.wait(gather.start())
 
     steps = {BASELINE: backend} | {name: through(comm) for name, comm in comms(device).items()}
     for name, step in steps.items():
         operand.full.zero_()
         operand.row(rank).fill_(rank + 1)
         step()
-        right = all(bool((row == owner + 1).all()) for owner, row in enumerate(operand.rows))
+        right = all(bool((row == owner + 1).all()) for owner, row in enumerate(operand.full.chunk(size)))
         if not right:
             raise RuntimeError(f"{name}: wrong result of an all-gather of {numel} elements")
     return steps
@@ -97,25 +99,27 @@ def scatters(numel: int, device: str, wire: torch.dtype) -> dict[str, Callable[[
     size, rank = group.size(), group.rank()
     values = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(wire).float().to(device)
     bounds = range(0, numel + 1, numel // size)
-    scatter = Scatter(Operand(values.to(wire), bounds), torch.empty(numel // size, device=device))
-    narrow_output = torch.empty_like(scatter.output, dtype=wire)
+    narrow, output = values.to(wire), torch.empty(numel // size, device=device)
+    narrow_output = torch.empty_like(output, dtype=wire)
 
     def backend() -> None:
-        reduce_scatter_flat(scatter.output, values, dist.ReduceOp.SUM, group).wait()
+        reduce_scatter_flat(output, values, dist.ReduceOp.SUM, group).wait()
 
     def backend_narrow() -> None:
-        reduce_scatter_flat(narrow_output, scatter.source.full, dist.ReduceOp.SUM, group).wait()
+        reduce_scatter_flat(narrow_output, narrow, dist.ReduceOp.SUM, group).wait()
 
     def through(comm: Comm) -> Callable[[], None]:
-        return lambda: comm.reduce_scatter([scatter], group, False).wait()
+        what = What("reduce_scatter", "", numel, narrow.nbytes, wire, group, narrow.device)
+        scatter = comm.plan_reduce_scatter([bounds], what, output.dtype, average=False)
+        return lambda: scatter.wait(scatter.start([narrow], [output]))
 
     is_narrow = wire != torch.float32
     ours = {name: through(comm) for name, comm in comms(device).items() if not (is_narrow and name == "custom")}
     backend()
-    expected = scatter.output.clone()
+    expected = output.clone()
     for name, step in ours.items():
         step()
-        if (scatter.output - expected).abs().max() > 1e-5:
+        if (output - expected).abs().max() > 1e-5:
             raise RuntimeError(f"{name}: wrong result of a reduce-scatter of {numel} elements")
     return {BASELINE: backend} | ({"backend narrow": backend_narrow} if is_narrow else {}) | ours
 

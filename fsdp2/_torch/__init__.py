@@ -301,49 +301,41 @@ def new_group_of(ranks: list[int], backend: str, name: str) -> dist.ProcessGroup
 
 # --- names that changed between torch 2.11 and 2.15 -------------------------------------------------------------------
 
-_ASYNC_GATHER = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
-_ASYNC_GATHER.asyncOp = True
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+GATHER_OPTIONS = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+GATHER_OPTIONS.asyncOp = True
 
 
-def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The flat all-gather, asynchronous. Calls the group's own method, because the checks of `torch.distributed`'s
-    function cost half as much as the call itself."""
-    if output.is_complex():
-        output, source = torch.view_as_real(output), torch.view_as_real(source)
-    method = getattr(group, "all_gather_single", None) or group._allgather_base
-    return method(output, source, _ASYNC_GATHER)
-
-
-def reduce_scatter_flat(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    group: dist.ProcessGroup,
-) -> dist.Work:
-    """The flat reduce-scatter, asynchronous; see `all_gather_flat`."""
+def scatter_options(op: Op) -> Any:
+    """The options of an asynchronous reduce-scatter."""
     options: Any = dist.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = True
-    method = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return method(output, source, options)
+    return options
 
 
-def all_gather_flat_coalesced(
-    outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> dist.Work:
-    """Several flat all-gathers as one; a method of the group, for which `torch.distributed` has no function."""
-    method = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
-    return method(list(outputs), list(sources))
+_NAMES_BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
 
 
-def reduce_scatter_flat_coalesced(
-    outputs: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
-    op: dist.ReduceOp.RedOpType,
-    group: dist.ProcessGroup,
-) -> dist.Work:
-    """Several flat reduce-scatters as one."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(op)
-    method = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    return method(list(outputs), list(sources), options)
+def collective_of(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
+    """The group's own method of this name, to be called with outputs, sources and options. `torch.distributed`'s
+    functions have checks that cost half as much as the call itself."""
+    method: Callable[..., dist.Work] = getattr(group, name, None) or getattr(group, _NAMES_BEFORE_2_13[name])
+    return method
+
+
+def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """The flat all-gather, asynchronous."""
+    if output.is_complex():
+        output, source = torch.view_as_real(output), torch.view_as_real(source)
+    return collective_of(group, "all_gather_single")(output, source, GATHER_OPTIONS)
+
+
+def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, op: Op, group: dist.ProcessGroup) -> dist.Work:
+    """The flat reduce-scatter, asynchronous."""
+    return collective_of(group, "reduce_scatter_single")(output, source, scatter_options(op))

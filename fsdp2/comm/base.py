@@ -2,106 +2,132 @@
 
 A unit passes *operands*: flat tensors in which each rank owns one contiguous range. The runtime defines what a range
 means (a parameter's rows on the direct lane, one rank's segment of a packed buffer), so an implementation only moves
-bytes and sums. Every rank of the group calls the same methods with operands of the same sizes in the same order.
+bytes and sums. Every rank of the group starts the same collectives with operands of the same sizes in the same order.
 Picture for two ranks, ``|`` between the ranges::
 
-    all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the call
+    all_gather       rank 0  [a0 |  .]   ->  [a0 | b1]      in place: a rank's own range is filled before the start
                      rank 1  [ . | b1]   ->  [a0 | b1]
     reduce_scatter   rank 0  [g0 | g1]   ->  [g0 + h0]      sums run in rank order
                      rank 1  [h0 | h1]   ->  [g1 + h1]
 
+A collective is *planned* once, with all that does not change, and started in each step. An all-gather always fills the
+same tensors; a reduction is given others each time.
+
 A reduce-scatter's sources may have a narrower dtype than its outputs. Then the rows are sent in that dtype, and summed
 and divided in the outputs' dtype: half the bytes on the wire, and only the rows are rounded. See `comm.wire`.
-
-Methods return a `Pending`; the result may be read after its `wait`. On an accelerator `wait` only makes the current
-stream wait, on the CPU it blocks.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
-from typing import Protocol
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fsdp2.events import emit, listeners, log, root_log
 from fsdp2.layout import Lane, ShardLayout, choose_lane
 
+Tensors = Sequence[torch.Tensor]
+Bounds = Sequence[int]  # group size + 1 offsets into a flat tensor, in elements: the ranges that the ranks own
 
-class Operand:
-    """A flat tensor and the ranges of it that the ranks own.
 
-    Attributes:
-        full: 1-D tensor.
-        bounds: ``group size + 1`` offsets into `full`, in elements.
-        mark: what it is: the same number on all ranks, and another one for another unit, operation or size. Where
-            messages can carry it, those with different marks do not meet. 0: nothing is known.
-    """
+def hash_of(*fields: object) -> int:
+    """A number for these fields, equal in all processes. Of 7 bytes: Python would hash one of 8 modulo 2**61 - 1."""
+    return int.from_bytes(blake2b(repr(fields).encode(), digest_size=7).digest(), "big")
 
-    def __init__(self, full: torch.Tensor, bounds: Sequence[int], mark: int = 0):
-        self.full = full
-        self.bounds = bounds
-        self.mark = mark
-        self._row: tuple[int, torch.Tensor] | None = None
+
+class Operand(NamedTuple):
+    """A flat tensor and the ranges of it that the ranks own."""
+
+    full: torch.Tensor
+    bounds: Bounds
 
     def row(self, rank: int) -> torch.Tensor:
         """A view of the range that `rank` owns."""
-        if self._row is None or self._row[0] != rank:
-            start, end = self.bounds[rank], self.bounds[rank + 1]
-            self._row = rank, self.full[start:end]
-        return self._row[1]
-
-    @cached_property
-    def rows(self) -> list[torch.Tensor]:
-        """`row` of every rank, computed once."""
-        return list(torch.split(self.full, [end - start for start, end in pairwise(self.bounds)]))
+        return self.full[self.bounds[rank] : self.bounds[rank + 1]]
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """One operand of a reduce-scatter: `source` is summed over ranks, this rank's range goes to `output`.
+class What:
+    """What a collective is.
 
     Attributes:
-        source: in the dtype that is sent.
-        output: 1-D, of this rank's range's size; the sum runs in its dtype, which may be wider (bf16 rows, fp32 sums).
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``; or in words, what it is for.
+        fqn: of the unit; None if it is about no unit.
+        numel, nbytes, dtype: as in `fsdp2.events.Event`.
+        device: of the tensors.
     """
 
-    source: Operand
-    output: torch.Tensor
+    kind: str
+    fqn: str | None
+    numel: int
+    nbytes: int
+    dtype: torch.dtype | None
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def tag(self) -> int:
+        """The same number on all ranks, and another one for another unit, kind or size. Where messages can carry it,
+        those of different collectives do not meet."""
+        return hash_of(self.kind, self.fqn, self.numel, self.nbytes, str(self.dtype))
 
 
 class Pending(Protocol):
-    """Communication in flight."""
+    """Communication in flight, such as a `Work` of torch."""
 
-    def wait(self) -> None:
-        """Return when work that the caller enqueues next may read the results. Call it once."""
+    def wait(self) -> Any: ...
 
 
-class Works:
-    """A `Pending` that waits for torch's work handles and then completes the results locally.
+class Collective(ABC):
+    """A collective over one group, planned once and started in each step. It may be started again before the wait."""
 
-    Args:
-        outputs: tensors to divide by `divisor` after the wait, where the backend does not divide.
-    """
+    @abstractmethod
+    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+        """Start it; returns what `wait` needs. A reduction gets flat sources, which must not be changed until the wait,
+        and for each the output, of the size of this rank's range; an all-reduce the same tensor as both."""
 
-    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[torch.Tensor] = (), divisor: int = 1):
-        self.works = works
-        self.outputs = outputs
-        self.divisor = divisor
+    @abstractmethod
+    def wait(self, started: Any) -> None:
+        """Return when work that the caller enqueues next may read the results: on an accelerator the current stream
+        waits, on the CPU the process. Call it once for each start."""
 
-    def wait(self) -> None:
-        """See `Pending`."""
-        for work in self.works:
-            work.wait()
-        self.complete()
-        if self.divisor != 1:
-            for output in self.outputs:
-                output.div_(self.divisor)
 
-    def complete(self) -> None:
-        """Process the received data; implementations override it."""
+class PlannedGather(Collective):
+    """The all-gather of `operands` that `comm` has planned, as one call."""
+
+    def __init__(self, comm: "Comm", operands: Sequence[Operand], call: Callable[[], Pending]):
+        self.comm = comm
+        self.operands = operands
+        self._call = call
+
+    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+        return self._call()
+
+    def wait(self, started: Any) -> None:
+        started.wait()
+
+
+class PlannedReduction(Collective):
+    """A reduction as one call, with sources and outputs, and a division of the outputs."""
+
+    def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int):
+        self._call = call
+        self._divisor = divisor
+
+    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+        return self._call(sources, outputs), outputs
+
+    def wait(self, started: Any) -> None:
+        pending, outputs = started
+        pending.wait()
+        if self._divisor != 1:
+            for output in outputs:
+                output.div_(self._divisor)
 
 
 class Comm(ABC):
@@ -135,20 +161,59 @@ class Comm(ABC):
         """Free the memory that is kept for later calls."""
 
     @abstractmethod
-    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """Fill every operand from all ranks; the caller has filled its own range."""
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        """Fills every operand from all ranks; the caller fills its own range before each start."""
 
     @abstractmethod
-    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """Sum every source over the ranks and write this rank's range to its output; with `average`, divide by the
-        group's size. Sources must not be changed until the wait.
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+        """Sums every source, of `what`'s dtype and with these bounds, over the ranks, in `dtype`, and writes this
+        rank's range to its output, which has that; with `average`, divides by the group's size."""
 
-        All scatters of a call have the same source dtype and the same output dtype.
-        """
-
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int = 0) -> Pending:
-        """Sum `tensor` over the ranks in place; with `average`, divide by the group's size. `mark`: see `Operand`."""
+    def plan_all_reduce(self, what: What, average: bool) -> Collective:
+        """Sums a tensor over the ranks in place; with `average`, divides by the group's size."""
         native = average and self.has_average
-        work = dist.all_reduce(tensor, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, group, async_op=True)
-        assert work is not None
-        return Works([work], [tensor], group.size() if average and not native else 1)
+        call = partial(_all_reduce, dist.ReduceOp.AVG if native else dist.ReduceOp.SUM, what.group)
+        return PlannedReduction(call, what.group.size() if average and not native else 1)
+
+
+def _all_reduce(op: Any, group: dist.ProcessGroup, sources: Tensors, outputs: Tensors) -> Any:
+    return dist.all_reduce(sources[0], op, group, async_op=True)
+
+
+# Called with each collective that is planned; what they return is started in its place.
+wrap_collective: list[Callable[[Collective, What], Collective]] = []
+
+
+def wrapped(collective: Collective, what: What) -> Collective:
+    """`collective`, as those see it who watch."""
+    for wrap in wrap_collective:
+        collective = wrap(collective, what)
+    return collective
+
+
+def all_reduce(tensor: torch.Tensor, what: What, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce `tensor` in place, at once, and without events."""
+    collective = wrapped(PlannedReduction(partial(_all_reduce, op, what.group), 1), what)
+    collective.wait(collective.start([tensor], [tensor]))
+
+
+class Reported(Collective):
+    """`planned`, seen by those who watch, with its events."""
+
+    def __init__(self, planned: Collective, what: What):
+        self.inner = wrapped(planned, what)
+        self.what = what
+
+    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+        if listeners or (log.level or root_log.level) <= logging.DEBUG:
+            what = self.what
+            emit(what.kind, what.fqn or "", what.numel, what.nbytes, what.dtype, what.group.size())
+        return self.inner.start(sources, outputs)
+
+    def wait(self, started: Any) -> None:
+        if listeners or (log.level or root_log.level) <= logging.DEBUG:
+            emit(f"{self.what.kind}_wait", self.what.fqn or "")
+            self.inner.wait(started)
+            emit(f"{self.what.kind}_done", self.what.fqn or "")
+        else:
+            self.inner.wait(started)

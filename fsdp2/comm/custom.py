@@ -10,11 +10,13 @@ and no subclass is required. A whole group is sent in one flat tensor, as the in
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, Pending, PlannedGather, PlannedReduction, Tensors, What
 from fsdp2.errors import ArgumentError, UnsupportedError
 
 __all__ = ["AllGather", "CustomComm", "ReduceScatter"]
@@ -108,28 +110,20 @@ def allocated(
     return tensor
 
 
-class CopyOut(Works):
-    """A custom collective in flight, whose results are copied from the allocated tensors to their destinations.
+class CopyOut(NamedTuple):
+    """A custom collective in flight, whose results are copied to their destinations; `kept` is what it reads."""
 
-    Args:
-        copies: (destination, source).
-        kept: tensors that the collective still reads.
-    """
+    works: Sequence[dist.Work | None]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    kept: Tensors = ()
 
-    def __init__(
-        self,
-        works: Sequence[dist.Work | None],
-        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        kept: Sequence[torch.Tensor] = (),
-    ):
-        super().__init__([work for work in works if work is not None])
-        self.copies = copies
-        self.kept = kept
-
-    def complete(self) -> None:
+    def wait(self) -> None:
+        """See `Pending`."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
         for destination, source in self.copies:
             destination.copy_(source)
-        self.copies, self.kept = (), ()
 
 
 class CustomComm(Comm):
@@ -150,46 +144,50 @@ class CustomComm(Comm):
     def scatter_direct_min_bytes(self) -> int | None:
         return self.base.scatter_direct_min_bytes if self.custom_reduce_scatter is None else None
 
-    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        """One call per operand (the packed lane has only one)."""
-        gather = self.custom_all_gather
-        if gather is None:
-            return self.base.all_gather(operands, group)
-        rank = group.rank()
-        works, copies = [], []
-        for operand in operands:
-            full = operand.full
-            whole = Operand(allocated(gather.allocate, full.numel(), full.dtype, full.device), operand.bounds)
-            whole.row(rank).copy_(operand.row(rank))
-            works.append(gather(output_tensor=whole.full, input_tensor=whole.row(rank), group=group, async_op=True))
-            copies.append((full, whole.full))
-        return CopyOut(works, copies)
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        if self.custom_all_gather is None:
+            return self.base.plan_all_gather(operands, what)
+        call = partial(_gather, self.custom_all_gather, operands, what.group)
+        return PlannedGather(self, operands, call)
 
-    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        """One call per scatter (the packed lane has only one).
-
-        Raises:
-            UnsupportedError: source and output have different dtypes.
-        """
-        scatter_by_user = self.custom_reduce_scatter
-        if scatter_by_user is None:
-            return self.base.reduce_scatter(scatters, group, average)
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+        """Raises `UnsupportedError` if source and output have different dtypes."""
+        if self.custom_reduce_scatter is None:
+            return self.base.plan_reduce_scatter(bounds, what, dtype, average)
+        if dtype != what.dtype:
+            raise UnsupportedError(
+                f"a custom reduce-scatter sums in the dtype that travels; got {what.dtype} rows for a sum in {dtype}. "
+                "Leave the dtype on the wire unset, or do not set a custom reduce-scatter."
+            )
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        works, copies, kept = [], [], []
-        for scatter in scatters:
-            full, output = scatter.source.full, scatter.output
-            if full.dtype != output.dtype:
-                raise UnsupportedError(
-                    f"a custom reduce-scatter sums in the dtype that travels; got {full.dtype} rows for a sum in "
-                    f"{output.dtype}. Leave the dtype on the wire unset, or do not set a custom reduce-scatter."
-                )
-            source = allocated(scatter_by_user.allocate, full.numel(), full.dtype, full.device)
-            result = allocated(scatter_by_user.allocate, output.numel(), output.dtype, output.device)
-            source.copy_(full)
-            works.append(scatter_by_user(output_tensor=result, input_tensor=source, group=group, op=op))
-            copies.append((output, result))
-            kept.append(source)
-        return CopyOut(works, copies, kept)
+        return PlannedReduction(partial(_scatter, self.custom_reduce_scatter, op, what.group), 1)
 
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup, average: bool, mark: int = 0) -> Pending:
-        return self.base.all_reduce(tensor, group, average, mark)
+    def plan_all_reduce(self, what: What, average: bool) -> Collective:
+        return self.base.plan_all_reduce(what, average)
+
+
+def _gather(gather: AllGather, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
+    """One call per operand (the packed lane has only one)."""
+    rank = group.rank()
+    works, copies = [], []
+    for operand in operands:
+        full = operand.full
+        whole = Operand(allocated(gather.allocate, full.numel(), full.dtype, full.device), operand.bounds)
+        row = whole.row(rank)
+        row.copy_(operand.row(rank))
+        works.append(gather(output_tensor=whole.full, input_tensor=row, group=group, async_op=True))
+        copies.append((full, whole.full))
+    return CopyOut(works, copies)
+
+
+def _scatter(scatter: ReduceScatter, op: Any, group: dist.ProcessGroup, sources: Tensors, outputs: Tensors) -> Pending:
+    """One call per operand (the packed lane has only one)."""
+    works, copies, kept = [], [], []
+    for full, output in zip(sources, outputs, strict=True):
+        source = allocated(scatter.allocate, full.numel(), full.dtype, full.device)
+        result = allocated(scatter.allocate, output.numel(), output.dtype, output.device)
+        source.copy_(full)
+        works.append(scatter(output_tensor=result, input_tensor=source, group=group, op=op))
+        copies.append((output, result))
+        kept.append(source)
+    return CopyOut(works, copies, kept)

@@ -4,25 +4,36 @@ Everything takes the packed lane, so there is exactly one operand of equal range
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from fsdp2._torch import all_gather_flat, reduce_scatter_flat
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
-from fsdp2.comm.wire import WideReduceScatter, is_narrow
+from fsdp2._torch import GATHER_OPTIONS, collective_of, scatter_options
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.wire import WideReduceScatter
 
 
 class FlatComm(Comm):
-    """The backend's own flat collectives, one call per operand."""
+    """The backend's own flat collectives."""
 
-    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        rank = group.rank()
-        return Works([all_gather_flat(operand.full, operand.row(rank), group) for operand in operands])
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        (operand,) = operands
+        pair = operand.full, operand.row(what.group.rank())
+        output, source = map(torch.view_as_real, pair) if operand.full.is_complex() else pair
+        return PlannedGather(
+            self, operands, partial(collective_of(what.group, "all_gather_single"), output, source, GATHER_OPTIONS)
+        )
 
-    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        if is_narrow(scatters):
-            return WideReduceScatter(scatters, group, average)
-        op = dist.ReduceOp.AVG if average and self.has_average else dist.ReduceOp.SUM
-        works = [reduce_scatter_flat(scatter.output, scatter.source.full, op, group) for scatter in scatters]
-        divisor = group.size() if average and not self.has_average else 1
-        return Works(works, [scatter.output for scatter in scatters], divisor)
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+        divisor = what.group.size() if average else 1
+        if dtype != what.dtype:
+            return PlannedReduction(partial(WideReduceScatter, what.group), divisor)
+        options = scatter_options(dist.ReduceOp.SUM)
+        return PlannedReduction(partial(_scatter, collective_of(what.group, "reduce_scatter_single"), options), divisor)
+
+
+def _scatter(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:
+    (source,), (output,) = sources, outputs
+    return method(output, source, options)

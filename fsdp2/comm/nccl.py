@@ -6,13 +6,15 @@ ones.
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2._torch import all_gather_flat_coalesced, reduce_scatter_flat_coalesced
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
-from fsdp2.comm.wire import WideReduceScatter, is_narrow
+from fsdp2._torch import collective_of, scatter_options
+from fsdp2.comm.base import Bounds, Collective, Comm, Operand, PlannedGather, PlannedReduction, Tensors, What
+from fsdp2.comm.wire import WideReduceScatter
 
 
 class NcclComm(Comm):
@@ -22,19 +24,25 @@ class NcclComm(Comm):
     direct_min_bytes = 256 * 1024
     has_average = True
 
-    def all_gather(self, operands: Sequence[Operand], group: dist.ProcessGroup) -> Pending:
-        rank = group.rank()
+    def plan_all_gather(self, operands: Sequence[Operand], what: What) -> Collective:
+        rank = what.group.rank()
         outputs = [_as_numbers(operand.full) for operand in operands]
         sources = [_as_numbers(operand.row(rank)) for operand in operands]
-        return Works([all_gather_flat_coalesced(outputs, sources, group)])
+        return PlannedGather(
+            self, operands, partial(collective_of(what.group, "all_gather_single_coalesced"), outputs, sources)
+        )
 
-    def reduce_scatter(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool) -> Pending:
-        if is_narrow(scatters):
-            return WideReduceScatter(scatters, group, average)
-        op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-        outputs = [_as_real(scatter.output) for scatter in scatters]
-        sources = [_as_real(scatter.source.full) for scatter in scatters]
-        return Works([reduce_scatter_flat_coalesced(outputs, sources, op, group)])
+    def plan_reduce_scatter(self, bounds: list[Bounds], what: What, dtype: torch.dtype, average: bool) -> Collective:
+        if dtype != what.dtype:
+            return PlannedReduction(partial(WideReduceScatter, what.group), what.group.size() if average else 1)
+        options = scatter_options(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
+        return PlannedReduction(
+            partial(_scatter, collective_of(what.group, "reduce_scatter_single_coalesced"), options), 1
+        )
+
+
+def _scatter(method: Any, options: Any, sources: Tensors, outputs: Tensors) -> Any:
+    return method(list(map(_as_real, outputs)), list(map(_as_real, sources)), options)
 
 
 # What NCCL has no type for; torch has more, which nobody trains with (`ncclDataType` in its NCCLUtils.hpp).

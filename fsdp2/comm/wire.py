@@ -15,14 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Scatter, Works
+from fsdp2.comm.base import Tensors
 
 _BLOCK = 64 * 1024  # elements that are widened at a time: 256 KiB in fp32 fit in a core's cache
-
-
-def is_narrow(scatters: Sequence[Scatter]) -> bool:
-    """Whether rows are sent in another dtype than that of the sum (the same for all scatters of a call)."""
-    return any(scatter.source.full.dtype != scatter.output.dtype for scatter in scatters)
 
 
 def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
@@ -44,26 +39,29 @@ def sum_rows(rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
             total.add_(wide[: other.numel()].copy_(other))
 
 
-class WideReduceScatter(Works):
+class WideReduceScatter:
     """A reduce-scatter in flight as an all-to-all, and the sum that follows. Any backend; equal ranges only.
 
     The sum runs in rank order on the CPU. On an accelerator it is one kernel, which reads each row once; its order is
     `torch.sum`'s, the same in every run.
     """
 
-    def __init__(self, scatters: Sequence[Scatter], group: dist.ProcessGroup, average: bool):
-        scatters = [scatter for scatter in scatters if scatter.output.numel()]
-        self.received = [torch.empty_like(scatter.source.full) for scatter in scatters]
+    def __init__(self, group: dist.ProcessGroup, sources: Tensors, outputs: Tensors):
+        pairs = [(source, output) for source, output in zip(sources, outputs, strict=True) if output.numel()]
+        self.sums = [(torch.empty_like(source), output) for source, output in pairs]
         self.size = group.size()
-        pairs = zip(self.received, scatters, strict=True)
-        works = [dist.all_to_all_single(rows, s.source.full, group=group, async_op=True) for rows, s in pairs]
-        outputs = [scatter.output for scatter in scatters]
-        super().__init__([work for work in works if work is not None], outputs, self.size if average else 1)
+        self.works = [
+            dist.all_to_all_single(rows, source, group=group, async_op=True)
+            for (rows, _), (source, _) in zip(self.sums, pairs, strict=True)
+        ]
 
-    def complete(self) -> None:
-        for received, output in zip(self.received, self.outputs, strict=True):
+    def wait(self) -> None:
+        """See `Pending`."""
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        for rows, output in self.sums:
             if output.device.type == "cpu":
-                sum_rows(received.chunk(self.size), output)
+                sum_rows(rows.chunk(self.size), output)
             else:
-                torch.sum(received.view(self.size, -1), 0, dtype=output.dtype, out=output)
-        self.received = []
+                torch.sum(rows.view(self.size, -1), 0, dtype=output.dtype, out=output)

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention as one_rank_attention
 
 from fsdp2._torch.shared import group_named
-from fsdp2.comm.unwaited import finish_unwaited, keep_unwaited
+from fsdp2.comm.gloo import finish_unwaited, keep_unwaited
 from fsdp2.errors import ArgumentError, CollectiveError, UnsupportedError
 from fsdp2.parallel.agreement import agree
 from fsdp2.parallel.ring_attention_blocks import accumulation_dtype, block_forward, block_gradients, merge

@@ -1,5 +1,5 @@
 """Changes that a user makes in place: of unsharded parameters (`Changes`), and of shards whose gathered values were
-kept (`Comparison`). Layer: runtime, below the param group.
+kept (`agrees`). Layer: runtime, below the param group.
 
 An unsharded parameter has a version counter of its own, which a gather does not touch. A shard has none that counts all
 changes: `tensor.data`, and operators on lists of tensors, leave that of a DTensor as it was.
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import is_fake, version
+from fsdp2.comm.base import all_reduce
 from fsdp2.errors import OrderError
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.watch.exchange import Exchange, at_once
 
 
 class Changes:
@@ -81,26 +81,21 @@ def _own_rows(param: ManagedParameter) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, param.geometry.to_memory(param.geometry.local_view(param.flat))
 
 
-class Comparison:
-    """Compares kept unsharded parameters with the shards, on all ranks of the shard group."""
+def agrees(params: Sequence[ManagedParameter], channel: Channel, is_same: bool) -> bool:
+    """Whether the shards of all ranks have the values that were gathered and kept. Collective over the shard group: one
+    number. The host waits for it, since what is gathered next depends on it.
 
-    def __init__(self) -> None:
-        self._exchange: Exchange | None = None
-
-    def agrees(self, params: Sequence[ManagedParameter], channel: Channel, is_same: bool) -> bool:
-        """Whether all ranks' shards have the values that were gathered. Collective: one number. The host waits for it,
-        since what is gathered next depends on it. `is_same`: what this rank knows without a look."""
-        group, device = channel.roles.shard_group, channel.roles.device
-        assert group is not None
-        if self._exchange is None or self._exchange.fqn != channel.fqn:
-            self._exchange = Exchange("comparison of kept values", channel.fqn, group, device=device)
-        if is_fake(params[0].flat):
-            return is_same
-        differ = not (is_same and all(map(_has_shard, params)))
-        flag = torch.tensor([differ], dtype=torch.int32, device=device)
-        with at_once(self._exchange):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group)
-        return not flag.item()
+    Args:
+        is_same: what this rank knows without a look.
+    """
+    group = channel.roles.shard_group
+    assert group is not None
+    if is_fake(params[0].flat):
+        return is_same
+    differ = not (is_same and all(map(_has_shard, params)))
+    flag = torch.tensor([differ], dtype=torch.int32, device=channel.roles.device)
+    all_reduce(flag, channel.what("comparison of kept values", group), dist.ReduceOp.MAX)
+    return not flag.item()
 
 
 def _has_shard(param: ManagedParameter) -> bool:

@@ -1,20 +1,13 @@
 """`Channel`: the process groups and the `Comm` through which a group's parameters are communicated. Layer: runtime."""
 
+import torch
 import torch.distributed as dist
 
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm, Pending
+from fsdp2.comm.base import Comm, What
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.groups import separate_group
-from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
-
-
-def wait_for(pending: Pending, kind: str, fqn: str) -> None:
-    """Wait for a collective of this kind, as events call it."""
-    emit(f"{kind}_wait", fqn)
-    pending.wait()
-    emit(f"{kind}_done", fqn)
 
 
 class Channel:
@@ -40,6 +33,12 @@ class Channel:
     def comm_over(self, axis: Axis) -> Comm:
         """The `Comm` for `axis`; for the replicate axis always the backend's own."""
         return self.base if axis.group is self.roles.replicate_group else self.comm
+
+    def what(
+        self, kind: str, group: dist.ProcessGroup, numel: int = 0, nbytes: int = 0, dtype: torch.dtype | None = None
+    ) -> What:
+        """A collective of this unit over `group`."""
+        return What(kind, self.fqn, numel, nbytes, dtype, group, self.roles.device)
 
     def like(self, other: "Channel") -> None:
         """Copy the settings of `other`, a channel of the same roles."""

@@ -10,20 +10,18 @@ collective, and the copies out of the packed buffer::
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from fsdp2._torch import base_of, foreach_copy
 from fsdp2.carving import place_of
-from fsdp2.comm.base import Operand, Pending
-from fsdp2.comm.scratch import all_gather_like
-from fsdp2.events import emit
+from fsdp2.comm.base import Operand, Reported
 from fsdp2.layout import Lane, ShardLayout, pack
 from fsdp2.mesh import Axis
-from fsdp2.runtime.channel import Channel, wait_for
+from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import interleave
 from fsdp2.runtime.storage import FlatStorage
-from fsdp2.watch.exchange import Arrival, Exchange
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -72,14 +70,13 @@ class Gather:
         numel = axis.size * sum(layout.padded_numel for layout in layouts)
         nbytes = sum(operand.full.nbytes for operand in self.operands)
         self._travels = numel, nbytes, dtypes[0] if len(self._by_dtype) == 1 else None
-        self._exchange = Exchange("all-gather", channel.fqn, axis.group, *self._travels, fulls[0].device)
-        self._mark()
+        self._collective: Reported | None = None
 
-    def _mark(self) -> None:
-        """What travels says what it is."""
-        for operand in self.operands:
-            operand.mark = self._exchange.mark
-        self._exchange.begin_like = all_gather_like(self._comm, self.operands, self._axis.group)
+    def _plan(self) -> Reported:
+        """The collective, which names the unit: once more if that has another name now."""
+        what = self._channel.what("all_gather", self._axis.group, *self._travels)
+        self._collective = Reported(self._comm.plan_all_gather(self.operands, what), what)
+        return self._collective
 
     def _make_packed(self, indices: list[int], layouts: Sequence[ShardLayout], fulls: Sequence[torch.Tensor]) -> None:
         """One buffer ``[ranks, segment]`` of bytes; a segment holds one rank's shard of each parameter, end to end."""
@@ -120,16 +117,12 @@ class Gather:
             self._packed.alloc()
         for destinations, sources in self._copies(shards, stay):
             foreach_copy(destinations, sources)
-        pending: Pending | None = None
-        if self.operands:
-            fqn = self._channel.fqn
-            if fqn is not self._exchange.fqn:
-                self._exchange.rename(fqn)
-                self._mark()
-            emit("all_gather", fqn, *self._travels, self._axis.size)
-            with self._exchange:
-                pending = Arrival(self._exchange, self._comm.all_gather(self.operands, self._axis.group))
-        return partial(self._finish, pending)
+        if not self.operands:
+            return partial(self._finish, None, None)
+        collective = self._collective
+        if collective is None or collective.what.fqn is not self._channel.fqn:
+            collective = self._plan()
+        return partial(self._finish, collective, collective.start())
 
     def _copies(self, shards: Sequence[torch.Tensor], stay: bool) -> list[_Copies]:
         """The copies in, one list for each dtype."""
@@ -143,9 +136,9 @@ class Gather:
             self._known = copies, shards, carved, list(map(torch.Tensor.data_ptr, carved))
         return copies
 
-    def _finish(self, pending: Pending | None) -> None:
-        if pending is not None:
-            wait_for(pending, "all_gather", self._channel.fqn)
+    def _finish(self, collective: Reported | None, started: Any) -> None:
+        if collective is not None:
+            collective.wait(started)
         if self._packed is not None:
             foreach_copy(self._unpack_to, self._unpack_from)
             self._packed.free()

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._torch import outside_transforms
+from fsdp2.comm.base import What, all_reduce
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.events import emit
 from fsdp2.mesh import Axis, MeshRoles
 from fsdp2.policies import OptionalPolicy, UnitSettings
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
-from fsdp2.watch.exchange import Exchange, at_once
 
 
 class Member(Protocol):
@@ -219,9 +219,8 @@ def _sums(rows: Sequence[Sequence[bool]], roles: MeshRoles) -> list[list[int]]:
 
 def _sum_over(axis: Axis, sums: torch.Tensor) -> None:
     emit("agreement", "", sums.numel(), sums.nbytes, sums.dtype, axis.size)
-    what = "agreement on optional units"
-    with at_once(Exchange(what, None, axis.group, sums.numel(), sums.nbytes, sums.dtype, sums.device)):
-        dist.all_reduce(sums, group=axis.group)
+    kind = "agreement on optional units"
+    all_reduce(sums, What(kind, None, sums.numel(), sums.nbytes, sums.dtype, axis.group, sums.device))
 
 
 def _device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -36,23 +36,37 @@ def interleave(
     return pairs
 
 
-def packed(tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype) -> torch.Tensor:
-    """Whole `tensors` in one buffer ``[parts, sum of padded shards]`` of `dtype`, padding zero. All layouts have the
-    same number of parts."""
-    size, segment = layouts[0].parts, sum(layout.padded_numel for layout in layouts)
-    if all(layout.dim == 0 for layout in layouts):
-        buffer = torch.empty(size, segment, dtype=dtype, device=tensors[0].device)
-        filled = [tensor for tensor in tensors if tensor.numel()]
-        if filled:
-            chunk_cat(filled, size, buffer)
+class Packing:
+    """How whole tensors are laid into one buffer ``[parts, sum of padded shards]``, padding zero. All `layouts` have
+    the same number of parts.
+
+    Attributes:
+        segment: the elements of a part.
+    """
+
+    def __init__(self, layouts: Sequence[ShardLayout]):
+        self.layouts = layouts
+        self.num_tensors = len(layouts)
+        self.segment = sum(layout.padded_numel for layout in layouts)
+        self._are_rows = all(layout.dim == 0 for layout in layouts)
+        self._has_empty = not all(layout.numel for layout in layouts)
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The buffer, in the dtype of `tensors`."""
+        size, like = self.layouts[0].parts, tensors[0]
+        if self._are_rows:
+            buffer = torch.empty(size, self.segment, dtype=like.dtype, device=like.device)
+            filled = [tensor for tensor in tensors if tensor.numel()] if self._has_empty else tensors
+            if filled:
+                chunk_cat(filled, size, buffer)
+            return buffer
+        buffer = torch.zeros(size, self.segment, dtype=like.dtype, device=like.device)
+        offset = 0
+        destinations, sources = [], []
+        for layout, tensor in zip(self.layouts, tensors, strict=True):
+            for destination, source in interleave(buffer, offset, tensor, layout):
+                destinations.append(destination)
+                sources.append(source)
+            offset += layout.padded_numel
+        foreach_copy(destinations, sources)
         return buffer
-    buffer = torch.zeros(size, segment, dtype=dtype, device=tensors[0].device)
-    offset = 0
-    destinations, sources = [], []
-    for layout, tensor in zip(layouts, tensors, strict=True):
-        for destination, source in interleave(buffer, offset, tensor, layout):
-            destinations.append(destination)
-            sources.append(source)
-        offset += layout.padded_numel
-    foreach_copy(destinations, sources)
-    return buffer

@@ -27,7 +27,7 @@ from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.policies import ZeroPolicy
-from fsdp2.runtime.changes import Changes, Comparison
+from fsdp2.runtime.changes import Changes, agrees
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
 from fsdp2.runtime.host_copy import HostCopy
@@ -114,7 +114,6 @@ class ParamGroup:
         # parameters whose unsharded form shares memory.
         self._gathered_at: list[int] = []
         self._kept_at: list[int] | None = None
-        self._comparison = Comparison()
         self._used_at: list[int] | None = None
         self._host: HostCopy | None = None
         self._copies_at: list[int] | None = None  # versions of what is gathered now and will be copied to the host
@@ -340,7 +339,7 @@ class ParamGroup:
         if torch.is_grad_enabled():
             return False
         self.settle()
-        return self._comparison.agrees(self.params, self.channel, is_same)
+        return agrees(self.params, self.channel, is_same)
 
     @property
     def _can_compare(self) -> bool:

@@ -15,7 +15,7 @@ when it has to.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import attrgetter
 
@@ -28,26 +28,24 @@ from fsdp2._torch import (
     hooks_of,
     post_accumulate_grad_hooks,
 )
-from fsdp2.comm.base import Comm, Operand, Pending, Scatter, Works
+from fsdp2.comm.base import Collective, Reported
 from fsdp2.comm.scaling import Scaling, scaling_for
-from fsdp2.comm.scratch import all_reduce_like, reduce_scatter_like
 from fsdp2.errors import CollectiveError
-from fsdp2.events import emit, profiled
-from fsdp2.layout import Lane, ShardLayout
+from fsdp2.events import profiled
+from fsdp2.layout import Lane
 from fsdp2.policies import UnitSettings
-from fsdp2.runtime.channel import Channel, wait_for
-from fsdp2.runtime.packing import packed
+from fsdp2.runtime.channel import Channel
+from fsdp2.runtime.packing import Packing
 from fsdp2.runtime.parameter import ManagedParameter, Partial
 from fsdp2.runtime.streams import Streams
-from fsdp2.watch.exchange import Arrival, Exchange
 
 _NOTHING = torch.empty(0)
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = attrgetter("dtype")
 
 
 class ReductionPlan:
-    """Lanes, dtypes and sizes of one reduction; valid only for the parameters, and the set of present gradients, that
-    it was built from.
+    """Lanes, dtypes, sizes and collectives of one reduction; valid only for the parameters, and the set of present
+    gradients, that it was built from.
 
     Args:
         params: those of a group, of which some take part.
@@ -61,7 +59,10 @@ class ReductionPlan:
         wire_dtype: the dtype in which they are sent.
         params, sizes, grad_dtypes, grad_specs: in the order of `indices`: packed ones first, so that their outputs are
             contiguous in the flat output; those without a gradient last.
-        numel, scattered_numel, packed_numel: elements of all outputs, of those with a gradient, of the packed ones.
+        numel, scattered_numel: elements of all outputs, of those with a gradient.
+        packing: of the gradients that are packed.
+        direct: index and elements on this rank of those that are operands themselves.
+        over_replicas: how shards that are cut over the replicate axis too are packed for it.
         casts_outputs: whether the gradients' dtypes or devices differ from the reduction's.
     """
 
@@ -87,8 +88,10 @@ class ReductionPlan:
         self.sizes = [param.layout.padded_numel for param in params]
         self.numel = sum(self.sizes)
         self.scattered_numel = sum(self.sizes[:num_scattered])
-        self.packed_numel = sum(self.sizes[:num_packed])
-        self.packed_layouts = [param.layout for param in params[:num_packed]]
+        self.packing = Packing([param.layout for param in params[:num_packed]])
+        rank = channel.roles.shard_rank
+        self.direct = [(index, params[index].layout.local_numel(rank)) for index in range(num_packed, num_scattered)]
+        self.over_replicas = Packing([param.geometry.outer for param in params if param.geometry.outer is not None])
         self.grad_dtypes = [param.grad_dtype for param in params]
         self.grad_specs = [
             param.plan.specs.sharded(dtype) for param, dtype in zip(params, self.grad_dtypes, strict=True)
@@ -96,20 +99,30 @@ class ReductionPlan:
         moves = params[0].plan.grad_home != channel.roles.device
         self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
         self.deliver = params[0].deliver  # those of a group are of one class
-        self._exchanges: dict[tuple[str, dist.ProcessGroup], Exchange] = {}
+        self._collectives: dict[tuple[str, dist.ProcessGroup, bool, str], Collective] = {}
 
-    def exchange(self, what: str, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> Exchange:
-        """The reduction of `numel` elements over `group`, which is about to start."""
-        found = self._exchanges.get((what, group))
+    def collective(self, kind: str, group: dist.ProcessGroup, average: bool) -> Collective:
+        """The reduction of this kind over `group`, planned at the first call, and when the unit has another name."""
+        key = kind, group, average, self.channel.fqn
+        found = self._collectives.get(key)
         if found is None:
-            found = Exchange(
-                what, self.channel.fqn, group, numel, numel * dtype.itemsize, dtype, self.channel.roles.device
-            )
-            self._exchanges[what, group] = found
-        if found.fqn is not self.channel.fqn:
-            found.rename(self.channel.fqn)
-        found.trail.has_reduced = True
+            found = self._collectives[key] = self._plan(kind, group, average)
         return found
+
+    def _plan(self, kind: str, group: dist.ProcessGroup, average: bool) -> Collective:
+        channel, is_outer = self.channel, group is self.channel.roles.replicate_group
+        comm = channel.base if is_outer else channel.comm
+        numel, dtype = (self.numel, self.dtype) if is_outer else (self.scattered_numel, self.wire_dtype)
+        packing = self.over_replicas if is_outer else self.packing
+        if kind == "reduce_scatter" and is_outer:
+            numel = packing.segment
+        what = channel.what(kind, group, numel, numel * dtype.itemsize, dtype)
+        if kind == "all_reduce":
+            return Reported(comm.plan_all_reduce(what, average), what)
+        bounds = [] if is_outer else [self.params[index].layout.flat_bounds for index, _ in self.direct]
+        if packing.segment:
+            bounds.append(range(0, group.size() * packing.segment + 1, packing.segment))
+        return Reported(comm.plan_reduce_scatter(bounds, what, self.dtype, average), what)
 
 
 class Reduction:
@@ -174,7 +187,7 @@ class Reduction:
         return self.roles.replicate_group is not None and not self._settings.requires_all_reduce
 
     def _steps(self) -> Iterator[None]:
-        settings, streams, channel = self._settings, self._streams, self._plan.channel
+        settings, streams = self._settings, self._streams
         roles, dtype = self.roles, self._plan.dtype
         factor, force = settings.gradient_divide_factor, settings.force_sum
         scaling = scaling_for(dtype, roles.shard_size, roles.replicate_size, factor, force)
@@ -194,7 +207,8 @@ class Reduction:
             if pending is not None:
                 if streams.lazy:
                     yield
-                wait_for(pending, "reduce_scatter", channel.fqn)
+                pending()
+                pending = None  # which may hold memory
             done = streams.record()
         if self._is_abandoned:
             return  # other replicas may have failed before they came to this one
@@ -210,8 +224,8 @@ class Reduction:
                 pending = self._over_replicas(scaling)  # [4]
                 if streams.lazy:
                     yield
-                kind = "reduce_scatter" if roles.sharded_replicas else "all_reduce"
-                wait_for(pending, kind, channel.fqn)
+                if pending is not None:
+                    pending()
                 self._scale(scaling.post)  # [5]
                 done = streams.record()
         else:
@@ -238,11 +252,11 @@ class Reduction:
     def _keep(self, grads: Sequence[torch.Tensor]) -> None:
         """Keep tensors alive until the end: on an accelerator all gradients, because other streams read them; on the
         CPU those that are sent without packing."""
-        self._kept += grads[len(self._plan.packed_layouts) :] if self._streams.lazy else grads
+        self._kept += grads[self._plan.packing.num_tensors :] if self._streams.lazy else grads
 
     @profiled("FSDP::reduce_scatter")
-    def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Pending | None:
-        """Create the flat output and issue the reduce-scatter of `grads` into it."""
+    def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Callable[[], None] | None:
+        """Create the flat output and start the reduce-scatter of `grads` into it. Returns what waits for it."""
         plan, roles = self._plan, self.roles
         self._flat = flat = torch.empty(plan.numel, dtype=plan.dtype, device=roles.device)
         numel, wire = plan.scattered_numel, plan.wire_dtype
@@ -256,42 +270,31 @@ class Reduction:
         if wire != plan.dtype:
             grads = [grad.to(wire) for grad in grads]
             self._keep(grads)
-        emit("reduce_scatter", plan.channel.fqn, numel, numel * wire.itemsize, wire, roles.shard_size)
+        sources, outputs = [], []
+        pieces = self._outputs() if plan.direct else []
+        for index, local_numel in plan.direct:
+            output = pieces[index]
+            if local_numel != output.numel():
+                output[local_numel:].zero_()  # the all-reduce and its hook read the padding
+            sources.append(grads[index].view(-1))
+            outputs.append(output[:local_numel])
+        if plan.packing.segment:
+            sources.append(self._packed(plan.packing, grads[: plan.packing.num_tensors]))
+            outputs.append(flat[: plan.packing.segment])
         group = plan.channel.scatter_group
         assert group is not None
-        exchange = plan.exchange("reduce-scatter", group, numel, wire)
-        scatters = self._direct_scatters(grads, exchange.mark)
-        if plan.packed_numel:
-            layouts, output = plan.packed_layouts, flat[: plan.packed_numel]
-            scatters.append(self._packed_scatter(grads[: len(layouts)], layouts, output, exchange.mark))
-        return _reduce_scatter(exchange, plan.channel.comm, scatters, group, average)
+        collective = plan.collective("reduce_scatter", group, average)
+        return partial(collective.wait, collective.start(sources, outputs))
 
     def _outputs(self) -> list[torch.Tensor]:
         """The pieces of the flat output, one for each contribution; 1-D, padded."""
         return list(self._flat.split(self._sizes))
 
-    def _packed_scatter(
-        self, tensors: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], output: torch.Tensor, mark: int
-    ) -> Scatter:
-        """The scatter of several tensors in one buffer, of which each rank gets its segment."""
-        buffer = packed(tensors, layouts, tensors[0].dtype)
+    def _packed(self, packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One buffer of several tensors, of which each rank gets its segment."""
+        buffer = packing.pack(tensors)
         self._kept.append(buffer)
-        bounds = range(0, (layouts[0].parts + 1) * output.numel(), output.numel())
-        return Scatter(Operand(buffer.view(-1), bounds, mark), output)
-
-    def _direct_scatters(self, grads: Sequence[torch.Tensor], mark: int) -> list[Scatter]:
-        """The scatters of large gradients, which are operands themselves."""
-        scatters: list[Scatter] = []
-        num_packed = len(self._plan.packed_layouts)
-        outputs = self._outputs() if num_packed < len(grads) else []
-        for index in range(num_packed, len(grads)):
-            param, output = self._plan.params[index], outputs[index]
-            operand = Operand(grads[index].view(-1), param.layout.flat_bounds, mark)
-            numel = param.layout.local_numel(self.roles.shard_rank)
-            if numel != output.numel():
-                output[numel:].zero_()  # the all-reduce and its hook read the padding
-            scatters.append(Scatter(operand, output[:numel]))
-        return scatters
+        return buffer.view(-1)
 
     def _keep_partial(self, divisor: float) -> None:
         """Add the outputs to the partials, which still have to be divided by `divisor`."""
@@ -302,39 +305,32 @@ class Reduction:
             param.partial = Partial(total, divisor)
 
     @profiled("FSDP::all_reduce")
-    def _over_replicas(self, scaling: Scaling) -> Pending:
+    def _over_replicas(self, scaling: Scaling) -> Callable[[], None] | None:
         """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
         average = scaling.all_reduce_averages
-        if any(partial is not None for partial in self._partials):
+        if any(each is not None for each in self._partials):
             divisor = scaling.after_scatter(self.roles.replicate_size)
-            for partial, output in zip(self._partials, self._outputs(), strict=True):
-                if partial is not None:
-                    output.add_(partial.over(divisor))
+            for earlier, output in zip(self._partials, self._outputs(), strict=True):
+                if earlier is not None:
+                    output.add_(earlier.over(divisor))
         if self.roles.sharded_replicas:
             return self._scatter_replicas(average)
-        flat, axis = self._flat, self.roles.replicate
-        emit("all_reduce", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        exchange = self._plan.exchange("all-reduce", axis.group, flat.numel(), flat.dtype)
-        return _all_reduce(exchange, self._plan.channel.comm_over(axis), flat, axis.group, average)
+        collective = self._plan.collective("all_reduce", self.roles.replicate.group, average)
+        return partial(collective.wait, collective.start([self._flat], [self._flat]))
 
-    def _scatter_replicas(self, average: bool) -> Pending:
+    def _scatter_replicas(self, average: bool) -> Callable[[], None] | None:
         """Reduce-scatter over the replicas: each gets its piece of this rank's shard."""
-        axis = self.roles.replicate
-        layouts, inner = [], []
-        for param, output in zip(self._plan.params, self._outputs(), strict=True):
-            assert param.geometry.outer is not None
-            layouts.append(param.geometry.outer)
-            inner.append(output[: layouts[-1].numel].view(layouts[-1].shape))
+        packing = self._plan.over_replicas
+        pairs = zip(packing.layouts, self._outputs(), strict=True)
+        inner = [output[: layout.numel].view(layout.shape) for layout, output in pairs]
         # The inner output was allocated on the reduce-scatter stream and is read here, on the all-reduce stream.
         self._kept.append(self._flat)
-        self._sizes = [layout.padded_numel for layout in layouts]
-        self._flat = flat = torch.empty(sum(self._sizes), dtype=self._plan.dtype, device=inner[0].device)
-        if not flat.numel():
-            return Works([])
-        emit("reduce_scatter", self.fqn, flat.numel(), flat.nbytes, flat.dtype, axis.size)
-        exchange = self._plan.exchange("reduce-scatter", axis.group, flat.numel(), flat.dtype)
-        scatter = self._packed_scatter(inner, layouts, flat, exchange.mark)
-        return _reduce_scatter(exchange, self._plan.channel.comm_over(axis), [scatter], axis.group, average)
+        self._sizes = [layout.padded_numel for layout in packing.layouts]
+        self._flat = flat = torch.empty(packing.segment, dtype=self._plan.dtype, device=inner[0].device)
+        if not packing.segment:
+            return None
+        collective = self._plan.collective("reduce_scatter", self.roles.replicate.group, average)
+        return partial(collective.wait, collective.start([self._packed(packing, inner)], [flat]))
 
     def _scale(self, post: float) -> None:
         """Apply the remaining division, run the user's hook, cast to the parameters' dtype."""
@@ -397,19 +393,3 @@ class Reduction:
                 hook(each)
         for call in self._settings.when_reduced if complete else ():
             call(complete)
-
-
-def _reduce_scatter(
-    exchange: Exchange, comm: Comm, scatters: list[Scatter], group: dist.ProcessGroup, average: bool
-) -> Pending:
-    if exchange.begin_like is None:
-        exchange.begin_like = reduce_scatter_like(comm, scatters, group, average)
-    with exchange:
-        return Arrival(exchange, comm.reduce_scatter(scatters, group, average))
-
-
-def _all_reduce(exchange: Exchange, comm: Comm, flat: torch.Tensor, group: dist.ProcessGroup, average: bool) -> Pending:
-    if exchange.begin_like is None:
-        exchange.begin_like = all_reduce_like(comm, flat, group, average, exchange.mark)
-    with exchange:
-        return Arrival(exchange, comm.all_reduce(flat, group, average, exchange.mark))

@@ -1,13 +1,16 @@
-"""`Exchange`: one kind of communication, as it is recorded, waited for and explained when it fails. Layer: watch."""
+"""`Watched`: a collective that is recorded, waited for and explained when it fails; `Exchange`: what is known of it.
+Layer: watch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Pending
+from fsdp2.comm.base import Collective, Operand, PlannedGather, Tensors, What
 from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.watch.current import current, waiting
 from fsdp2.watch.settings import settings
@@ -19,9 +22,7 @@ _NOT_OF_THE_BACKEND = (torch.OutOfMemoryError, torch.AcceleratorError, FSDPError
 
 
 class Exchange:
-    """One kind of communication of a unit over one axis; made once and used in every step. As a context manager, around
-    the start of the communication, it records it in the group's trail; `Arrival` is its counterpart for the wait.
-    (Classes, because `contextmanager` costs four times as much, and six of these run per unit and step.)
+    """One kind of communication over one group.
 
     Args:
         what: the operation.
@@ -30,29 +31,11 @@ class Exchange:
         device: of what travels; None: the CPU. On others a wait does not block the process.
 
     Attributes:
-        fqn: the unit.
         group_name: the process group's.
         trail: of the group.
-        begin_like: begins such an exchange, with memory that nobody reads; None if it cannot.
-
-    Raises:
-        CollectiveError: a peer died, the group timed out, or the ranks did different things.
-        StepError: another rank has failed in a step that all make or none.
+        number: of its entries in the trail.
+        device: on which a wait does not block the process; else None.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_axis",
-        "_device",
-        "_entry",
-        "_number",
-        "_numbers",
-        "begin_like",
-        "fqn",
-        "group_name",
-        "trail",
-        "what",
-    )
 
     def __init__(
         self,
@@ -68,60 +51,31 @@ class Exchange:
         self.fqn = fqn
         self._axis = group.rank(), group.size()
         self.trail = trail_of(group)
-        self._numbers = self.trail.numbers
         self.group_name = self.trail.name
-        self._entry = Entry(what, fqn, numel, nbytes, "" if dtype is None else str(dtype))
-        self._number = number_of(self._entry)
-        self.begin_like: Callable[[], Pending] | None = None
-        self.trail.known[self._number] = self
+        self.number = number_of(Entry(what, fqn, numel, nbytes, "" if dtype is None else str(dtype)))
         # Without a watchdog (fake groups, fake tensors) there may be no such device.
-        self._device = None if watchdog() is None or device is None or device.type == "cpu" else device
+        self.device = None if watchdog() is None or device is None or device.type == "cpu" else device
 
-    @property
-    def mark(self) -> int:
-        """What messages of it carry: the same on all ranks, and different for another unit, operation or size."""
-        return self._number
-
-    def rename(self, fqn: str) -> None:
-        """The unit has another name."""
-        self.fqn = fqn
-        self._entry = self._entry._replace(unit=fqn)
-        self._number = number_of(self._entry)
-        self.begin_like = None  # its messages would carry the old mark
-        self.trail.known[self._number] = self
-
-    @property
-    def place(self) -> int:
-        """Where its last entry is in the trail, if a wait for it does not block the process; else -1."""
-        return -1 if self._device is None else self.trail.position - 1
-
-    def pass_wait(self, place: int) -> None:
-        """The process has come past the wait for the entry at `place`; the current stream may not have."""
-        if self._device is not None:
-            current.queued.add(self, place, self._device)
-
-    def _error(self, found: str) -> CollectiveError:
-        rank, size = self._axis
-        whose = "" if self.fqn is None else f"unit '{self.fqn or '(root)'}': "
-        return CollectiveError(f"{whose}{self.what} failed on rank {rank} of {size} of its group: {found}")
-
-    def __enter__(self) -> "Exchange":
+    def begin(self) -> None:
+        """Record in the trail that it starts."""
         if current.failure is not None:
             raise self._error(current.failure)
         if current.step is not None:
             current.step.begin_exchange()
-        self._numbers.append(self._number)
-        return self
+        self.trail.numbers.append(self.number)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _traceback: object) -> None:
-        if error is None:
-            return
+    def give_up(self, error: BaseException) -> None:
+        """It has not started, because of `error`; see `explain`."""
         if isinstance(error, torch.OutOfMemoryError):  # memory comes before messages: nothing has begun
             self.trail.take_back()
         self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Turn an error of the backend into one that says what the other ranks did, as far as they answer."""
+        """Turn an error of the backend into one that says what the other ranks did, as far as they answer.
+
+        Raises:
+            CollectiveError: a peer died, the group timed out, or the ranks did different things.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, _NOT_OF_THE_BACKEND):
             return
         dog, found = watchdog(), None
@@ -135,37 +89,83 @@ class Exchange:
             )
         raise self._error(found) from error
 
+    def _error(self, found: str) -> CollectiveError:
+        rank, size = self._axis
+        whose = "" if self.fqn is None else f"unit '{self.fqn or '(root)'}': "
+        return CollectiveError(f"{whose}{self.what} failed on rank {rank} of {size} of its group: {found}")
 
-class Arrival:
-    """What an `Exchange` waits for, as a `Pending` of its own."""
 
-    __slots__ = ("_exchange", "_pending", "_place")
+class Watched(Collective):
+    """A collective that is recorded in the group's trail when it starts, and whose errors are explained."""
 
-    def __init__(self, exchange: Exchange, pending: Pending):
-        self._exchange = exchange
-        self._pending = pending
-        self._place = exchange.place
+    def __init__(self, inner: Collective, what: What):
+        self._inner = inner
+        self._what = what
+        self._exchange = Exchange(
+            what.kind.replace("_", "-"), what.fqn, what.group, what.numel, what.nbytes, what.dtype, what.device
+        )
+        self._trail = self._exchange.trail
+        self._numbers, self._number = self._trail.numbers, self._exchange.number
+        self._device = self._exchange.device
+        self._reduces = what.kind in ("reduce_scatter", "all_reduce")
+        self._shapes: list[list[tuple[int, torch.dtype, torch.device]]] = []
+        self._trail.known[self._number] = self
 
-    def wait(self) -> None:
-        """See `Pending`."""
+    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+        """Raises `StepError` too, if another rank has failed in a step that all make or none."""
+        if not self._shapes:
+            self._shapes = [[(t.numel(), t.dtype, t.device) for t in tensors] for tensors in (sources, outputs)]
+        if self._reduces:
+            self._trail.has_reduced = True
+        # As `Exchange.begin`, which is a call: six of these run per unit and step.
+        if current.failure is not None or current.step is not None:
+            self._exchange.begin()
+        else:
+            self._numbers.append(self._number)
+        try:
+            started = self._inner.start(sources, outputs)
+        except BaseException as error:
+            self._exchange.give_up(error)
+            raise
+        return started, -1 if self._device is None else self._trail.position - 1
+
+    def wait(self, started: Any) -> None:
+        inner, place = started
         current.since = monotonic()
         current.awaited = self._exchange
         try:
-            self._pending.wait()
+            self._inner.wait(inner)
         except BaseException as error:
             self._exchange.explain(error)
             raise
         finally:
             current.awaited = None
-        self._exchange.pass_wait(self._place)
+        if self._device is not None:  # the process has come past the wait; the current stream may not have
+            current.queued.add(self._exchange, place, self._device)
+
+    def begin_like(self) -> Callable[[], None]:
+        """Start one of the same sizes, with memory that nobody reads, for the other ranks' sake. Returns what waits for
+        it."""
+        inner = self._inner
+        if isinstance(inner, PlannedGather):
+            operands = [Operand(full.new_zeros(full.numel()), bounds) for full, bounds in inner.operands]
+            inner = inner.comm.plan_all_gather(operands, self._what)
+        tensors = [[torch.zeros(n, dtype=dtype, device=device) for n, dtype, device in each] for each in self._shapes]
+        return partial(inner.wait, inner.start(*tensors))
 
 
 @contextmanager
 def at_once(exchange: Exchange) -> Iterator[None]:
     """Around the start of a communication and the wait for it, in one call."""
-    with exchange, waiting(exchange):
-        yield
-    exchange.pass_wait(exchange.place)
+    exchange.begin()
+    try:
+        with waiting(exchange):
+            yield
+    except BaseException as error:
+        exchange.give_up(error)
+        raise
+    if exchange.device is not None:
+        current.queued.add(exchange, exchange.trail.position - 1, exchange.device)
 
 
 def _is_of_backend(error: RuntimeError) -> bool:

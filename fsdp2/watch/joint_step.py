@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fsdp2.comm.base import Pending
 from fsdp2.errors import CollectiveError, StepError
 from fsdp2.watch.board import Board
 from fsdp2.watch.current import waiting
@@ -129,14 +128,14 @@ class JointStep:
         Raises:
             CollectiveError: ranks cannot come to the same place.
         """
-        board, begun = self._dog.board, list[Pending]()
+        board, begun = self._dog.board, list[Callable[[], None]]()
         self._state = "stopped", self._state[1]
         self.failure = board.claim(f"{self._key}/failed", why[:_MAX_TEXT])
         try:
             self._wait(lambda: self._is_level(begun) or None)
             reset()
-            for pending in begun:
-                pending.wait()
+            for finish in begun:
+                finish()
         except Exception as error:  # whatever it is, the others must not wait for this rank
             found = str(error) if isinstance(error, CollectiveError) else f"{type(error).__name__}: {error}"
             raise self._give_up(f"after a failed step ({self.failure}): {found}") from error
@@ -158,7 +157,7 @@ class JointStep:
             return False
         return all(place is not None and place[:2] == ("pauses", num_exchanges) for place in others) or None
 
-    def _is_level(self, begun: list[Pending]) -> bool:
+    def _is_level(self, begun: list[Callable[[], None]]) -> bool:
         """Take part in what others have begun so far. Returns whether all have stopped, and at the same place."""
         self._tell(self._dog.board)
         places = self._told()
@@ -218,16 +217,16 @@ def _missing(trail: Trail, ends: list[tuple[int, list[int]]]) -> list[int]:
     return numbers[len(numbers) - missing :]
 
 
-def _take_part(trail: Trail, number: int) -> list[Pending]:
+def _take_part(trail: Trail, number: int) -> list[Callable[[], None]]:
     if number == number_of(_END):
         trail.note(_END)
         return []
-    exchange = trail.known.get(number)
-    if exchange is None or exchange.begin_like is None:
+    collective = trail.known.get(number)
+    if collective is None:
         raise CollectiveError(
             f"another rank has begun {entry_of(number)} in group '{trail.name}', in which this rank cannot take part "
             "after an error, because it has never done it"
         )
-    begun = exchange.begin_like()
+    begun = collective.begin_like()
     trail.numbers.append(number)  # it may have raised
     return [begun]

@@ -7,15 +7,15 @@ entries is compared by a hash of their numbers.
 
 import threading
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
+from fsdp2.comm.base import hash_of
+
 MAX_KEPT = 8192  # entries; some steps of a model of a hundred units
 MAX_KNOWN = 10_000
-_NUMBER_BYTES = 7  # an int of 8 bytes would be hashed modulo 2**61 - 1
 
 
 class Entry(NamedTuple):
@@ -47,7 +47,7 @@ _entries: dict[int, Entry] = {}
 
 def number_of(entry: Entry) -> int:
     """The number of `entry`, equal in all processes."""
-    number = int.from_bytes(blake2b(repr(tuple(entry)).encode(), digest_size=_NUMBER_BYTES).digest(), "big")
+    number = hash_of(*entry)
     _entries[number] = entry
     return number
 
@@ -68,7 +68,7 @@ class Trail:
         has_reduced: gradients were reduced since the last `mark`.
         num_marks: calls of `mark` that found new entries.
         last_held: the key of the last comparison that ranks waited for.
-        known: number -> the `Exchange` (`fsdp2.watch.exchange`) that was made last with it.
+        known: number -> the `Watched` (`fsdp2.watch.exchange`) collective that was planned last with it.
     """
 
     def __init__(self, group: dist.ProcessGroup):

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.comm import comm_for
-from fsdp2.comm.base import Comm, Operand, Scatter
+from fsdp2.comm.base import Comm, Operand
 from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.groups import separate_group
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.mesh import roles_of
+from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world, run_threads
 
@@ -35,7 +36,7 @@ def check_all_gather(comm: Comm, rank: int, world_size: int, dtype: torch.dtype,
         operand = Operand(torch.full_like(whole, -1), bounds_of(each))
         operand.row(rank).copy_(Operand(whole, bounds_of(each)).row(rank))
         operands.append(operand)
-    comm.all_gather(operands, group).wait()
+    all_gather(comm, operands, group)()
     for operand, whole in zip(operands, expected, strict=True):
         assert torch.equal(operand.full, whole)
 
@@ -57,7 +58,7 @@ def check_reduce_scatter(comm: Comm, rank: int, world_size: int, dtype: torch.dt
             source = Operand(everyone[rank].clone(), bounds_of(each))
             scatters.append(Scatter(source, torch.full((each[rank],), -1, dtype=dtype)))
             expected.append(Operand(total, bounds_of(each)).row(rank))
-        comm.reduce_scatter(scatters, group, average).wait()
+        reduce_scatter(comm, scatters, group, average)()
         for scatter, want in zip(scatters, expected, strict=True):
             if isinstance(comm, GlooComm) or world_size == 2:
                 assert torch.equal(scatter.output, want)
@@ -70,9 +71,9 @@ def check_reduce_scatter(comm: Comm, rank: int, world_size: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", COMMS)
 def test_even_operands(rank: int, world_size: int, name: str, dtype: torch.dtype) -> None:
-    sizes = [[3] * world_size, [1] * world_size, [1000] * world_size]
-    check_all_gather(COMMS[name](), rank, world_size, dtype, sizes)
-    check_reduce_scatter(COMMS[name](), rank, world_size, dtype, sizes)
+    for numel in (3, 1, 1000):
+        check_all_gather(COMMS[name](), rank, world_size, dtype, [[numel] * world_size])
+        check_reduce_scatter(COMMS[name](), rank, world_size, dtype, [[numel] * world_size])
 
 
 @on_ranks(2, 4)
@@ -105,9 +106,9 @@ def test_all_reduce_in_messages(rank: int, world_size: int, dtype: torch.dtype, 
         flats.append(everyone[rank].clone())
         sums.append(total / world_size if average else total)
     order = range(len(numels)) if rank % 2 else reversed(range(len(numels)))
-    pending = {index: comm.all_reduce(flats[index], group, average, mark=100 + 2 * index) for index in order}
+    pending = {index: all_reduce(comm, flats[index], group, average, str(index)) for index in order}
     for index in range(len(numels)):
-        pending[index].wait()
+        pending[index]()
         assert torch.equal(flats[index], sums[index])
 
 
@@ -134,7 +135,7 @@ def check_narrow(
     for average in (False, True):
         scatters, rows = narrow_scatters(rank, world_size, dtypes, sizes)
         before = [scatter.source.full.clone() for scatter in scatters]
-        comm.reduce_scatter(scatters, group, average).wait()
+        reduce_scatter(comm, scatters, group, average)()
         for scatter, source, each in zip(scatters, before, rows, strict=True):
             want, exact = each[0].to(dtypes[1]), each[0].double()
             for row in each[1:]:
@@ -174,7 +175,7 @@ def test_narrow_rows_lose_little(rank: int, world_size: int, name: str) -> None:
         scatters, rows = narrow_scatters(rank, world_size, (torch.bfloat16, wide), [[5000] * world_size])
         # NCCL's own reduce-scatter does not run here; any in bf16 will do for comparison.
         comm = GlooComm() if wide == torch.bfloat16 else NARROW[name]()
-        comm.reduce_scatter(scatters, group, True).wait()
+        reduce_scatter(comm, scatters, group, True)()
         exact = torch.stack(rows[0]).double().mean(0)
         errors[wide] = (scatters[0].output.double() - exact).abs().mean()
     assert errors[torch.float32] < errors[torch.bfloat16] / 1000
@@ -187,7 +188,7 @@ def test_all_bytes_travel_narrow(rank: int, world_size: int) -> None:
     assert group is not None
     comm = GlooComm()
     scatters, _ = narrow_scatters(rank, world_size, (torch.bfloat16, torch.float32), [[1000] * 2])
-    comm.reduce_scatter(scatters, group, False).wait()
+    reduce_scatter(comm, scatters, group, False)()
     assert [buffer.nbytes for buffer in comm.pool.free] == [2000]
 
 
@@ -198,7 +199,7 @@ def test_all_reduce(rank: int, world_size: int, name: str) -> None:
     assert group is not None
     for average in (False, True):
         tensor = torch.full((5,), float(rank + 1))
-        COMMS[name]().all_reduce(tensor, group, average).wait()
+        all_reduce(COMMS[name](), tensor, group, average)()
         total = sum(range(1, world_size + 1))
         assert tensor.tolist() == [total / world_size if average else total] * 5
 
@@ -213,14 +214,14 @@ def test_many_under_way_at_once(rank: int, world_size: int) -> None:
     for index in range(6):
         operand = Operand(torch.full((2000,), float(index)), [0, 1000, 2000])
         operand.row(rank).fill_(10 * index + rank)
-        gathers.append((operand, comm.all_gather([operand], group)))
+        gathers.append((operand, all_gather(comm, [operand], group)))
         scatter = Scatter(Operand(torch.full((2000,), float(index + rank)), [0, 1000, 2000]), torch.empty(1000))
-        scatters.append((scatter, comm.reduce_scatter([scatter], group, False)))
+        scatters.append((scatter, reduce_scatter(comm, [scatter], group, False)))
     for index, (operand, pending) in reversed(list(enumerate(gathers))):
-        pending.wait()
+        pending()
         assert [operand.row(r).unique().tolist() for r in (0, 1)] == [[10.0 * index], [10.0 * index + 1]]
     for index, (scatter, pending) in enumerate(scatters):
-        pending.wait()
+        pending()
         assert scatter.output.unique().tolist() == [2.0 * index + 1]
 
 
@@ -270,13 +271,13 @@ def test_nccl_calls_on_a_fake_group() -> None:
         comm = NcclComm()
         assert comm.has_average
         operands = [Operand(torch.zeros(8), [0, 2, 4, 6, 8]), Operand(torch.zeros(4), [0, 1, 2, 3, 4])]
-        comm.all_gather(operands, group).wait()
+        all_gather(comm, operands, group)()
         scatters = [Scatter(operand, torch.zeros(operand.bounds[1])) for operand in operands]
         for average in (False, True):
-            comm.reduce_scatter(scatters, group, average).wait()
+            reduce_scatter(comm, scatters, group, average)()
         halves = [Scatter(Operand(torch.zeros(8).bfloat16(), [0, 2, 4, 6, 8]), torch.zeros(2))]
-        comm.reduce_scatter(halves, group, True).wait()
-        comm.all_reduce(torch.zeros(3), group, True).wait()
+        reduce_scatter(comm, halves, group, True)()
+        all_reduce(comm, torch.zeros(3), group, True)()
 
 
 @on_ranks(2, 4)
@@ -297,9 +298,9 @@ def test_separate_group(rank: int, world_size: int) -> None:
         operand.row(rank).fill_(value)
     # The same tags in two groups, issued in another order on each rank: they must not meet.
     order = [0, 1] if rank % 2 else [1, 0]
-    pending = {index: comm.all_gather([operands[index]], (group, other)[index]) for index in order}
+    pending = {index: all_gather(comm, [operands[index]], (group, other)[index]) for index in order}
     for each in pending.values():
-        each.wait()
+        each()
     assert [operand.full.unique().tolist() for operand in operands] == [[1.0], [2.0]]
 
 
@@ -332,7 +333,7 @@ def test_complex_rows_are_gathered(rank: int, world_size: int) -> None:
     assert group is not None
     operand = Operand(torch.zeros(4, dtype=torch.complex64), range(0, 5, 2))
     operand.row(rank).fill_(complex(rank, 1))
-    FlatComm().all_gather([operand], group).wait()
+    all_gather(FlatComm(), [operand], group)()
     assert operand.full.tolist() == [1j, 1j, 1 + 1j, 1 + 1j]
 
 
@@ -343,7 +344,7 @@ def test_a_group_of_one(rank: int, world_size: int) -> None:
     assert isinstance(alone, dist.ProcessGroup)
     output = torch.empty(3)
     source = Operand(torch.arange(3.0), [0, 3])
-    GlooComm().reduce_scatter([Scatter(source, output)], alone, average=True).wait()
+    reduce_scatter(GlooComm(), [Scatter(source, output)], alone, average=True)()
     assert output.tolist() == [0, 1, 2]
 
 
@@ -355,13 +356,13 @@ def test_nccl_moves_what_it_has_no_type_for(rank: int, world_size: int, dtype: t
     assert group is not None
     operand = Operand(torch.zeros(4, dtype=dtype), range(0, 5, 2))
     operand.row(rank).fill_(rank + 1)
-    NcclComm().all_gather([operand], group).wait()
+    all_gather(NcclComm(), [operand], group)()
     assert operand.full.tolist() == [1, 1, 2, 2]
     if dtype.is_complex:
         scatter = Scatter(
             Operand(torch.full((4,), rank + 2j, dtype=dtype), range(0, 5, 2)), torch.zeros(2, dtype=dtype)
         )
-        NcclComm().reduce_scatter([scatter], group, average=False).wait()
+        reduce_scatter(NcclComm(), [scatter], group, average=False)()
         assert scatter.output.tolist() == [1 + 4j, 1 + 4j]
 
 

@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from fsdp2 import fully_shard
 from fsdp2._torch import all_gather_flat, reduce_scatter_flat
-from fsdp2.comm.base import Operand, Scatter
+from fsdp2.comm.base import Operand
 from fsdp2.comm.custom import AllGather, CustomComm, ReduceScatter
 from fsdp2.comm.flat import FlatComm
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
 from fsdp2.errors import ArgumentError, UnsupportedError
 from fsdp2.extras.comm_memory import FlatAllGather, FlatReduceScatter, GroupMemory, SymmetricMemory
+from tests.helpers.collectives import Scatter, all_gather, all_reduce, reduce_scatter
 from tests.helpers.ranks import on_ranks
 from tests.helpers.threads import fake_world
 
@@ -111,10 +112,10 @@ def test_objects_made_for_torchs_fsdp2_serve(rank: int, world_size: int) -> None
     """Behaviour 134, 135: what implements torch's interface knows nothing of ours, and moves data as it likes."""
     comm = CustomComm(FlatComm(), GatherForTorch(), ScatterForTorch())
     operand = filled_operand(rank, world_size, 3, torch.float32)
-    comm.all_gather([operand], world()).wait()
+    all_gather(comm, [operand], world())()
     assert operand.full.tolist() == [1, 1, 1, 2, 2, 2]
     scatter = Scatter(Operand(torch.full((4,), float(rank + 1)), [0, 2, 4]), torch.empty(2))
-    comm.reduce_scatter([scatter], world(), True).wait()
+    reduce_scatter(comm, [scatter], world(), True)()
     assert scatter.output.tolist() == [1.5, 1.5]
 
 
@@ -132,13 +133,13 @@ def test_what_is_not_replaced_stays(rank: int, world_size: int) -> None:
     assert CustomComm(NcclComm()).has_average and not only_gather.has_average
 
     operand = filled_operand(rank, world_size, 4, torch.float32)
-    only_scatter.all_gather([operand], world()).wait()
+    all_gather(only_scatter, [operand], world())()
     assert operand.full.tolist() == [1] * 4 + [2] * 4
     halves = Scatter(Operand(torch.full((4,), rank + 1.0).bfloat16(), [0, 2, 4]), torch.empty(2))
-    only_gather.reduce_scatter([halves], world(), True).wait()
+    reduce_scatter(only_gather, [halves], world(), True)()
     assert halves.output.tolist() == [1.5, 1.5]
     tensor = torch.full((2,), float(rank))
-    only_gather.all_reduce(tensor, world(), True).wait()
+    all_reduce(only_gather, tensor, world(), True)()
     assert tensor.tolist() == [0.5, 0.5]
     assert not gathers.calls and not scatters.calls
 
@@ -148,14 +149,15 @@ def test_buffers_are_dropped_at_the_wait() -> None:
     with fake_world(0, 2):
         gathers, scatters = Gathers(), Scatters()
         comm = CustomComm(FlatComm(), gathers, scatters)
-        gathered = comm.all_gather([filled_operand(0, 2, 4, torch.float32)], world())
-        scattered = comm.reduce_scatter([Scatter(Operand(torch.ones(4), [0, 2, 4]), torch.empty(2))], world(), False)
-        for pending, recorder in ((gathered, gathers), (scattered, scatters)):
+        gathering = [all_gather(comm, [filled_operand(0, 2, 4, torch.float32)], world())]
+        source = Operand(torch.ones(4), [0, 2, 4])
+        scattering = [reduce_scatter(comm, [Scatter(source, torch.empty(2))], world(), False)]
+        for pending, recorder in ((gathering, gathers), (scattering, scatters)):
             references = [torch._C._WeakTensorRef(tensor) for tensor in recorder.tensors]
             recorder.tensors.clear()
             recorder.calls.clear()
             assert not any(reference.expired() for reference in references)
-            pending.wait()
+            pending.pop()()
             assert all(reference.expired() for reference in references)
 
 
@@ -188,7 +190,7 @@ def test_a_wrong_allocation_is_named(wrong: Any, named: str) -> None:
     with fake_world(0, 2):
         comm = CustomComm(FlatComm(), Wrong())
         with pytest.raises(ArgumentError, match=r"Wrong\.allocate: expected .* size \(8,\), torch\.float32") as raised:
-            comm.all_gather([filled_operand(0, 2, 4, torch.float32)], world())
+            all_gather(comm, [filled_operand(0, 2, 4, torch.float32)], world())
         raised.match(named)
 
 
@@ -198,7 +200,7 @@ def test_narrow_rows_and_a_custom_reduce_scatter_exclude_each_other() -> None:
         comm = CustomComm(FlatComm(), reduce_scatter=Scatters())
         scatter = Scatter(Operand(torch.ones(4).bfloat16(), [0, 2, 4]), torch.empty(2))
         with pytest.raises(UnsupportedError, match=r"bfloat16 rows for a sum in torch\.float32"):
-            comm.reduce_scatter([scatter], world(), True)
+            reduce_scatter(comm, [scatter], world(), True)
 
 
 # --- the backend's own memory -----------------------------------------------------------------------------------------
@@ -221,11 +223,11 @@ def test_flat_collectives_in_given_memory(rank: int, world_size: int) -> None:
     memory, cpu = CpuMemory(), torch.device("cpu")
     comm = CustomComm(GlooComm(), FlatAllGather(memory), FlatReduceScatter(memory))
     operand = filled_operand(rank, world_size, 3, torch.bfloat16)
-    comm.all_gather([operand], world()).wait()
+    all_gather(comm, [operand], world())()
     assert operand.full[::3].tolist() == list(range(1, world_size + 1))
     source = Operand(torch.full((2 * world_size,), float(rank)), range(0, 2 * world_size + 1, 2))
     scatter = Scatter(source, torch.empty(2))
-    comm.reduce_scatter([scatter], world(), True).wait()
+    reduce_scatter(comm, [scatter], world(), True)()
     assert scatter.output.tolist() == [(world_size - 1) / 2] * 2
     assert memory.asked == [
         (3 * world_size, torch.bfloat16, cpu),

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import agree_on_step
-from fsdp2.comm.base import Pending
 from fsdp2.extras.comm_memory import FlatAllGather
 from fsdp2.watch import joint_step
 from fsdp2.watch import watchdog as watchdog_module
 from fsdp2.watch.board import Board
-from fsdp2.watch.trail import trails
+from fsdp2.watch.exchange import Watched
 from tests.helpers.faults import sharded
 from tests.helpers.mortal_ranks import Case, run_cases
 from tests.helpers.ranks import on_ranks
@@ -186,7 +185,7 @@ def test_places(rank: int, world_size: int, kind: str, place: str) -> None:
     check(kind, rank, world_size, {1: (who[0], place), 2: (who[1], place), 5: (who[2], place)})
 
 
-def no_memory() -> Pending:
+def no_memory(_: Watched) -> Callable[[], None]:
     raise torch.OutOfMemoryError("nothing is left")
 
 
@@ -204,9 +203,7 @@ def stuck(rank: int, folder: str, what: str) -> tuple[str, bool, bool]:
     if rank == 1:
         training.failing = "forward"
     if rank == 1 and what == "no memory":
-        for _, trail in trails():
-            for exchange in list(trail.known.values()):
-                exchange.begin_like = no_memory
+        Watched.begin_like = no_memory  # type: ignore[method-assign]
     if rank == 1 and what == "killed":
         training.model.at = lambda place: os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -70,10 +70,10 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "gather: copied out too early, and only then",
         "runtime.gather",
-        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn)\n'
+        "        if collective is not None:\n            collective.wait(started)\n"
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n",
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
-        '        if pending is not None:\n            wait_for(pending, "all_gather", self._channel.fqn)\n'
+        "        if collective is not None:\n            collective.wait(started)\n"
         "        if self._packed is not None:\n",
         "plain",
     ),
@@ -132,8 +132,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "wire: rows are summed before the wait",
         "comm.wire",
-        "        super().__init__([work for work in works if work is not None], outputs",
-        "        self.early = works\n        super().__init__([], outputs",
+        "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
+        "",
         "wire_over_nccl",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "agree_on_step: what others have begun is not waited for",
         "watch.joint_step",
-        "            pending.wait()\n",
+        "            finish()\n",
         "            pass\n",
         "bad batch",
     ),

@@ -11,7 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp2._torch import all_gather_flat, all_gather_flat_coalesced, reduce_scatter_flat, reduce_scatter_flat_coalesced
+from fsdp2._torch import (
+    all_gather_flat,
+    collective_of,
+    reduce_scatter_flat,
+    scatter_options,
+)
 from tests.device.ranks import DEVICE, SEEDS, late, on_device_ranks
 
 SUM = dist.ReduceOp.SUM
@@ -33,7 +38,7 @@ def all_gathers(rank: int, size: int) -> Issued:
     whole[3 * rank : 3 * rank + 3] = rank
     other = torch.empty(size, device=DEVICE)
     rows = [whole[3 * rank : 3 * rank + 3], torch.ones(1, device=DEVICE)]
-    work = all_gather_flat_coalesced([whole, other], rows, dist.group.WORLD)
+    work = collective_of(dist.group.WORLD, "all_gather_single_coalesced")([whole, other], rows)
     return whole, work, torch.arange(size, dtype=torch.float32).repeat_interleave(3)
 
 
@@ -46,7 +51,8 @@ def reduce_scatter(rank: int, size: int) -> Issued:
 def reduce_scatters(rank: int, size: int) -> Issued:
     output, other = torch.empty(3, device=DEVICE), torch.empty(1, device=DEVICE)
     sources = [ranks_row(size, rank + 1.0), torch.ones(size, device=DEVICE)]
-    work = reduce_scatter_flat_coalesced([output, other], sources, dist.ReduceOp.AVG, dist.group.WORLD)
+    options = scatter_options(dist.ReduceOp.AVG)
+    work = collective_of(dist.group.WORLD, "reduce_scatter_single_coalesced")([output, other], sources, options)
     return output, work, torch.arange(3 * size).view(size, 3)[rank] * (size + 1) / 2
 
 

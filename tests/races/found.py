@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 
-from fsdp2.comm.unwaited import _unwaited
+from fsdp2.comm.gloo import _unwaited
 from tests.helpers.ranks import run_on_ranks
 from tests.races.mutants import MUTANTS, Mutant
 from tests.races.programs import num_ranks, run

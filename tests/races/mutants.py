@@ -84,16 +84,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gather: the collective is not waited for",
         "runtime.gather",
-        'wait_for(pending, "all_gather", self._channel.fqn)',
+        "collective.wait(started)",
         "pass",
         "plain",
     ),
     Mutant(
         "gather: copied out before the wait",
         "runtime.gather",
-        "        if pending is not None:\n            wait_for",
+        "        if collective is not None:\n            collective.wait",
         "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
-        "        if pending is not None:\n            wait_for",
+        "        if collective is not None:\n            collective.wait",
         "plain",
     ),
     # --- memory that is released ---
@@ -188,8 +188,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: rows for the wire are not kept",
         REDUCTION,
-        "            self._keep(grads)\n        emit",
-        "        emit",
+        "            self._keep(grads)\n        sources",
+        "        sources",
         "wire_over_nccl",
         harmless=WORK_HOLDS,
     ),
@@ -211,8 +211,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: the collective is not waited for",
         REDUCTION,
-        'wait_for(pending, "reduce_scatter", channel.fqn)',
-        "pass",
+        "                pending()\n                pending = None",
+        "                pending = None",
         "plain",
     ),
     Mutant(
@@ -278,8 +278,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: the collective is not waited for",
         REDUCTION,
-        "wait_for(pending, kind, channel.fqn)",
-        "pass",
+        "                    pending()\n                self._scale",
+        "                    pass\n                self._scale",
         "hsdp",
     ),
     Mutant(
@@ -324,55 +324,62 @@ MUTANTS: tuple[Mutant, ...] = (
     *OF_OFFLOAD,
     # --- communication ---
     Mutant(
-        "comm: works are not waited for", "comm.base", "            work.wait()\n", "            pass\n", "over_nccl"
+        "comm: works are not waited for",
+        "comm.base",
+        "        pending, outputs = started\n        pending.wait()\n",
+        "        _, outputs = started\n",
+        "over_nccl",
     ),
     Mutant(
         "comm: results are completed before the wait",
-        "comm.base",
-        "        for work in self.works:\n            work.wait()\n        self.complete()\n",
-        "        self.complete()\n        for work in self.works:\n            work.wait()\n",
+        "comm.wire",
+        "        for work in self.works:\n            if work is not None:\n                work.wait()\n",
+        "",
         "wire_over_nccl",
     ),
     Mutant(
         "comm: results are divided before the wait",
         "comm.base",
-        "        for work in self.works:\n            work.wait()\n        self.complete()\n"
-        "        if self.divisor != 1:\n"
-        "            for output in self.outputs:\n                output.div_(self.divisor)\n",
-        "        if self.divisor != 1:\n"
-        "            for output in self.outputs:\n                output.div_(self.divisor)\n"
-        "        for work in self.works:\n            work.wait()\n        self.complete()\n",
+        "        pending.wait()\n        if self._divisor != 1:\n"
+        "            for output in outputs:\n                output.div_(self._divisor)\n",
+        "        if self._divisor != 1:\n"
+        "            for output in outputs:\n                output.div_(self._divisor)\n"
+        "        pending.wait()\n",
         "wire_over_nccl",
     ),
     Mutant(
         "comm: messages are not waited for",
         "comm.gloo",
-        "        super().wait()\n",
-        "        if not self.works:\n            super().wait()\n        self.complete()\n",
+        "        for work in self.works:\n            work.wait()\n",
+        "",
         "plain",
     ),
-    Mutant("comm: the sum is gathered before it is there", "comm.gloo", "self.scattering.wait()", "pass", "replicated"),
+    Mutant(
+        "comm: the sum is gathered before it is there",
+        "comm.gloo",
+        "        self.scatter.wait(self.scattering)\n",
+        "",
+        "replicated",
+    ),
     Mutant(
         "comm: the gathered sum is not waited for",
         "comm.gloo",
-        "self.comm.all_gather([self.whole], self.group).wait()",
-        "self.gathering = self.comm.all_gather([self.whole], self.group)",
+        "        self.gather.wait(self.gather.start())\n",
+        "        self.gathering = self.gather.start()\n",
         "replicated",
     ),
     Mutant(
         "comm: the sum is gathered before it is copied",
         "comm.gloo",
-        "        self.whole.row(self.group.rank()).copy_(self.sum)\n"
-        "        self.comm.all_gather([self.whole], self.group).wait()",
-        "        gathering = self.comm.all_gather([self.whole], self.group)\n"
-        "        self.whole.row(self.group.rank()).copy_(self.sum)\n"
-        "        gathering.wait()",
+        "        self.row.copy_(self.sum)\n        self.gather.wait(self.gather.start())\n",
+        "        gathering = self.gather.start()\n        self.row.copy_(self.sum)\n"
+        "        self.gather.wait(gathering)\n",
         "replicated",
     ),
     Mutant(
         "comm: what a collective of the user's reads is not kept",
         "comm.custom",
-        "            kept.append(source)\n",
+        "        kept.append(source)\n",
         "",
         "custom",
         harmless=WORK_HOLDS,
