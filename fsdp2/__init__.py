@@ -15,7 +15,6 @@ import typing
 
 from fsdp2 import checks as _checks  # noqa: F401  # these plug themselves into the hooks of the runtime
 from fsdp2.api import fully_shard
-from fsdp2.comm.base import wrap_collective
 from fsdp2.errors import (
     ArgumentError,
     CheckpointError,
@@ -68,7 +67,7 @@ from fsdp2.policies import (
     OptionalPolicy,
     ZeroPolicy,
 )
-from fsdp2.watch.exchange import Watched
+from fsdp2.watch import exchange as _exchange  # noqa: F401
 from fsdp2.watch.settings import safety
 from fsdp2.wrap import WrapReport, auto_shard, by_class, by_predicate, by_size, transformer_blocks
 
@@ -134,7 +133,6 @@ if typing.TYPE_CHECKING:
 
     __version__: str
 
-wrap_collective.append(Watched)
 
 _ON_DEMAND = ("checkpoint", "compat", "events", "init", "parallel", "plan", "trace")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.base import Collective, Operand, PlannedGather, Tensors, What
+from fsdp2.comm.base import Collective, Operand, PlannedGather, Tensors, What, wrap_collective
 from fsdp2.errors import CollectiveError, FSDPError
 from fsdp2.watch.current import current, waiting
 from fsdp2.watch.settings import settings
@@ -172,3 +172,6 @@ def _is_of_backend(error: RuntimeError) -> bool:
     """Whether the backend raised it, not code of the user's that runs within a collective."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "pair closure" in text or "timed out" in text
+
+
+wrap_collective.append(Watched)
