@@ -37,6 +37,7 @@ from fsdp2.extras.activations import ActivationOffload, offload_activations
 from fsdp2.extras.full_params import full_params
 from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
+from fsdp2.extras.optional import OptionalPolicy
 from fsdp2.extras.tiles import tile
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
@@ -64,7 +65,6 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptionalPolicy,
     ZeroPolicy,
 )
 from fsdp2.watch import exchange as _exchange  # noqa: F401

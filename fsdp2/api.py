@@ -18,9 +18,9 @@ from fsdp2.arguments import (
     PlacementFn,
     Placing,
     check_options,
+    chosen_features,
     own_mesh_dims,
     own_offload_policy,
-    own_optional_policy,
     own_precision_policy,
     parameter_set,
     roles_for,
@@ -32,7 +32,6 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptionalPolicy,
     UnitSettings,
     ZeroPolicy,
 )
@@ -60,7 +59,7 @@ class Options(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     zero: ZeroPolicy | None
-    optional: bool | OptionalPolicy
+    optional: object
 
 
 @overload
@@ -80,7 +79,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     zero: ZeroPolicy | None = None,
-    optional: bool | OptionalPolicy = False,
+    optional: object = False,
 ) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
 
@@ -111,8 +110,8 @@ def fully_shard(
         dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
             DTensors. Replicate axes alone shard nothing.
         zero: what is sharded and when, as a stage of ZeRO.
-        optional: some ranks may not run `module` in a forward: True, or how: see `OptionalPolicy`. The same holds for
-            units below `module`. Not for the root.
+        optional: some ranks may not run `module` in a forward: True, or an `OptionalPolicy` that says how. The same
+            holds for units below `module`. Not for the root.
 
     Returns:
         `module`, the same object.
@@ -139,7 +138,7 @@ def fully_shard(
         parameter_set(ignored_params),
         own_mesh_dims(dp_mesh_dims),
     )
-    optional_policy = own_optional_policy(optional)
+    features = chosen_features(optional=optional)
     roles = roles_for(mesh, dims, zero)
     offload = own_offload_policy(offload_policy, roles.device)
     reshard_to = _reshard_to(reshard_after_forward, zero, roles)
@@ -154,7 +153,7 @@ def fully_shard(
         check(drafts)
     for hook in hooks.params_ignored:
         hook(ignored)
-    settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, optional=optional_policy)
+    settings = UnitSettings(reshard_after_forward=reshard_to, zero=zero, features=features)
     for draft in drafts:
         _build(draft, placing, settings)
     return module

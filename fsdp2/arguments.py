@@ -22,7 +22,6 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    OptionalPolicy,
     ZeroPolicy,
 )
 from fsdp2.runtime import hooks
@@ -80,14 +79,12 @@ def own_offload_policy(policy: Any, device: torch.device) -> OffloadPolicy:
     return policy
 
 
-def own_optional_policy(optional: Any) -> OptionalPolicy | None:
-    """The policy of an optional unit; None for a unit that all ranks run."""
-    if isinstance(optional, bool):
-        return OptionalPolicy() if optional else None
-    if isinstance(optional, OptionalPolicy):
-        return optional
-    hint = f"Pass OptionalPolicy(runs_if={getattr(optional, '__name__', 'function')})." if callable(optional) else ""
-    raise _unfit("optional", "a bool or an OptionalPolicy", optional, hint)
+def chosen_features(**options: Any) -> dict[str, Any]:
+    """What features make of these arguments of `fully_shard`; False leaves a feature out."""
+    chosen = {name: value for name, value in options.items() if value is not False}
+    for name in chosen.keys() - hooks.options.keys():
+        raise UnsupportedError(f"fully_shard: {name}=: the module of fsdp2 that understands it is not there")
+    return {name: hooks.options[name](value) for name, value in chosen.items()}
 
 
 def own_mesh_dims(dims: Any) -> DataParallelMeshDims | None:

@@ -83,7 +83,7 @@ class UnshardHandle:
 class GradientReductionHandle:
     """Reductions in flight, from ``module.finalize_backward(async_op=True)``."""
 
-    def __init__(self, context: "Context[Unit] | None", ticket: Ticket | None):
+    def __init__(self, context: Context | None, ticket: Ticket | None):
         self._context = context
         self._ticket = ticket  # None: there was nothing to reduce
 

@@ -3,7 +3,7 @@
 The public ones have the fields of torch's FSDP2, so that either's objects can be passed to `fully_shard`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -184,46 +184,6 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class OptionalPolicy:
-    """A unit that some ranks run in a forward of the root and others do not: the vision tower of a model that gets
-    text-only batches on some ranks, an expert that gets no token. No rank needs a dummy forward.
-
-    The unit around it, which must run on all ranks (its *host*), gathers it on all ranks when it gathers itself, keeps
-    it as long as it keeps itself, and frees it with itself; so does it with the units below the optional one, which are
-    optional too. Gradients of the optional unit and of its host wait for the end of the backward. There the ranks agree
-    on what they have (one tensor of a few bytes), and parameters of which some rank has a gradient are reduced, with
-    zeros from the others. The others keep ``grad = None``, as in one process.
-
-    Attributes:
-        runs_if: called on each rank before each forward of the root, with the inputs of that forward, as
-            ``runs_if(*args, **kwargs)``; returns whether this rank may run the unit in it. The ranks exchange the
-            answers (one tensor of a few bytes for all optional units of a mesh); if all are False, the unit is not
-            gathered. A rank that said False and runs the unit gets an `OrderError`. None: always gathered.
-        average_over: the gradients' sum is divided by the number of ``"all"`` ranks, as if the others had run the unit
-            on a dummy input, or of the ranks that ``"ran"`` it and have gradients at the reduction (the sum of several
-            microbatches is divided once). `FSDPModule.set_gradient_divide_factor` takes precedence.
-
-    Raises:
-        ArgumentError: `runs_if` is not a function, or `average_over` is unknown.
-
-    Example::
-
-        has_images = OptionalPolicy(runs_if=lambda *args, pixel_values=None, **kwargs: pixel_values is not None)
-        fully_shard([model.vision_tower, model.projector], optional=has_images)
-        fully_shard(model)
-    """
-
-    runs_if: Callable[..., bool] | None = None
-    average_over: Literal["all", "ran"] = "all"
-
-    def __post_init__(self) -> None:
-        if self.runs_if is not None and not callable(self.runs_if):
-            raise ArgumentError(f"OptionalPolicy: runs_if: expected a function or None, got {self.runs_if!r}")
-        if self.average_over not in ("all", "ran"):
-            raise ArgumentError(f"OptionalPolicy: average_over: expected 'all' or 'ran', got {self.average_over!r}")
-
-
-@dataclass(frozen=True)
 class ZeroPolicy:
     """What is sharded, and when: the stages of ZeRO in one argument of `fully_shard`.
 
@@ -305,7 +265,8 @@ class UnitSettings:
         unshard_in_backward: all-gather before backward where needed (False for parameters that backward never reads).
         requires_gradient_sync: reduce gradients in backward.
         requires_all_reduce: with HSDP, also reduce over the replicate axis.
-        reduce_unused: trainable parameters without a gradient are reduced as zeros.
+        reduce_unused: trainable parameters without a gradient are reduced as zeros: all, or those of a group with these
+            indices.
         is_last_backward: finish all reductions before backward returns; read on the root only.
         gradient_divide_factor: divide the sum of gradients by this instead of the number of ranks.
         force_sum: use SUM and divide afterwards, never the backend's AVG.
@@ -317,7 +278,7 @@ class UnitSettings:
         zero: what waits for the last backward of a step; None: nothing does.
         when_reduced: called with the managed parameters of a reduction when they have their gradients, in the last
         backward of a step.
-        optional: some ranks may not run the unit; None: all do, unless a unit around it is optional.
+        features: the arguments of `fully_shard` that features understand, by name.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -325,7 +286,7 @@ class UnitSettings:
     unshard_in_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
-    reduce_unused: bool = False
+    reduce_unused: bool | frozenset[int] = False
     is_last_backward: bool = True
     gradient_divide_factor: float | None = None
     force_sum: bool = False
@@ -335,7 +296,7 @@ class UnitSettings:
     manual_finalization: bool = False
     zero: ZeroPolicy | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
-    optional: OptionalPolicy | None = None
+    features: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reshards_before_backward(self) -> bool:

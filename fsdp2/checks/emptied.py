@@ -99,7 +99,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[tuple[nn.Module
 # --- the first forward -----------------------------------------------------------------------------------------------
 
 
-def watch_root(context: Context[Unit]) -> None:
+def watch_root(context: Context) -> None:
     """Check the root's first forward, and the first one after each `to_empty` of any model."""
     num_seen = 0
 

@@ -55,7 +55,7 @@ def outermost_model(module: nn.Module) -> nn.Module:
     return found
 
 
-def watch_root(context: Context[Any]) -> None:
+def watch_root(context: Context) -> None:
     """Warn about parameters of the model around a root that got a gradient in its first backward."""
     model = ref(outermost_model(context.units[0].modules[0]))
     context.hooks.after_backward.append(lambda: _after_backward(model()))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,7 +78,7 @@ class _Replicated:
         return [*lines, "..."] if len(differing) > 5 else lines
 
 
-def check_root(context: Context[Any]) -> None:
+def check_root(context: Context) -> None:
     """Compare what the ranks of a new root start from. Raises and warns as the two functions below."""
     groups = [group for unit in context.units for group in unit.groups]
     check_replicas(groups)

@@ -22,7 +22,7 @@ from fsdp2.runtime.unit import Unit
 _waiting: "WeakSet[Unreduced]" = WeakSet()
 
 
-def watch_root(context: Context[Unit]) -> None:
+def watch_root(context: Context) -> None:
     """Watch the gradients of a new root."""
     unreduced = Unreduced(context)
     context.hooks.after_forward.append(unreduced.after_forward)
@@ -33,7 +33,7 @@ def watch_root(context: Context[Unit]) -> None:
 class Unreduced:
     """The unreduced gradients of one root, whose hooks keep it alive."""
 
-    def __init__(self, context: Context[Unit]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = ref(context)
         self._has_reduced = False  # into sharded gradients, ever
         self._expects = False  # a forward ran with gradients, and none has come since
@@ -114,7 +114,7 @@ class Unreduced:
         elif is_read and self._expects and _lacks_gradients(context.units, params):
             self._warn(_NO_GRADIENTS.format(call=call))
 
-    def _find(self, context: Context[Unit], ids: set[int]) -> list[tuple[str, str]]:
+    def _find(self, context: Context, ids: set[int]) -> list[tuple[str, str]]:
         """The units that have unreduced gradients of parameters with these ids, and the call that left them."""
         found = {unit.fqn: cause for unit, cause in self._left_by.items() if _has_unreduced(unit, ids)}
         late = "set_is_last_backward(False)" if context.in_flight.ticket is None else "a handle that was not waited for"

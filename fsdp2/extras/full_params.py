@@ -192,7 +192,7 @@ def _empty(units: Sequence[Unit], undo: ExitStack) -> None:
         change(unit, groups=[], policy=replace(unit.policy, param_dtype=None))
 
 
-def _settle_new_roots(before: Sequence[tuple[Unit, Context[Unit] | None, int | None]]) -> None:
+def _settle_new_roots(before: Sequence[tuple[Unit, Context | None, int | None]]) -> None:
     """A root that ran its first forward in the body saw units without parameters. If all of its units were open, it
     may have run on one rank alone: its next forward makes it again, on all ranks. Otherwise all ranks ran it: name and
     check the parameters now."""
@@ -205,7 +205,7 @@ def _settle_new_roots(before: Sequence[tuple[Unit, Context[Unit] | None, int | N
             context.is_provisional = True
             for unit in context.units:
                 unit.reset()  # the forward may have raised
-                unit.role = None
+                unit.leave_root()
                 if unit in opened and opened[unit] is None:
                     unit.settings = replace(unit.settings, reshard_after_forward=None)
         else:

@@ -69,7 +69,7 @@ def _register(unit: Unit) -> None:
         set_fully_shard_state(module, StageState(unit))
 
 
-def _note_lost(context: Context[Unit]) -> None:
+def _note_lost(context: Context) -> None:
     """A backward is over. Pipelines turn both settings off. A user who does not may ask for the gradients of inputs
     alone."""
     for unit in [unit for unit in context.units if not unit.settings.reshard_after_backward]:
@@ -79,7 +79,7 @@ def _note_lost(context: Context[Unit]) -> None:
                 _lost.add(unit)
 
 
-def _check_root(context: Context[Unit]) -> None:
+def _check_root(context: Context) -> None:
     """Raise if a backward has lost gradients since the last call."""
     lost = [unit for unit in context.units if unit in _lost]
     for unit in lost:
@@ -92,13 +92,13 @@ def _check_root(context: Context[Unit]) -> None:
         )
 
 
-def _follow_root(context: Context[Unit]) -> None:
+def _follow_root(context: Context) -> None:
     weak = ref(context)
     context.hooks.before_last_reductions.append(lambda: _note_lost(_alive(weak)))
     context.hooks.before_finalize.append(lambda: _check_root(_alive(weak)))
 
 
-def _alive(weak: "ref[Context[Unit]]") -> Context[Unit]:
+def _alive(weak: "ref[Context]") -> Context:
     context = weak()
     assert context is not None
     return context

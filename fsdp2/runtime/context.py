@@ -6,7 +6,7 @@ object.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -16,16 +16,15 @@ from fsdp2.errors import OrderError, UnsupportedError
 from fsdp2.events import emit, profiler_range
 from fsdp2.runtime.hooks import Hooks
 from fsdp2.runtime.in_flight import InFlight, Ticket
-from fsdp2.runtime.optional import Member, OptionalUnits
 from fsdp2.runtime.schedule import Schedule
 from fsdp2.runtime.step import Step
 from fsdp2.runtime.storage import ReleasedMemory
 from fsdp2.runtime.streams import streams_for
 
-Unit = TypeVar("Unit", bound=Member)
+Unit: TypeAlias = Any  # `runtime.unit.Unit`: that module is above this one
 
 
-class Context(Generic[Unit]):
+class Context:
     """The shared state of one root and the units below it.
 
     Args:
@@ -36,7 +35,6 @@ class Context(Generic[Unit]):
     Attributes:
         hooks: where features plug in; a provisional context calls none.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
-        optional: the optional units of the root; None without any.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
     """
 
@@ -48,9 +46,8 @@ class Context(Generic[Unit]):
         self.in_flight = InFlight() if in_flight is None else in_flight
         self.step = Step()
         self.hooks = Hooks()
-        self.schedule: Schedule[Unit] = Schedule()
+        self.schedule = Schedule()
         self.is_provisional = is_provisional
-        self.optional: OptionalUnits | None = None
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
         self.recomputed: deque[ref[Unit]] = deque()
@@ -156,12 +153,8 @@ class Context(Generic[Unit]):
     def _finish_units(self) -> None:
         for hook in self.hooks.before_last_reductions:
             hook()
-        if self.optional is not None:
-            self.optional.begin_reductions()
         for unit in self.units:
             unit.finish_backward()
-        if self.optional is not None:
-            self.optional.end_reductions()
 
     def finish_reductions(self) -> None:
         """Complete all sharded gradients, and free released storage."""

@@ -202,19 +202,13 @@ class Gradients:
                 handle.remove()
                 self._hook(index)
 
-    def which_wait(self) -> list[bool]:
-        """For each parameter, whether it has an unsharded gradient."""
-        return [param.unsharded is not None and param.unsharded.grad is not None for param in self._params]
-
     def drop(self) -> None:
         """Drop all unreduced and partial gradients."""
         for param in self._params:
             param.drop_grad()
         self.end_backward()
 
-    def take(
-        self, settings: UnitSettings, at_end: bool, streams: Streams, wanted: frozenset[int] | None = None
-    ) -> list[Reduction]:
+    def take(self, settings: UnitSettings, at_end: bool, streams: Streams) -> list[Reduction]:
         """Reductions, not yet started, of all existing gradients, one per original dtype of parameters. The unsharded
         parameters have no gradients afterwards.
 
@@ -222,10 +216,8 @@ class Gradients:
             at_end: backward is over. Only then are zeros used for trainable parameters without a gradient (if the
                 settings require it), and partials without new gradients reduced: earlier, more gradients could still
                 arrive.
-            wanted: at the end, the indices of the parameters to reduce, with zeros where this rank has no gradient;
-                None for those that have one.
         """
-        fill = at_end and (settings.reduce_unused or bool(wanted))
+        fill = at_end and bool(settings.reduce_unused)
         has_replicas = self._channel.roles.replicate_group is not None
         unsharded: Sequence[torch.Tensor] = self.unsharded or [
             _NONE if param.unsharded is None else param.unsharded for param in self._params
@@ -240,7 +232,7 @@ class Gradients:
             pairs = zip(self._params, grads, strict=True)
             grads = [None if grad is None else param.local_grad(grad) for param, grad in pairs]
         if fill:
-            self._fill(grads, wanted)
+            self._fill(grads, settings.reduce_unused)
         takes_partials = has_replicas and settings.requires_all_reduce
         partials: Sequence[Partial | None] = self._take_partials() if takes_partials else ()
         plans = self._plans_for(grads, partials)
@@ -252,16 +244,17 @@ class Gradients:
             reductions.append(Reduction(taken, partial, plan, settings, streams))
         return reductions
 
-    def _fill(self, grads: list[torch.Tensor | None], wanted: frozenset[int] | None) -> None:
+    def _fill(self, grads: list[torch.Tensor | None], which: bool | frozenset[int]) -> None:
         """Put zeros where a trainable parameter has no gradient."""
-        for index, param in enumerate(self._params):
-            if not param.sharded.requires_grad or not (wanted is None or index in wanted):
+        for index in range(len(self._params)) if isinstance(which, bool) else sorted(which):
+            param = self._params[index]
+            if not param.sharded.requires_grad:
                 continue
             if not param.has_known_reduce_dtype:
                 raise ArgumentError(
-                    f"'{param.fqn}': with set_reduce_scatter_unused_params(True), and in and around optional units, "
-                    "all ranks must know the dtype of a gradient that some do not have; its grad_dtype is None. Set "
-                    "that, or the policy's reduce_dtype."
+                    f"'{param.fqn}': a gradient that some ranks do not have is reduced as zeros there (as "
+                    "set_reduce_scatter_unused_params(True) asks for), so all must know its dtype; its grad_dtype is "
+                    "None. Set that, or the policy's reduce_dtype."
                 )
             if grads[index] is None:
                 grads[index] = torch.zeros(param.layout.shape, dtype=param.reduce_dtype, device=param.roles.device)

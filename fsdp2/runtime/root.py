@@ -12,7 +12,6 @@ from torch import nn
 from fsdp2.errors import ArgumentError, OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.context import Context
-from fsdp2.runtime.hosts import assign_roles
 from fsdp2.runtime.parameter import ManagedParameter, managed_by
 from fsdp2.runtime.unit import Unit, unit_of
 
@@ -33,8 +32,7 @@ def become_root(root: Unit) -> None:
     Raises:
         OrderError: the unit has several modules; a unit below is a root itself; parameters are on the meta device.
         ArgumentError: one weight belongs to two groups, or is managed under one name and not under another; replicas
-            differ; the root is optional.
-        UnsupportedError: an optional unit shares a weight with a unit that other ranks run.
+            differ.
     """
     modules = root.modules
     if len(modules) != 1:
@@ -69,13 +67,13 @@ def become_root(root: Unit) -> None:
             name_parameters(group.params, module_fqns)
     check_tied(modules[0], [param for unit in units for param in unit.params])
     check_borrowed(units)
-    optional = assign_roles(modules[0], units)
     for unit in units:
         for group in unit.groups:
             group.warn_of_assigned_data()
         unit.refresh()
     context = Context(units, root.device, is_provisional=False, in_flight=root.in_flight)
-    context.optional = optional
+    for unit in units:
+        unit.leave_root()
     for hook in hooks.root_made:
         hook(context)
     for unit in units:

@@ -15,51 +15,42 @@ One iteration of a root with units 0, 1, 2 that reshard after forward (time runs
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
-
-Unit = TypeVar("Unit")
+from typing import Any
 
 
-class Pass(Generic[Unit]):
-    """The units that one forward ran, in the order in which they finished. `skipped`: ids of the groups of optional
-    units that no rank needed in it."""
+class Pass:
+    """The units that one forward ran, in the order in which they finished. `notes`: what features keep of it for its
+    backward, by names of their own."""
 
-    def __init__(self, skipped: frozenset[int] = frozenset()) -> None:
-        self.skipped = skipped
-        self._order: list[Unit] = []
+    def __init__(self, notes: dict[str, Any] | None = None) -> None:
+        self.notes: dict[str, Any] = {} if notes is None else notes
+        self._order: list[Any] = []
 
-    def record(self, unit: Unit) -> int:
+    def record(self, unit: object) -> int:
         """Record that `unit` finished its forward. Returns its position, which its backward passes to `before`."""
         self._order.append(unit)
         return len(self._order) - 1
 
-    def before(self, position: int) -> Unit | None:
+    def before(self, position: int) -> Any:
         """The unit whose backward follows that of the unit at `position`; None for the first. The same unit several
         times in a row counts once, because the modules of a list finish one by one."""
         unit = self._order[position]
         return next((other for other in reversed(self._order[:position]) if other is not unit), None)
 
 
-class Schedule(Generic[Unit]):
-    """The schedule of one root. `skipped` is that of the forward that runs, or of the one whose backward runs.
+class Schedule:
+    """The schedule of one root. `notes` are those of the forward that runs, or of the one whose backward runs.
     `in_root_forward`: the root's forward is running."""
 
     def __init__(self) -> None:
-        self.skipped: frozenset[int] = frozenset()
-        self._pass: Pass[Unit] = Pass()
+        self._pass = Pass()
+        self.notes = self._pass.notes
         self.in_root_forward = False
-
-    def skip(self, groups: frozenset[int]) -> None:
-        """The ranks have agreed that none needs these groups in the root's forward that runs."""
-        self.skipped = self._pass.skipped = groups
-
-    def resume(self, current: Pass[Unit]) -> None:
-        """The backward of a forward reaches a unit: skip what that forward skipped."""
-        self.skipped = current.skipped
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new pass."""
         self._pass = Pass()
+        self.notes = self._pass.notes
         self.in_root_forward = True
 
     def end_forward(self) -> None:
@@ -67,15 +58,15 @@ class Schedule(Generic[Unit]):
         self._pass = Pass()
         self.in_root_forward = False
 
-    def finished(self, unit: Unit) -> tuple[Pass[Unit], int]:
+    def finished(self, unit: object) -> tuple[Pass, int]:
         """`unit` finished a forward: return the pass and the position for its backward. A forward outside of the root's
         (a unit called alone, a recomputation) has its own pass, because what ran before it is unrelated to its
         backward."""
-        current = self._pass if self.in_root_forward else Pass[Unit](self.skipped)
+        current = self._pass if self.in_root_forward else Pass(self.notes)
         return current, current.record(unit)
 
     @staticmethod
-    def backward_targets(explicit: Sequence[Unit], current: Pass[Unit], position: int) -> Sequence[Unit]:
+    def backward_targets(explicit: Sequence[Any], current: Pass, position: int) -> Sequence[Any]:
         """The units to prefetch in a unit's backward, once its own parameters are available: its explicit list,
         otherwise the unit that ran just before it in forward."""
         if explicit:

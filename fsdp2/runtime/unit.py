@@ -12,7 +12,7 @@ A forward inside backward is the recomputation of an activation checkpoint: it f
 them unsharded. So does a forward nested in another forward of the same unit, because the outer one still needs them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -30,7 +30,6 @@ from fsdp2.runtime.autograd import backward_is_whole, cast_floating, on_backward
 from fsdp2.runtime.calls import is_running, is_within_itself
 from fsdp2.runtime.context import Context
 from fsdp2.runtime.in_flight import InFlight
-from fsdp2.runtime.optional import Role
 from fsdp2.runtime.param_group import ParamGroup, Phase
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.schedule import Pass
@@ -91,7 +90,10 @@ class Unit:
         borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
-        role: in the running of optional units; None without one.
+        select: returns the groups that `unshard` (True) and `reshard` (False) act on. None: its own and the borrowed.
+        in_order: whether it has a place in the order of units, and is prefetched.
+        reduces_late: all its reductions wait for the end of the whole backward, and use the settings that this returns
+            for a group. None: they start as soon as they can.
         in_flight: the reductions that this unit, as a root, shares with other roots; None if it shares none.
         forward_prefetch, backward_prefetch: explicit lists; weak, since two units may name each other.
         first_node: `next_node_number()` at the beginning of the last forward.
@@ -110,14 +112,16 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.borrowed: list[ParamGroup] = []
         self.fqn = ""
-        self.context: Context[Unit] | None = None
+        self.context: Context | None = None
         self.device = device
         self.policy = policy
         self.settings = settings
         self.forward_prefetch: list[ref[Unit]] = []
         self.backward_prefetch: list[ref[Unit]] = []
         self.followers: list[Unit] = []
-        self.role: Role | None = None
+        self.select: Callable[[bool], Sequence[ParamGroup]] | None = None
+        self.in_order = True
+        self.reduces_late: Callable[[ParamGroup, UnitSettings], UnitSettings] | None = None
         self.in_flight: InFlight | None = None
         self.stage = Stage.IDLE
         self._to_run: set[int] = set()  # modules of this forward that have not ended; empty in every other stage
@@ -146,7 +150,7 @@ class Unit:
         """The parameters of all groups, without those whose shard is another parameter's."""
         return [param for group in self.groups for param in group.params if param.at_rest is not None]
 
-    def ready_context(self) -> "Context[Unit]":
+    def ready_context(self) -> Context:
         """The context; a provisional one for a unit that no root's forward has reached yet. Raises like `refresh`."""
         if self.context is None:
             self.refresh()
@@ -159,13 +163,9 @@ class Unit:
         settings = self.settings.in_backward(context.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if context.step.is_manual else settings
 
-    @property
-    def _is_optional(self) -> bool:
-        return self.role is not None and self.role.is_optional
-
-    def _is_in_pass(self, context: "Context[Unit]") -> bool:
-        """Whether a forward or a backward of the root runs."""
-        return context.schedule.in_root_forward or backward_is_running()
+    def leave_root(self) -> None:
+        """Drop what features of a former root have set."""
+        self.select, self.in_order, self.reduces_late = None, True, None
 
     def _reshard_after_forward(self, output: Any = None) -> None:
         how, for_backward = self.settings.reshard_after_forward, torch.is_grad_enabled()
@@ -232,11 +232,7 @@ class Unit:
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
         context = self.ready_context()
-        groups = [*self.groups, *self.borrowed] if self.borrowed else self.groups
-        if self.role is not None:
-            if self.role.is_optional and self.role.comes_gathered(self.fqn, groups, self._is_in_pass(context)):
-                return
-            groups = [*groups, *self.role.guest_groups(context.schedule.skipped)]
+        groups = [*self.groups, *self.borrowed] if self.select is None else self.select(True)
         with outside_transforms():
             for group in reversed(groups) if prefetching and backward_is_running() else groups:
                 group.users.add(id(self))
@@ -267,11 +263,9 @@ class Unit:
         their memory in case they do not."""
         if self.context is None:
             return
-        guests: Sequence[ParamGroup] = () if self.role is None else self.role.guest_groups()
-        for group in guests:
-            group.users.clear()  # the same on ranks that ran them and ranks that did not
+        groups = [*self.groups, *self.borrowed] if self.select is None else self.select(False)
         with outside_transforms():
-            for group in (*self.groups, *self.borrowed, *guests):
+            for group in groups:
                 group.users.discard(id(self))
                 if not group.users:
                     to = Phase.INNER if within_step and group.roles.sharded_replicas else Phase.SHARDED
@@ -332,8 +326,6 @@ class Unit:
                 context.begin_forward()
                 for hook in context.hooks.before_forward:
                     hook(args, kwargs)
-                if context.optional is not None:
-                    context.schedule.skip(context.optional.begin_forward(args, kwargs))
                 args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
@@ -341,7 +333,7 @@ class Unit:
                 self.drop_stale()
         is_first = is_new and (not self._to_run or len(self._modules) == 1)
         if is_first:
-            if backward_is_running() and not self._is_optional:
+            if backward_is_running() and self.in_order:
                 _make_room_for_recomputation(context)
             emit("pre_forward", self.fqn)
             self._move(Stage.FORWARD)
@@ -349,12 +341,9 @@ class Unit:
             self._was_whole = any(group.phase in (Phase.GATHERING, Phase.UNSHARDED) for group in self.groups)
             if self._was_whole:
                 self._adopt_changes()
-        if self._is_optional and not backward_is_running():
-            assert self.role is not None
-            self.role.begin_forward(self.fqn, context.schedule.in_root_forward)
         self.unshard()
         self.wait_for_unshard()
-        if not is_recomputation and not self._is_optional:
+        if not is_recomputation and self.in_order:
             self._prefetch_in_forward(context)
         if self.policy.cast_forward_inputs:
             args, kwargs = cast_floating(self.policy.param_dtype, (args, kwargs), "FSDP::cast_forward_inputs")
@@ -365,7 +354,7 @@ class Unit:
             args, kwargs, self._sees_end = on_backward_end(end, again, args, kwargs)
         return args, kwargs
 
-    def _prefetch_in_forward(self, context: "Context[Unit]") -> None:
+    def _prefetch_in_forward(self, context: Context) -> None:
         for hook in context.hooks.unit_started:
             hook(self)
         for unit in _prefetched(self.forward_prefetch):
@@ -394,7 +383,7 @@ class Unit:
         if not self._to_run:
             self._move(Stage.IDLE)
             if backward_is_running():
-                if not self._is_optional:
+                if self.in_order:
                     self.context.recomputed.append(ref(self))
                 self.context.expect_end_of_backward()
             else:
@@ -420,9 +409,7 @@ class Unit:
             return output
         assert self.context is not None
         order, position = None, -1
-        if self._is_optional:
-            pass  # not in the order: other ranks may not have run it, and prefetch what comes before it
-        elif self.groups or self.role is not None:
+        if self.in_order and (self.groups or self.select is not None):
             order, position = self.context.schedule.finished(self)
         conversions = self._conversions()
         return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output, self.first_node)
@@ -442,7 +429,7 @@ class Unit:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     @profiled("FSDP::pre_backward")
-    def pre_backward(self, order: "Pass[Any] | None", position: int, conversions: int) -> None:
+    def pre_backward(self, order: Pass | None, position: int, conversions: int) -> None:
         """Hook on the outputs' gradients: unshard, prefetch.
 
         Raises:
@@ -454,10 +441,10 @@ class Unit:
             self._check_not_captured()
         self.context.expect_end_of_backward()
         if order is not None:
-            self.context.schedule.resume(order)
+            self.context.schedule.notes = order.notes
         if self.stage is Stage.BACKWARD:
-            if self.role is not None and self.role.guests and self.settings.unshard_in_backward:
-                self.unshard()  # a second forward in this backward may need other guests than the first
+            if self.select is not None and self.in_order and self.settings.unshard_in_backward:
+                self.unshard()  # a second forward in this backward may need other groups than the first
             return
         self._check_not_stepped()
         if self._sees_end and not is_known_whole:
@@ -523,7 +510,7 @@ class Unit:
         self.ready_context().expect_end_of_backward()
         settings = self.in_backward()
         steps_what_is_used = bool(settings.when_reduced) and self.groups[index].roles.shard_axis is None
-        waits = settings.reduce_unused or self.role is not None or steps_what_is_used
+        waits = settings.reduce_unused or self.reduces_late is not None or steps_what_is_used
         if settings.requires_gradient_sync and not waits:
             self._reduce(self.groups[index], settings)
 
@@ -531,11 +518,10 @@ class Unit:
         assert self.context is not None
         if group.roles.replicate_group is not None and settings.requires_all_reduce:
             self.context.in_flight.finish_partials()
-        wanted = None
-        if self.role is not None:
-            settings, wanted = self.role.reduction_of(group, settings)
+        if self.reduces_late is not None:
+            settings = self.reduces_late(group, settings)
         with outside_transforms():
-            reductions = group.gradients.take(settings, at_end, self.context.streams, wanted)
+            reductions = group.gradients.take(settings, at_end, self.context.streams)
             self.context.in_flight.start(reductions)
 
     def post_backward(self) -> None:
@@ -546,7 +532,7 @@ class Unit:
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", self.fqn):
                 self.reshard(within_step=not settings.ends_step)
-        if settings.requires_gradient_sync and not settings.reduce_unused and self.role is None:
+        if settings.requires_gradient_sync and not settings.reduce_unused and self.reduces_late is None:
             for group in reversed(self.groups):
                 if not group.gradients.waits_for_another_use:
                     self._reduce(group, settings)
@@ -607,11 +593,11 @@ def _backward_reached(weak_unit: "ref[Unit]") -> None:
 
 
 def _prefetched(weak_units: Sequence["ref[Unit]"]) -> list[Unit]:
-    """The units of a list that are alive; without optional ones, which are gathered with their hosts."""
-    return [unit for weak in weak_units if (unit := weak()) is not None and not unit._is_optional]
+    """The units of a list that are alive and have a place in the order."""
+    return [unit for weak in weak_units if (unit := weak()) is not None and unit.in_order]
 
 
-def _make_room_for_recomputation(context: Context[Unit]) -> None:
+def _make_room_for_recomputation(context: Context) -> None:
     """Before a unit is recomputed, reshard all recomputed units but the last: the backwards of the last two follow at
     once, and need not gather them again. So that two are in memory, nothing else is."""
     while len(context.recomputed) > 1:
