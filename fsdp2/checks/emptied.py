@@ -10,6 +10,7 @@ marked.
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -102,12 +103,14 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[tuple[nn.Module
 def watch_root(context: Context) -> None:
     """Check the root's first forward, and the first one after each `to_empty` of any model."""
     num_seen = 0
+    root: ref[Unit] = ref(context.units[0])
 
     def check(*_: Any) -> None:
         nonlocal num_seen
-        if num_seen != _num_emptied:
+        unit = root()
+        if num_seen != _num_emptied and unit is not None:
             with outside_transforms():
-                check_filled(context.units[0])
+                check_filled(unit)
             num_seen = _num_emptied
 
     context.hooks.before_forward.append(check)

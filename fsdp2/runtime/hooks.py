@@ -44,7 +44,7 @@ def implementation(table: Mapping[Any, Any], key: Any, name: str) -> Any:
 
 
 class Hooks:
-    """The hooks of one root.
+    """The hooks of one root. They refer to it weakly: a model is freed when its last user drops it.
 
     Attributes:
         before_forward: the root's forward starts, with these positional and keyword inputs.
