@@ -98,7 +98,6 @@ class ReductionPlan:
         ]
         moves = params[0].plan.grad_home != channel.roles.device
         self.casts_outputs = moves or set(self.grad_dtypes) != {self.dtype}
-        self.deliver = params[0].deliver  # those of a group are of one class
         self._collectives: dict[tuple[str, dist.ProcessGroup, bool, str], Collective] = {}
 
     def collective(self, kind: str, group: dist.ProcessGroup, average: bool) -> Collective:
@@ -385,7 +384,7 @@ class Reduction:
             return
         plan, local = self._plan, zip(self._plan.params, *self._reduced(), strict=True)
         grads = [param.geometry.local_view(output, offset) for param, output, offset in local]
-        complete = plan.deliver(plan.params, grads, plan.grad_specs)
+        complete = plan.params[0].deliver(plan.params, grads, plan.grad_specs)
         sharded = [param.sharded for param in complete]
         if any(map(hooks_of, sharded)):
             calls = [(hook, each) for each in sharded for hook in post_accumulate_grad_hooks(each)]
