@@ -74,7 +74,6 @@ class Gradients:
         self.unsharded: list[nn.Parameter] = []
         self._untyped: list[ManagedParameter] = []  # whose `grad_dtype` is None
         self._hooks: dict[int, RemovableHandle] = {}
-        self._nodes: list[tuple[str, Any]] | None = None  # of unsharded parameters in autograd's graphs
 
     def sync_trainable(self) -> None:
         """Copy the sharded parameters' `requires_grad` to the unsharded ones, once these exist."""
@@ -103,16 +102,15 @@ class Gradients:
                     param.sharded.requires_grad = form.requires_grad
 
     def find_captured(self) -> str | None:
-        """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return."""
-        if self._nodes is None:
-            pairs = zip(self._params, self.unsharded, strict=bool(self.unsharded))
-            with outside_transforms():
-                self._nodes = [(param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad]
-        return next((fqn for fqn, node in self._nodes if captures(node)), None)
+        """Within a backward: the FQN of an unsharded parameter whose gradient `torch.autograd.grad` will return. The
+        nodes are not kept: torch would go on with their stream when the program uses another one."""
+        pairs = zip(self._params, self.unsharded, strict=bool(self.unsharded))
+        with outside_transforms():
+            nodes = ((param.fqn, get_gradient_edge(each).node) for param, each in pairs if each.requires_grad)
+            return next((fqn for fqn, node in nodes if captures(node)), None)
 
     def _note_trainable(self, trainable: list[bool]) -> None:
         self._trainable = trainable
-        self._nodes = None
         self.expect_all()
         for index, needs_grad in enumerate(trainable):
             if needs_grad and index not in self._hooks:
@@ -129,7 +127,6 @@ class Gradients:
             handle.remove()
         self._hooks.clear()
         self._trainable = []
-        self._nodes = None
         self.unsharded = []
         self.forget_plans()
         self.expect_all()

@@ -44,4 +44,4 @@ def test_a_file(tmp_path: Path, alone: list[float]) -> None:
 def test_degrees_that_do_not_fit() -> None:
     job = run("parallel.py", "shard=2", "tensor=3", ranks=2)
     assert job.status != 0
-    assert "2 ranks, but 2 (shard) x 3 (tensor) = 6. Choose" in job.errors
+    assert "2 ranks, but 2 (shard) x 3 (tensor) = 6. Change a degree" in job.errors
