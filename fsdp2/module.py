@@ -207,7 +207,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
         context = unit.context
         if context is None:
             return
-        if context.root is not unit:
+        if context.root() is not unit:
             raise OrderError(f"reset_iter_state: '{unit.fqn}' is not the root; call it on the outermost sharded module")
         context.reset()
 
@@ -222,7 +222,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             OrderError: this module is not the root.
         """
         unit, context = unit_for(self), unit_for(self).context
-        if context is not None and not context.is_provisional and context.root is not unit:
+        if context is not None and not context.is_provisional and context.root() is not unit:
             raise OrderError(f"set_manual_backward_finalization: '{unit.fqn}' is not the root; call it on that")
         unit.settings = replace(unit.settings, manual_finalization=boolean("enable", enable))
 
@@ -253,7 +253,7 @@ class FSDPModule(Settings, _TorchFSDPModule):  # type: ignore[misc]  # every met
             if not unit.settings.manual_finalization:
                 raise OrderError("finalize_backward: call set_manual_backward_finalization(True) before the backward")
             return GradientReductionHandle(None, None) if async_op else None
-        if context.root is not unit:
+        if context.root() is not unit:
             raise OrderError(f"finalize_backward: '{unit.fqn}' is not the root; call it on that")
         ticket = context.finalize(async_op)
         return GradientReductionHandle(context, ticket) if async_op else None
@@ -323,6 +323,6 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     shared = InFlight()
     for unit in units:
         unit.in_flight = shared
-        if unit.context is not None and unit.context.root is unit:
+        if unit.context is not None and unit.context.root() is unit:
             unit.context.in_flight.finish_all()
             unit.context.in_flight = shared

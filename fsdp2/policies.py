@@ -310,7 +310,7 @@ class UnitSettings:
 
     def in_backward(self, is_last: bool) -> "UnitSettings":
         """The settings for a backward that is, or is not, the last of a step."""
-        if is_last or (self.zero is None and not self.when_reduced):
+        if is_last:
             return self
         if self.zero is None:
             return replace(self, when_reduced=())

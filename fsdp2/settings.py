@@ -39,7 +39,7 @@ class Settings:
         but waited for only in the last. Parameters that were prefetched but not used stay for the next backward.
         """
         unit = unit_for(self)
-        root = unit if unit.context is None else unit.context.root
+        root = unit if unit.context is None else unit.context.root()
         assert root is not None
         root.settings = replace(root.settings, is_last_backward=boolean("is_last_backward", is_last_backward))
 

@@ -99,6 +99,10 @@ def make_dtensor(
     return tensor
 
 
+# The same for a gradient, without a Python frame.
+plain_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
 def make_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """A DTensor that is an `nn.Parameter`, which `_is_param` marks for tensors of other classes. The constructor of
     `nn.Parameter` would detach the DTensor and call `requires_grad_`. DTensor's dispatch of `detach` takes the spec
@@ -246,6 +250,10 @@ def set_fully_shard_state(module: nn.Module, state: object) -> None:
     keys = _fully_shard.__globals__
     module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
     module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
+
+
+# The same for lists that are not empty, without a Python frame.
+copy_lists: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
 def foreach_copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ class Prediction:
         self._last, self._starts = self._starts, []
         self._guesses = []
         context: Any = self._context()
-        is_on, is_called = context.root.settings.predicts_forward, self.started in context.hooks.unit_started
+        is_on, is_called = context.root().settings.predicts_forward, self.started in context.hooks.unit_started
         if is_on and not is_called:
             context.hooks.unit_started.append(self.started)
         elif is_called and not is_on:

@@ -33,6 +33,7 @@ class Context:
         is_provisional: created for a unit that was unsharded before any forward; a root's forward replaces it.
 
     Attributes:
+        root: a weak reference to the root.
         hooks: where features plug in; a provisional context calls none.
         recomputed: units whose forward a checkpoint recomputed in this backward, and which were not resharded since.
         post_optim_event: the event that the next root forward's all-gathers wait for, instead of the compute stream.
@@ -50,6 +51,7 @@ class Context:
         self.is_provisional = is_provisional
         self.post_optim_event: torch.Event | None = None
         self._units = [ref(unit) for unit in units]
+        self.root = self._units[0]
         self.recomputed: deque[ref[Unit]] = deque()
 
     @property
@@ -58,16 +60,11 @@ class Context:
         return [unit for weak in self._units if (unit := weak()) is not None]
 
     @property
-    def root(self) -> Unit | None:
-        """The root, while it is alive."""
-        return self._units[0]()
-
-    @property
     def is_last_backward(self) -> bool:
         """Whether this backward is the last of a step: set by the user or, in manual mode, while it is finalised."""
         if self.step.is_manual or self.step.is_finalizing:
             return self.step.is_finalizing
-        root = self.root
+        root = self.root()
         return root is None or root.settings.is_last_backward
 
     # --- forward -----------------------------------------------------------------------------------------------------

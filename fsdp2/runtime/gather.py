@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import base_of, foreach_copy
+from fsdp2._torch import base_of, copy_lists, foreach_copy
 from fsdp2.carving import place_of
 from fsdp2.comm.base import Operand, Reported
 from fsdp2.layout import Lane, ShardLayout, pack
@@ -116,7 +116,7 @@ class Gather:
         if self._packed is not None:
             self._packed.alloc()
         for destinations, sources in self._copies(shards, stay):
-            foreach_copy(destinations, sources)
+            copy_lists(destinations, sources)
         if not self.operands:
             return partial(self._finish, None, None)
         collective = self._collective

@@ -38,7 +38,7 @@ class Geometry:
         layout, rank = self.local
         self.local_numel = layout.local_numel(rank)
         seen = self.from_memory(torch.empty(layout.local_shape(rank), device="meta"))
-        self._view = tuple(seen.shape), seen.stride()
+        self.view = tuple(seen.shape), seen.stride()
 
     def to_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of a tensor with the user's dims: dims in memory order."""
@@ -55,7 +55,7 @@ class Geometry:
     def local_view(self, flat: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """The local piece with the user's dims; it starts at element `offset` in the storage of `flat` (1-D). One call
         instead of three (slice, view, permute), because it runs for each gradient in each step."""
-        shape, stride = self._view
+        shape, stride = self.view
         return flat.as_strided(shape, stride, offset)
 
     def cut(self, data: torch.Tensor) -> torch.Tensor:

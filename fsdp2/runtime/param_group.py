@@ -42,22 +42,11 @@ from fsdp2.runtime.unsharded import UnshardedStorage
 class Phase(Enum):
     """Which form the parameters of a group have."""
 
-    __hash__ = object.__hash__  # implemented in C, because each step looks up moves
-
     SHARDED = "sharded"
     GATHERING = "gathering"  # the all-gather is in flight; the module still holds the previous form
     UNSHARDED = "unsharded"
     SMALLER = "smaller"  # sharded over the smaller post-forward mesh
     INNER = "inner"  # with sharded replicas: sharded in the module, but the inner shards stay
-
-
-_MOVES = {
-    Phase.SHARDED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.UNSHARDED, Phase.SHARDED},  # the second when the all-gather failed
-    Phase.UNSHARDED: {Phase.SHARDED, Phase.SMALLER, Phase.INNER},
-    Phase.SMALLER: {Phase.GATHERING, Phase.SHARDED},
-    Phase.INNER: {Phase.GATHERING, Phase.SHARDED},
-}
 
 
 class Keep(Enum):
@@ -147,7 +136,7 @@ class ParamGroup:
             self._under_way = lambda: None
         else:
             self._issue(memory, prefetching, is_new or was_kept)
-        self._move(Phase.GATHERING)
+        self.phase = Phase.GATHERING
 
     @profiled("FSDP::all_gather")
     def _issue(self, memory: ReleasedMemory, prefetching: bool, is_used: bool) -> None:
@@ -160,7 +149,8 @@ class ParamGroup:
             # Unsharded storage and the packed buffer are allocated, filled and freed on this stream. The compute stream
             # reads the unsharded storage after waiting for the event recorded below; `memory` keeps it until this
             # stream has waited for the end of that use. The packed buffer is only used on this stream.
-            streams.wait(resharded)
+            if resharded is not None:
+                streams.wait(resharded)
             self.settle(gathering=True)
             if self.phase is not Phase.SMALLER:  # where copies are gathered, from before
                 self._gathered_at = self._versions()
@@ -232,15 +222,15 @@ class ParamGroup:
             self._check_slots()
         except BaseException:
             # Do not wait again. Keep the memory: a failed collective may still write to it.
-            self._put(self._at_rest)
-            self._move(Phase.SHARDED)
+            self._slots().put(self._at_rest)
+            self.phase = Phase.SHARDED
             raise
-        self._move(Phase.UNSHARDED)
+        self.phase = Phase.UNSHARDED
         if self.smaller is not None:
             self._follow_resharded()
         self.gradients.sync_trainable()
         self.changes.forget()
-        self._put(self.gradients.unsharded)
+        (self._table or self._slots()).put(self.gradients.unsharded)
         if self.smaller is not None:
             self._drop_resharded()
 
@@ -278,12 +268,13 @@ class ParamGroup:
         if to is Phase.SHARDED and self.roles.sharded_replicas:
             with memory.streams.gathering():
                 unsharded.source.free()
-        self._put([param.resharded for param in self.params] if to is Phase.SMALLER else self._at_rest)
+        forms = [param.resharded for param in self.params] if to is Phase.SMALLER else self._at_rest
+        (self._table or self._slots()).put(forms)
         if to is not Phase.SMALLER and self.smaller is not None:
             unsharded.copies = []
             self._follow_resharded()
             self._drop_resharded()
-        self._move(to)
+        self.phase = to
 
     def _follow_resharded(self) -> None:
         if any(param.resharded is not None for param in self.params):
@@ -292,10 +283,6 @@ class ParamGroup:
     def _drop_resharded(self) -> None:
         for param in self.params:
             param.resharded = None
-
-    def _put(self, forms: Sequence[nn.Parameter | None]) -> None:
-        """Make the modules hold these forms of the parameters."""
-        self._slots().put(forms)
 
     def _slots(self) -> SlotTable:
         if self._table is None:
@@ -308,7 +295,7 @@ class ParamGroup:
         if self.smaller is not None:
             pairs = zip(self.params, forms, strict=True)
             forms = [form if param.resharded is None else param.resharded for param, form in pairs]
-        for index, tensor in self._slots().others(forms):
+        for index, tensor in (self._table or self._slots()).others(forms):
             check_stand_in(self.params[index], tensor)
 
     def slots_changed(self) -> None:
@@ -391,10 +378,6 @@ class ParamGroup:
     def forget_use(self) -> None:
         """The forwards so far will have no backward."""
         self._used_at = None
-
-    def _move(self, phase: Phase) -> None:
-        assert phase in _MOVES[self.phase], f"{self.fqn}: {self.phase} -> {phase}"
-        self.phase = phase
 
     # --- following the sharded parameters ----------------------------------------------------------------------------
 

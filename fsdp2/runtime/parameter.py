@@ -33,6 +33,7 @@ from fsdp2._torch import (
     make_dtensor,
     make_parameter,
     move_hooks,
+    plain_dtensor,
     set_local_tensor,
     subclassed_parameter,
     tensor_hooks,
@@ -161,7 +162,8 @@ def deliver(
         if backward_hooks_of(sharded):
             local = _hooked(param, local, spec)
         if (grad := sharded.grad) is None:
-            sharded.grad = distributed(local, spec, sharded.device)
+            is_here = local.device == sharded.device
+            sharded.grad = plain_dtensor(local, spec) if is_here else distributed(local, spec, sharded.device)
         else:
             old.append(local_tensor(grad))
             new.append(local)

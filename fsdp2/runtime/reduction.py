@@ -195,7 +195,8 @@ class Reduction:
             # Gradients are allocated on the compute stream and read here; this object keeps them until [6]. Outputs are
             # allocated here and become the sharded gradients; the next reduction starts after the compute stream's use
             # of them.
-            streams.wait(born)
+            if born is not None:
+                streams.wait(born)
             grads = self._take_grads(dtype)
             if scaling.pre != 1:
                 grads = foreach_divided(grads, scaling.pre)
@@ -383,7 +384,7 @@ class Reduction:
         if self._is_abandoned:
             return
         plan, local = self._plan, zip(self._plan.params, *self._reduced(), strict=True)
-        grads = [param.geometry.local_view(output, offset) for param, output, offset in local]
+        grads = [output.as_strided(*param.geometry.view, offset) for param, output, offset in local]
         complete = plan.params[0].deliver(plan.params, grads, plan.grad_specs)
         sharded = [param.sharded for param in complete]
         if any(map(hooks_of, sharded)):

@@ -45,11 +45,11 @@ def become_root(root: Unit) -> None:
     for unit in units:
         fqns = [module_fqns[module] for module in unit.modules if module in module_fqns]
         if unit is not root and unit.context is not None and not unit.context.is_provisional:
-            if unit.context.root is not unit:
+            if unit.context.root() is not unit:
                 raise OrderError(
-                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.context.root)}, and a unit "
-                    f"can have one only. Models that share a trunk need a common root: put {_described(root)} and the "
-                    "other root into one module, call fully_shard on that, and compute both outputs in its forward."
+                    f"'{', '.join(fqns)}' belongs to another root already, {_described(unit.context.root())}, and a "
+                    f"unit can have one only. Models that share a trunk need a common root: put {_described(root)} and "
+                    "the other root into one module, call fully_shard on that, and compute both outputs in its forward."
                 )
             raise OrderError(
                 f"'{', '.join(fqns)}' ran its forward before the module that contains it and became a root itself. Run "

@@ -67,6 +67,8 @@ class ReleasedMemory:
     def make_room(self, storage: Storage | None, prefetching: bool) -> None:
         """Called on the all-gather stream before `storage` (None: not created yet) is allocated: free released storage
         until at most two units are alive. `storage` itself, if released, is taken back."""
+        if not self._released:
+            return
         for entry in [entry for entry in self._released if entry[0] is storage]:
             self._released.remove(entry)
             self.streams.wait(entry[1])
@@ -87,5 +89,6 @@ class ReleasedMemory:
 
     def _free_oldest(self) -> None:
         storage, event = self._released.popleft()
-        self.streams.wait(event)
+        if event is not None:
+            self.streams.wait(event)
         storage.free()

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running, next_node_number, outside_transforms
+from fsdp2._torch import next_node_number, outside_transforms, running_backward
 from fsdp2.errors import OrderError
 from fsdp2.events import emit, profiled, profiler_range
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
@@ -39,20 +40,10 @@ from fsdp2.runtime.tree import map_tensors, tensors_within
 class Stage(Enum):
     """Where a unit is in its iteration."""
 
-    __hash__ = object.__hash__  # implemented in C, because each step looks up moves
-
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
     DONE = "done"  # its backward ran; this backward pass may reach it again
-
-
-_MOVES = {
-    Stage.IDLE: {Stage.FORWARD, Stage.BACKWARD, Stage.DONE, Stage.IDLE},
-    Stage.FORWARD: {Stage.FORWARD, Stage.IDLE, Stage.BACKWARD, Stage.DONE},
-    Stage.BACKWARD: {Stage.DONE, Stage.IDLE},
-    Stage.DONE: {Stage.BACKWARD, Stage.FORWARD, Stage.DONE, Stage.IDLE},
-}
 
 
 def unit_of(module: nn.Module) -> "Unit | None":
@@ -73,6 +64,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 _units: "WeakSet[Unit]" = WeakSet()
+_conversions_of: Callable[[ParamGroup], int] = attrgetter("conversions")
 
 
 def units_with(params: Iterable[torch.Tensor]) -> "list[Unit]":
@@ -159,8 +151,9 @@ class Unit:
 
     def in_backward(self) -> UnitSettings:
         """The settings for this backward."""
-        context = self.ready_context()
-        settings = self.settings.in_backward(context.is_last_backward)
+        context, settings = self.context or self.ready_context(), self.settings
+        if settings.zero is not None or settings.when_reduced:
+            settings = settings.in_backward(context.is_last_backward)
         return replace(settings, requires_gradient_sync=False) if context.step.is_manual else settings
 
     def leave_root(self) -> None:
@@ -183,11 +176,6 @@ class Unit:
         """Take over what was changed in place, while it was unsharded, outside of forward and backward."""
         for group in (*self.groups, *self.borrowed):
             group.adopt_changes()
-
-    def _move(self, stage: Stage) -> None:
-        assert stage in _MOVES[self.stage], f"{self.fqn}: {self.stage} -> {stage}"
-        self.stage = stage
-        self._to_run.clear()
 
     # --- following the modules ---------------------------------------------------------------------------------------
 
@@ -231,10 +219,10 @@ class Unit:
 
     def unshard(self, prefetching: bool = False) -> None:
         """Issue the all-gathers that are needed. A prefetch in backward gathers the last group first."""
-        context = self.ready_context()
+        context = self.context or self.ready_context()
         groups = [*self.groups, *self.borrowed] if self.select is None else self.select(True)
         with outside_transforms():
-            for group in reversed(groups) if prefetching and backward_is_running() else groups:
+            for group in reversed(groups) if prefetching and running_backward() >= 0 else groups:
                 group.users.add(id(self))
                 group.unshard(context.memory, prefetching)
 
@@ -314,14 +302,14 @@ class Unit:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: unshard, prefetch, cast the inputs."""
-        context = self.ready_context()
+        context = self.context or self.ready_context()
         context.step.check_backward_ended()
         is_recomputation = self.stage is Stage.BACKWARD
         # A forward that raised leaves the unit in this stage as well.
         is_nested = self.stage is Stage.FORWARD and len(self._modules) == 1 and is_within_itself(module)
         self._depth = self._depth + 1 if is_nested else 0
         is_new = not is_recomputation and not is_nested
-        if context.root is self and is_new:
+        if context.root() is self and is_new:
             with profiler_range("FSDP::root_pre_forward"):
                 context.begin_forward()
                 for hook in context.hooks.before_forward:
@@ -329,14 +317,14 @@ class Unit:
                 args, kwargs = self._to_device(args, kwargs)
         elif not context.schedule.in_root_forward:
             context.follow_compute()
-            if is_new and not backward_is_running():
+            if is_new and running_backward() < 0:
                 self.drop_stale()
         is_first = is_new and (not self._to_run or len(self._modules) == 1)
         if is_first:
-            if backward_is_running() and self.in_order:
+            if running_backward() >= 0 and self.in_order:
                 _make_room_for_recomputation(context)
             emit("pre_forward", self.fqn)
-            self._move(Stage.FORWARD)
+            self.stage = Stage.FORWARD
             self._to_run = {id(m) for m in self.modules}
             self._was_whole = any(group.phase in (Phase.GATHERING, Phase.UNSHARDED) for group in self.groups)
             if self._was_whole:
@@ -381,14 +369,15 @@ class Unit:
             emit("post_forward", self.fqn)
         output = self._hook_backward(output)
         if not self._to_run:
-            self._move(Stage.IDLE)
-            if backward_is_running():
+            self.stage = Stage.IDLE
+            self._to_run.clear()
+            if running_backward() >= 0:
                 if self.in_order:
                     self.context.recomputed.append(ref(self))
                 self.context.expect_end_of_backward()
             else:
                 self._reshard_after_forward(output)
-        if self.context.root is self:
+        if self.context.root() is self:
             self.context.end_forward()
         return output
 
@@ -401,7 +390,8 @@ class Unit:
         # The root may have been called from within this unit's own forward, which then continues.
         if self.stage is Stage.FORWARD and not any(map(is_running, self.modules)):
             emit("post_forward", self.fqn)
-            self._move(Stage.IDLE)
+            self.stage = Stage.IDLE
+            self._to_run.clear()
             self._reshard_after_forward()
 
     def _hook_backward(self, output: Any) -> Any:
@@ -416,7 +406,7 @@ class Unit:
 
     def _conversions(self) -> int:
         """How often unsharded parameters were recreated, because those before did not match any more."""
-        return sum([group.conversions for group in self.groups])
+        return sum(map(_conversions_of, self.groups))
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move inputs to the accelerator."""
@@ -450,7 +440,8 @@ class Unit:
         if self._sees_end and not is_known_whole:
             self.context.step.is_partial = True
         emit("pre_backward", self.fqn)
-        self._move(Stage.BACKWARD)
+        self.stage = Stage.BACKWARD
+        self._to_run.clear()
         for group in self.groups:
             group.adopt_changes()
             group.gradients.begin_backward()
@@ -473,7 +464,7 @@ class Unit:
     def _check_not_captured(self) -> None:
         """Raise within `torch.autograd.grad` with respect to an unsharded parameter, unless gradients are finalised by
         hand: pipelines that split backward do that, and set the gradients themselves."""
-        root = self.ready_context().root
+        root = (self.context or self.ready_context()).root()
         if not self.settings.requires_gradient_sync or (root is not None and root.settings.manual_finalization):
             return
         for group in self.groups:
@@ -501,13 +492,13 @@ class Unit:
     def backward_reached(self) -> None:
         """A gradient has arrived, by no output of the unit: of a tensor that a module has kept, or of a loss outside of
         the forward that reads a parameter. The end of backward reduces it."""
-        self.ready_context().expect_end_of_backward()
+        (self.context or self.ready_context()).expect_end_of_backward()
 
     def gradients_ready(self, index: int) -> None:
         """All trainable parameters of a group have a gradient, so their reduction can start before the unit's backward
         ends. If other ranks may lack some gradients, all ranks start it at the end of backward instead. Parameters that
         are used as they are cannot be stepped before the unit's backward ends."""
-        self.ready_context().expect_end_of_backward()
+        (self.context or self.ready_context()).expect_end_of_backward()
         settings = self.in_backward()
         steps_what_is_used = bool(settings.when_reduced) and self.groups[index].roles.shard_axis is None
         waits = settings.reduce_unused or self.reduces_late is not None or steps_what_is_used
@@ -527,7 +518,8 @@ class Unit:
     def post_backward(self) -> None:
         """The unit's backward has ended, at least for now: reshard, and reduce the remaining gradients."""
         emit("post_backward", self.fqn)
-        self._move(Stage.DONE)
+        self.stage = Stage.DONE
+        self._to_run.clear()
         settings = self.in_backward()
         if settings.reshard_after_backward:
             with profiler_range("FSDP::post_backward_reshard", self.fqn):
@@ -555,11 +547,13 @@ class Unit:
                 self._reduce(group, settings, at_end=True)
         for group in self.groups:
             group.gradients.end_backward()
-        self._move(Stage.IDLE)
+        self.stage = Stage.IDLE
+        self._to_run.clear()
 
     def reset(self) -> None:
         """Recover from an error: reshard, and forget the iteration and all gradients that were not reduced."""
-        self._move(Stage.IDLE)
+        self.stage = Stage.IDLE
+        self._to_run.clear()
         for group in (*self.groups, *self.borrowed):
             group.abandon_gather()
             group.changes.forget()

@@ -54,10 +54,8 @@ MISSED = (
         "forward-in-part",  # a list of modules of which the forward ran some, then a backward
         "runtime.unit",
         (
-            (
-                "self.stage = stage\n        self._to_run.clear()\n",
-                "self.stage = stage\n        if stage is not Stage.IDLE:\n            self._to_run.clear()\n",
-            ),
+            ("self._to_run.clear()\n            self._reshard_after_forward()", "self._reshard_after_forward()"),
+            ("self._to_run.clear()\n\n    def reset", "\n    def reset"),
         ),
     ),
 )
