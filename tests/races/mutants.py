@@ -49,6 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "with streams_for(self.roles.device).gathering():",
         "if True:",
         "frozen",
+        harmless="slower only: the next gather waits for the release of the unit's memory, which comes after the copy",
     ),
     Mutant("gather: no wait for kept memory", PARAM_GROUP, "streams.wait(resharded)", "pass", "kept"),
     Mutant(
