@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad, profiler
@@ -30,8 +29,6 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.nothing import NOTHING
-
-_fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
 
 def make_spec(
@@ -234,22 +231,6 @@ def composable_apis(module: nn.Module) -> set[str]:
     `contract` decorator notes in an attribute with a random suffix."""
     notes = [value for key, value in module.__dict__.items() if key.startswith("__composable_api_state_key")]
     return {name for note in notes if isinstance(note, dict) for name in note if isinstance(name, str)}
-
-
-def fully_shard_state(module: nn.Module) -> object:
-    """What `set_fully_shard_state` has set."""
-    state: object = _fully_shard.state(module)
-    return state
-
-
-def set_fully_shard_state(module: nn.Module, state: object) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`, and list `module` as one that
-    `fully_shard` was applied to. torch's pipelining finds the object that ends the backward of a stage this way, and
-    its composable `replicate` the modules to skip; there is no other way. Both read attributes of the module, whose
-    names the `contract` decorator's module generates when it is imported."""
-    keys = _fully_shard.__globals__
-    module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
-    module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state
 
 
 # The same for lists that are not empty, without a Python frame.

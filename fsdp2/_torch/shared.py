@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Placement, Shard, _redistribute
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+_fully_shard: Any = torch.distributed.fsdp.fully_shard  # torch's: `fsdp2.compat` may put ours there later
 
 
 def split_factor(placement: Placement) -> int | None:
@@ -54,3 +58,19 @@ def group_named(name: str) -> dist.ProcessGroup:
     module: Any = distributed_c10d  # torch's own type hints have a separate type for the name
     group: dist.ProcessGroup = module._resolve_process_group(name)
     return group
+
+
+def fully_shard_state(module: nn.Module) -> object:
+    """What `set_fully_shard_state` has set."""
+    state: object = _fully_shard.state(module)
+    return state
+
+
+def set_fully_shard_state(module: nn.Module, state: object) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return `state`, and list `module` as one that
+    `fully_shard` was applied to. torch's pipelining finds the object that ends the backward of a stage this way, and
+    its composable `replicate` the modules to skip; there is no other way. Both read attributes of the module, whose
+    names the `contract` decorator's module generates when it is imported."""
+    keys = _fully_shard.__globals__
+    module.__dict__.setdefault(keys["STATE_KEY"], {})[_fully_shard.__wrapped__] = state
+    module.__dict__.setdefault(keys["REGISTRY_KEY"], {})["fully_shard"] = state

@@ -26,6 +26,7 @@ def watch_root(context: Context) -> None:
     """Watch the gradients of a new root."""
     unreduced = Unreduced(context)
     context.hooks.after_forward.append(unreduced.after_forward)
+    context.hooks.after_forward_alone.append(unreduced.after_forward)
     context.hooks.before_last_reductions.append(unreduced.after_backward)
     context.hooks.on_reset.append(unreduced.reset)
 

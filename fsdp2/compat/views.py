@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import nn
 
-from fsdp2._torch import fully_shard_state, set_fully_shard_state
+from fsdp2._torch.shared import fully_shard_state, set_fully_shard_state
 from fsdp2.extras.pipelining import StageState
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.runtime.unit import Unit, unit_for

@@ -22,7 +22,7 @@ Source: torch/distributed/pipelining/stage.py, `perform_reduce_grad` (torch 2.13
 from typing import Any
 from weakref import WeakSet, ref
 
-from fsdp2._torch import set_fully_shard_state
+from fsdp2._torch.shared import set_fully_shard_state
 from fsdp2.errors import OrderError
 from fsdp2.runtime import hooks
 from fsdp2.runtime.context import Context

@@ -50,6 +50,7 @@ class Hooks:
         before_forward: the root's forward starts, with these positional and keyword inputs.
         unit_started: the forward of this unit starts, and its parameters are there; not called for recomputations.
         after_forward: the root's forward has ended, without an error.
+        after_forward_alone: the same of a unit below the root, outside of the root's.
         before_finalize: `finalize_backward` will reduce what manual backwards have left; a hook may refuse.
         before_last_reductions: backward is over, and the gradients that are left will be reduced; or
             `finalize_backward` will reduce those of earlier backwards.
@@ -63,6 +64,7 @@ class Hooks:
         self.before_forward: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
         self.unit_started: list[Callable[[Any], None]] = []
         self.after_forward: list[Callable[[], None]] = []
+        self.after_forward_alone: list[Callable[[], None]] = []
         self.before_finalize: list[Callable[[], None]] = []
         self.before_last_reductions: list[Callable[[], None]] = []
         self.before_wait: list[Callable[[], None]] = []

@@ -379,6 +379,9 @@ class Unit:
                 self._reshard_after_forward(output)
         if self.context.root() is self:
             self.context.end_forward()
+        elif not self.context.schedule.in_root_forward and running_backward() < 0:
+            for hook in self.context.hooks.after_forward_alone:
+                hook()
         return output
 
     def _holds_container(self) -> bool:
