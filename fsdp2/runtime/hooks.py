@@ -48,7 +48,7 @@ class Hooks:
 
     Attributes:
         before_forward: the root's forward starts, with these positional and keyword inputs.
-        unit_started: the forward of this unit starts, and its parameters are there; not called for recomputations.
+        unit_started: the forward of this unit starts, and its parameters are there; within its own backward not called.
         after_forward: the root's forward has ended, without an error.
         after_forward_alone: the same of a unit below the root, outside of the root's.
         before_finalize: `finalize_backward` will reduce what manual backwards have left; a hook may refuse.

@@ -9,8 +9,8 @@ Steps, cited in `Reduction._steps`::
     [5] scale      what the collectives did not divide; the all-reduce hook; cast to the dtype of the sharded gradients
     [6] hand over  `sharded.grad` is set or added to; the user's post-accumulate hooks run; `settings.when_reduced`
 
-On an accelerator [1] to [5] are enqueued at once. On the CPU each wait ends a step, and the context takes the next step
-when it has to.
+On an accelerator [1], [2], [4] and [5] are enqueued without a pause. On the CPU each wait ends a step, and the context
+takes the next step when it has to.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

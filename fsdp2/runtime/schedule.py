@@ -76,7 +76,7 @@ class Schedule:
 
 
 def num_kept(prefetching: bool) -> int:
-    """How many resharded units may keep their storage when another unit unshards, so that that of two is alive. A unit
-    that unshards for itself: one, which may still compute. One that is prefetched: none, because the prefetching unit
-    computes."""
+    """How many resharded units may keep their storage when another unit unshards, so that two storages are alive. One
+    if the unit unshards for itself: the unit before it may still compute. None if it is prefetched: the unit that
+    prefetches computes."""
     return 0 if prefetching else 1

@@ -78,7 +78,7 @@ class Unit:
     """One module, or a list of modules that gather and reduce together.
 
     Attributes:
-        groups: the parameters, one group per mesh; none for a unit without parameters.
+        groups: the parameters, one group per mesh and policy; none for a unit without parameters.
         borrowed: groups of other units, which this unit gathers too (tied weights); their owner reduces them.
         fqn: relative to the root once there is one; ``""`` for the root.
         context: shared with the root; None until the first forward or unshard.
@@ -261,9 +261,9 @@ class Unit:
                     group.reshard(self.context.memory, to, keep_values)
 
     def reshard_all(self, to_change: bool = True) -> None:
-        """Free all unsharded parameters, used or kept: the sharded ones will be changed. If they will only be read,
-        which one rank may do alone, what is kept of frozen parameters stays: all ranks must know alike what to
-        gather."""
+        """Free all unsharded parameters, used or kept, because the sharded ones will be changed. Without `to_change`
+        they will only be read, which may happen on one rank only. So it must not change what the next gather sends:
+        kept frozen parameters stay."""
         if self.context is not None:
             for group in (*self.groups, *self.borrowed):
                 group.users.clear()
