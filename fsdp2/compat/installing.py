@@ -6,11 +6,9 @@ goes through `sys.modules`. No private name is replaced: what clients access thr
 torch's own objects, or is an attribute of our objects (`docs/compat.md` lists all).
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from importlib import metadata
 from threading import RLock
 from types import ModuleType
 from typing import Any
@@ -21,7 +19,7 @@ from torch import nn
 from fsdp2 import api, policies
 from fsdp2 import module as modules
 from fsdp2.compat.views import state_view
-from fsdp2.errors import OrderError, UnsupportedError
+from fsdp2.errors import OrderError
 from fsdp2.module import FSDPModule
 
 __all__ = ["HOME", "IMPLEMENTATION", "PUBLIC", "fully_shard", "install", "is_installed", "uninstall"]
@@ -75,7 +73,6 @@ def install() -> None:
     Raises:
         OrderError: a module outside of torch has already imported one of the names; the message says which. Nothing is
             changed then.
-        UnsupportedError: Accelerate was told to shard (`accelerate launch --use_fsdp`), and is too old to use FSDP2.
 
     Example::
 
@@ -91,7 +88,6 @@ def install() -> None:
         ours = _ours()
         torchs = {name: home[name] for name in ours if name in home}
         _check_in_time(torchs)
-        _check_accelerate()
         _exchange(torchs, ours)
         FSDPModule._get_fsdp_state = state_view  # type: ignore[assignment,method-assign]
         _torchs.update(torchs)
@@ -129,21 +125,6 @@ def _check_in_time(torchs: Mapping[str, Any]) -> None:
             f"fsdp2.compat.install: too late: {places} is torch's object already. Install before "
             f"anything imports from {HOME}: make `import fsdp2.compat.auto` the first line of the program, or run it "
             "with `python -m fsdp2.compat`."
-        )
-
-
-def _check_accelerate() -> None:
-    """Before 1.6 it has FSDP1 only, so its user would believe to train on fsdp2."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
-        return
-    try:
-        version = metadata.version("accelerate")
-    except metadata.PackageNotFoundError:
-        return  # a folder on the path
-    if [int(number) for number in version.split(".")[:2]] < [1, 6]:
-        raise UnsupportedError(
-            f"fsdp2.compat: accelerate {version} is too old: it has FSDP1 only, so it will not use fsdp2. The oldest "
-            "version that does is 1.6.0: python -m pip install 'accelerate>=1.6.0'"
         )
 
 

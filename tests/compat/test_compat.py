@@ -9,17 +9,15 @@ from __future__ import annotations
 import ast
 import os
 import textwrap
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp
 
-from fsdp2 import UnsupportedError
 from fsdp2.compat import is_installed
 from fsdp2.compat.__main__ import BOOTSTRAP, main
-from fsdp2.compat.installing import PUBLIC, _check_accelerate
+from fsdp2.compat.installing import PUBLIC
 from tests.helpers.interpreters import python, succeeds
 from tests.helpers.scripts import run_script
 from tests.helpers.source_tree import ROOT
@@ -296,26 +294,6 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--path"])
     assert Path(capsys.readouterr().out.strip()) == BOOTSTRAP
     assert not is_installed()
-
-
-@pytest.mark.parametrize("version", ["1.5.2", "1.6.0rc1", "1.10", "2", None])
-def test_accelerate_without_fsdp2(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    """`accelerate launch --use_fsdp -m fsdp2.compat train.py` with an Accelerate that has FSDP1 only would train on
-    that. A folder on the path has no version."""
-    versions = {"accelerate": version}
-
-    def look_up(package: str) -> str:
-        if versions[package] is None:
-            raise metadata.PackageNotFoundError
-        return str(versions[package])
-
-    monkeypatch.setattr(metadata, "version", look_up)
-    _check_accelerate()  # nobody asked it to shard
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    if version != "1.5.2":
-        return _check_accelerate()
-    with pytest.raises(UnsupportedError, match=r"accelerate 1.5.2 is too old: .*'accelerate>=1.6.0'"):
-        _check_accelerate()
 
 
 @pytest.mark.exhaustive
