@@ -1,8 +1,4 @@
-"""``python -m fsdp2.compat [-m module | script.py] args...``: run a program with fsdp2 in place of torch's FSDP2.
-
-It also applies to Python processes that the program starts. ``--path`` prints the ``PYTHONPATH`` entry that has the
-same effect without this command. Layer: compat.
-"""
+"""The command ``python -m fsdp2.compat``: see `USAGE`. Layer: compat."""
 
 import os
 import runpy

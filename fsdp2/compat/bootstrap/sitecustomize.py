@@ -47,10 +47,7 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _install() -> None:
-    try:
-        importlib.import_module("fsdp2")
-    except ModuleNotFoundError:
-        sys.path.append(str(_HERE.parents[2]))  # the parent process found fsdp2 next to itself
+    sys.path.append(str(_HERE.parents[2]))  # the parent process may have found fsdp2 next to itself
     importlib.import_module("fsdp2.compat.auto")
 
 
