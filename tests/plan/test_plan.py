@@ -386,10 +386,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 units over 16 ranks of a100: replicate 2, shard 8" in shown and ", fits" in shown and "in 2" in shown
     assert main([*told, "--only", "--memory-gib", "0.1"]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
-    assert main([f"{script}:nothing", "--world", "2"]) == 2
-    assert "there are" in capsys.readouterr().err
-    assert main([*told[:2], "15", *told[3:]]) == 2
-    assert "2 (replicate)" in capsys.readouterr().err
+    for wrong, error in (([f"{script}:nothing"], "there are"), ([*told[:2], "15", *told[3:]], "2 (replicate)")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--world", "2", *wrong])
+        assert error in capsys.readouterr().err
 
 
 def test_making_memory_takes_no_time() -> None:
