@@ -1,6 +1,6 @@
 """`compare`: plans of other settings than the one asked for, and the change that helps most. Layer: plan."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,34 +72,38 @@ def _rate(plan: Plan) -> float:
     return plan.tokens_per_second / plan.config.tensor
 
 
-def changes(
-    workload: Workload, config: ParallelConfig, machine: Machine, options: dict[str, Any]
-) -> Iterator[tuple[Workload, ParallelConfig]]:
-    """What differs from a resolved config in one setting. (Some are options, not of the config.)"""
+def changes(plan: Plan) -> Iterator[tuple[Workload, ParallelConfig, Mapping[str, Any]]]:
+    """What differs from `plan` in one setting."""
+    workload, config, machine, options = plan.workload, plan.config, plan.machine, plan.options
     for wanted in ("none", "selective", "full"):
-        yield workload, replace(config, activation_checkpointing=wanted)
+        yield workload, replace(config, activation_checkpointing=wanted), options
     if config.degrees["shard"] > 1:
-        yield workload, replace(config, reshard_after_forward=False)
+        yield workload, replace(config, reshard_after_forward=False), options
     if config.mixed_precision == "no":
-        yield workload, replace(config, mixed_precision="bf16")
+        yield workload, replace(config, mixed_precision="bf16"), options
     if machine.is_accelerator:
-        yield workload, replace(config, cpu_offload=not config.cpu_offload, offload="none")
+        yield workload, replace(config, cpu_offload=not config.cpu_offload, offload="none"), options
         for offload in ("none", "states", "gradients", "all"):
-            yield workload, replace(config, cpu_offload=False, offload=offload)
+            yield workload, replace(config, cpu_offload=False, offload=offload), options
     whole, node = config.degrees["replicate"] * config.degrees["shard"], machine.ranks_per_node
     if whole > node and whole % node == 0:
-        yield workload, replace(config, replicate=whole // node, shard=node)
-    yield workload, replace(config, replicate=1, shard=whole)
+        yield workload, replace(config, replicate=whole // node, shard=node), options
+    yield workload, replace(config, replicate=1, shard=whole), options
     if "tp_plan" in options:
         for tensor in (1, 2, 4, 8):
             if config.world_size % tensor == 0 and tensor <= node:
-                yield workload, replace(config, tensor=tensor, replicate=1, shard="auto")
+                yield workload, replace(config, tensor=tensor, replicate=1, shard="auto"), options
     if workload.batch_size % 2 == 0:
         half = replace(workload, batch_size=workload.batch_size // 2, microbatches=2 * workload.microbatches)
-        yield half, config
+        yield half, config, options
     if workload.microbatches % 2 == 0:
         double = replace(workload, batch_size=2 * workload.batch_size, microbatches=workload.microbatches // 2)
-        yield double, config
+        yield double, config, options
+    if config.degrees["shard"] > 1 and config.reshard_after_forward is None and "zero" not in options:
+        for stage in (2, 1) if workload.microbatches > 1 else (2,):  # they differ in what waits between backwards
+            yield workload, config, {**options, "zero": ZeroPolicy(stage=stage)}
+    if machine.is_accelerator and "activation_budget" not in options:
+        yield workload, config, {**options, "activation_budget": 0}
 
 
 def compare(
@@ -120,13 +124,7 @@ def compare(
     """
     asked = predict(workload, config, machine, world_size, **options)
     plans, failed, seen = [asked], [], {asked.name}
-    others = [(*each, options) for each in changes(workload, asked.config, machine, options)]
-    if asked.config.degrees["shard"] > 1 and asked.config.reshard_after_forward is None and "zero" not in options:
-        stages = (2, 1) if workload.microbatches > 1 else (2,)  # which differ in what waits between backwards
-        others += [(workload, asked.config, {**options, "zero": ZeroPolicy(stage=stage)}) for stage in stages]
-    if machine.is_accelerator and "activation_budget" not in options:
-        others.append((workload, asked.config, {**options, "activation_budget": 0}))
-    for other_workload, other, chosen in others:
+    for other_workload, other, chosen in changes(asked):
         name = name_of(other_workload, other.resolve(world_size), chosen)
         if name in seen:
             continue

@@ -64,23 +64,18 @@ class Clock(Streams):
         return self._current == "optimizer"
 
     @property
-    def now(self) -> float:
-        """When compute will have done what it was given so far."""
-        return self._free_at[COMPUTE]
-
-    @property
     def elapsed(self) -> float:
-        """Seconds up to then."""
-        return self.now - self.origin
+        """Seconds until compute will have done what it was given so far."""
+        return self._free_at[COMPUTE] - self.origin
 
     @property
     def end(self) -> float:
         """When everything will be done."""
-        return max(self.now, *self._free_at.values())
+        return max(self._free_at.values())
 
     def restart(self) -> None:
         """Count from now on."""
-        self.origin, self.spans, self.exposed = self.now, [], 0.0
+        self.origin, self.spans, self.exposed = self._free_at[COMPUTE], [], 0.0
 
     def work(self, lane: str, name: str, seconds: float) -> None:
         """Give the current stream work of `seconds`."""

@@ -1,14 +1,19 @@
-"""`Machine`: what a plan needs to know of a device, its host and the network. Layer: plan.
+"""`Machine`: what a plan needs to know of a device, its host and the network; and what one operator takes there: a
+roofline of its floating-point operations and its bytes. Layer: plan.
 
 Rates are those that programs reach, not those of data sheets: `MACHINES` multiplies data sheets by the shares below.
+FLOPs come from torch's registry of formulas (`torch.utils.flop_counter`), which covers matrix products, convolutions
+and fused attention. Any other operator is as fast as memory.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-__all__ = ["MACHINES", "Machine"]
+__all__ = ["MACHINES", "Machine", "nbytes_of", "seconds_of"]
 
 GB, GIB = 10**9, 2**30
 
@@ -16,6 +21,15 @@ GB, GIB = 10**9, 2**30
 SHARE_OF_FLOPS = 0.7
 SHARE_OF_MEMORY = 0.8
 SHARE_OF_LINKS = 0.8
+
+# On the CPU attention has operators of its own, which the registry lacks: the formula, the positions of the shapes that
+# it needs, and that of `is_causal`. Fused kernels leave out the half that causal attention masks.
+_CPU_ATTENTION: dict[str, tuple[Any, tuple[int, ...], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, (0, 1, 2), 4),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, (0, 1, 2, 3), 7),
+}
+# These say where memory is, and neither read nor write it.
+_TOUCHES_NOTHING = ("empty", "new_empty", "set_", "resize_", "record_stream")
 
 
 @dataclass(frozen=True)
@@ -38,9 +52,7 @@ class Machine:
         op_seconds: the least that an operator takes, since the host has to issue it.
         context: bytes that the runtime of the device takes for itself.
         communicator: bytes of each process group's communicator.
-        host_memory: bytes of a node's host memory.
         is_accelerator: whether the host runs ahead of the device, and messages have streams (NCCL); else the CPU, gloo.
-        source: where the figures are from.
     """
 
     name: str
@@ -57,9 +69,7 @@ class Machine:
     op_seconds: float = 8e-6
     context: int = 0
     communicator: int = 0
-    host_memory: int = 0
     is_accelerator: bool = True
-    source: str = ""
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Floating-point operations a second in this dtype."""
@@ -80,9 +90,7 @@ class Machine:
         return max(seconds, nbytes / (self.network * ranks_in_node)) + self.network_latency * (nodes - 1)
 
 
-def _gpu(
-    name: str, gib: float, bf16: float, tf32: float, memory: float, link: float, host_link: float, source: str
-) -> Machine:
+def _gpu(name: str, gib: float, bf16: float, tf32: float, memory: float, link: float, host_link: float) -> Machine:
     """From a data sheet: dense rates (some give twice as much, with sparsity), float32 as TF32, links in one direction.
     `gib` is what the driver reports; the network has 400 Gb/s for each GPU."""
     flops = {"bfloat16": bf16, "float16": bf16, "float32": tf32}
@@ -96,19 +104,49 @@ def _gpu(
         SHARE_OF_LINKS * host_link,
         context=GIB // 2,
         communicator=GIB // 4,
-        source=source,
     )
 
 
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+# Sources: https://www.nvidia.com/en-us/data-center/h100/, h200/ and a100/ (SXM, 80 GB); of the rtx4090 (dense, FP32
+# accumulation; peers over PCIe 4.0 x16) appendix A of
+# https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf.
 MACHINES: dict[str, Machine] = {
     machine.name: machine
     for machine in (
-        _gpu("h100", 79.1, 989e12, 494e12, 3.35e12, 450 * GB, 64 * GB, f"H100 SXM: {_NVIDIA}h100/"),
-        _gpu("h200", 139.8, 989e12, 494e12, 4.8e12, 450 * GB, 64 * GB, f"H200 SXM: {_NVIDIA}h200/"),
-        _gpu("a100", 79.1, 312e12, 156e12, 2.039e12, 300 * GB, 32 * GB, f"A100 80GB SXM: {_NVIDIA}a100/"),
-        # Appendix A: dense, FP32 accumulation; peers over PCIe 4.0 x16.
-        _gpu("rtx4090", 23.6, 165e12, 82.6e12, 1.008e12, 32 * GB, 32 * GB, f"Ada GPU architecture: {_ADA}"),
+        _gpu("h100", 79.1, 989e12, 494e12, 3.35e12, 450 * GB, 64 * GB),
+        _gpu("h200", 139.8, 989e12, 494e12, 4.8e12, 450 * GB, 64 * GB),
+        _gpu("a100", 79.1, 312e12, 156e12, 2.039e12, 300 * GB, 32 * GB),
+        _gpu("rtx4090", 23.6, 165e12, 82.6e12, 1.008e12, 32 * GB, 32 * GB),
     )
 }
+
+
+def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of their elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def seconds_of(
+    machine: Machine, function: Any, args: Sequence[Any], kwargs: Any, result: Any, tensors: Sequence[torch.Tensor]
+) -> float:
+    """How long the device takes for one call, which reads and writes `tensors`."""
+    if function.__name__.startswith(_TOUCHES_NOTHING):
+        return 0.0
+    seconds = nbytes_of(tensors) / machine.memory_bandwidth
+    flops = _flops_of(function, args, kwargs, result)
+    if flops:
+        dtype = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+        seconds = max(seconds, flops / machine.flops_of(dtype))
+    return seconds
+
+
+def _flops_of(function: Any, args: Sequence[Any], kwargs: Any, result: Any) -> float:
+    packet = getattr(function, "overloadpacket", None)
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=result))
+    attention = _CPU_ATTENTION.get(getattr(packet, "__name__", ""))
+    if attention is None:
+        return 0.0
+    formula, positions, causal = attention
+    is_causal = len(args) > causal and bool(args[causal])
+    return float(formula(*(args[position].shape for position in positions))) / (2 if is_causal else 1)

@@ -63,8 +63,9 @@ class Memory:
         self._alive: dict[int, Holding] = {}
         self._elastic: list[Holding] = []
 
-    def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS) -> None:
-        """What `tensor`'s storage holds, if it is a tensor."""
+    def mark(self, tensor: object, kind: Kind = Kind.ACTIVATIONS, elastic: bool = False) -> None:
+        """What `tensor`'s storage holds, if it is a tensor. An elastic one may be resized: its size is looked at for
+        every operator."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
@@ -78,13 +79,7 @@ class Memory:
             self._holdings.append(known)
             self._alive[key] = known
         known.kind = min(known.kind, kind, key=_ORDER.index)
-
-    def mark_elastic(self, tensor: torch.Tensor) -> None:
-        """`tensor`'s storage may be resized: look at its size at every operator."""
-        self.mark(tensor)
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        known = self._alive[id(tensor.untyped_storage())]
-        if known not in self._elastic:
+        if elastic and known not in self._elastic:
             self._elastic.append(known)
 
     def mark_what_stays(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -97,8 +92,7 @@ class Memory:
             for param in (param for group in unit.groups for param in group.params):
                 if param.unsharded is None:
                     continue
-                self.mark(param.unsharded, Kind.UNSHARDED)
-                self.mark_elastic(param.unsharded)
+                self.mark(param.unsharded, Kind.UNSHARDED, elastic=True)
                 if param.unsharded.requires_grad:
                     param.unsharded.register_hook(lambda grad: self.mark(grad, Kind.GRADIENTS))
 
@@ -115,23 +109,16 @@ class Memory:
 
     def samples(self, since: int, is_host: bool = False) -> list[Sample]:
         """Bytes by kind after each change from operator `since` on."""
-        changes: dict[int, list[tuple[Kind, int]]] = {since: []}
-        times = {since: 0.0}
-        total = dict.fromkeys(Kind, 0)
+        changes: dict[int, list[tuple[float, Kind, int]]] = {since: []}
         for holding in self._holdings:
-            if holding.is_host != is_host:
-                continue
             before = 0
-            for tick, seconds, nbytes in holding.changes:
-                if tick <= since:
-                    total[holding.kind] += nbytes - before
-                else:
-                    changes.setdefault(tick, []).append((holding.kind, nbytes - before))
-                    times[tick] = seconds
+            for tick, seconds, nbytes in holding.changes if holding.is_host == is_host else ():
+                changes.setdefault(max(tick, since), []).append((seconds, holding.kind, nbytes - before))
                 before = nbytes
-        samples = []
+        total, samples = dict.fromkeys(Kind, 0), []
         for tick in sorted(changes):
-            for kind, difference in changes[tick]:
+            for _, kind, difference in changes[tick]:
                 total[kind] += difference
-            samples.append(Sample(times[tick], {str(kind): nbytes for kind, nbytes in total.items()}))
+            at = changes[tick][0][0] if tick > since else 0.0
+            samples.append(Sample(at, {str(kind): nbytes for kind, nbytes in total.items()}))
         return samples

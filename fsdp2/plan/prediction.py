@@ -75,9 +75,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether that is less than there is."""
-        node = self.host_bytes * min(self.machine.ranks_per_node, self.config.world_size)
-        enough = not self.machine.host_memory or node <= self.machine.host_memory
-        return self.device_bytes <= self.machine.memory and enough
+        return self.device_bytes <= self.machine.memory
 
     # --- communication and time ---------------------------------------------------------------------------------------
 

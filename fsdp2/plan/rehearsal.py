@@ -24,7 +24,7 @@ from fsdp2._torch.plan import FAKE_ERRORS, FakeTensorMode, MemoryMode, buffer_sl
 from fsdp2._torch.shared import group_named
 from fsdp2.comm.gloo import GlooComm
 from fsdp2.comm.nccl import NcclComm
-from fsdp2.errors import ArgumentError, UnsupportedError
+from fsdp2.errors import UnsupportedError
 from fsdp2.extras.activations import offload_activations
 from fsdp2.extras.offload import standing_for_host
 from fsdp2.module import FSDPModule
@@ -34,15 +34,14 @@ from fsdp2.parallel import ParallelConfig, build_meshes, parallelize
 from fsdp2.parallel.blocks import units_of
 from fsdp2.plan.absent import absent_ranks
 from fsdp2.plan.clock import Clock
-from fsdp2.plan.cost import nbytes_of, seconds_of
-from fsdp2.plan.machine import Machine
+from fsdp2.plan.machine import Machine, nbytes_of, seconds_of
 from fsdp2.plan.memory import Kind, Memory
 from fsdp2.plan.prediction import Plan, name_of
 from fsdp2.plan.workload import Workload
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.streams import simulated
 from fsdp2.runtime.tree import tensors_in
-from fsdp2.trace.timeline import Timeline
+from fsdp2.trace.timeline import Timeline, follow
 
 __all__ = ["predict"]
 
@@ -136,10 +135,8 @@ class Observer(MemoryMode):
         name = function.__name__
         for leaf in tensors_in((args, kwargs, result)):
             self.memory.mark(leaf)
-        if name.startswith("set_"):
-            self.memory.mark_elastic(result)
-            if self.clock.is_stepping:  # states that are on the device for the time of their step
-                self.memory.mark(result, Kind.STATES)
+        if name.startswith("set_"):  # while stepping: states that are on the device for the time of their step
+            self.memory.mark(result, Kind.STATES if self.clock.is_stepping else Kind.ACTIVATIONS, elastic=True)
         self.memory.tick += 1  # what dies now was alive together with the result
         if function.namespace == "_c10d_functional":
             self._functional(name, args)
@@ -152,13 +149,6 @@ class Observer(MemoryMode):
         self.memory.tick += 1
         self.memory.seconds = self.clock.elapsed
         self.memory.look()
-
-    def restart(self) -> int:
-        """What counts begins. Returns the number of the operator."""
-        self.clock.restart()
-        self.sent.clear()
-        self.tick()
-        return self.memory.tick
 
     def _compute(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = tensors_in((args, kwargs, result))
@@ -175,12 +165,7 @@ class Observer(MemoryMode):
     def _label(self) -> str:
         """The unit whose forward or backward runs, by the events so far."""
         for event in self.log[self._num_seen :]:
-            kind, _, what = event.kind.partition("_")
-            label = f"{what} {event.unit or '(root)'}"
-            if kind == "pre" and what in ("forward", "backward"):
-                self._running.append(label)
-            elif kind == "post" and label in self._running:
-                self._running.remove(label)
+            follow(self._running, event)
         self._num_seen = len(self.log)
         return self._running[-1] if self._running else self.phase
 
@@ -232,12 +217,15 @@ def _rehearse(
     optimizer = workload.optimizer(param for param in model.parameters() if param.requires_grad)
     if config.offload != "none" and not isinstance(optimizer, OffloadedOptimizer):
         optimizer = offload_optimizer(type(optimizer), [{**group} for group in optimizer.param_groups])
+    # A stage of ZeRO decides what waits for the last backward; without one all reductions do.
+    assert isinstance(model, FSDPModule)
+    set_last = model.set_requires_gradient_sync if options.get("zero") is None else model.set_is_last_backward
     in_background = isinstance(optimizer, OffloadedOptimizer)
     batches = [workload.batch(workload.batch_size) for _ in range(workload.microbatches)]
 
     def step() -> None:
         for index, batch in enumerate(batches):
-            _set_last(model, index == len(batches) - 1, options.get("zero") is not None)
+            set_last(index == len(batches) - 1)
             observer.phase = "loss"
             workload.loss(model, batch).backward()
         for param in model.parameters():
@@ -255,7 +243,10 @@ def _rehearse(
     clock.arrive(clock.end)
     if in_background:  # what is measured begins while the last step is under way
         step()
-    since, first_event = observer.restart(), len(observer.log)
+    clock.restart()
+    observer.sent.clear()
+    observer.tick()
+    since, first_event = observer.memory.tick, len(observer.log)
     step()
     samples, host_samples = (observer.memory.samples(since, is_host) for is_host in (False, True))
     return Plan(
@@ -285,15 +276,6 @@ def _apply(model: nn.Module, config: ParallelConfig, activation_budget: int | No
         offload_activations([block for block in blocks if block not in inside], budget=activation_budget)
 
 
-def _set_last(model: nn.Module, is_last: bool, in_stages: bool) -> None:
-    """A stage of ZeRO decides what waits for the last backward; without one all reductions do."""
-    assert isinstance(model, FSDPModule)
-    if in_stages:
-        model.set_is_last_backward(is_last)
-    else:
-        model.set_requires_gradient_sync(is_last)
-
-
 def _build(workload: Workload) -> nn.Module:
     """The model, on the meta device unless its builder insists on another."""
     try:
@@ -304,25 +286,21 @@ def _build(workload: Workload) -> nn.Module:
             f"plan: the model is built on the meta device, where one step of its builder is impossible: {error}. Leave "
             "out .to(device) and whatever reads values"
         ) from error
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"plan: build must return a module, got a {type(model).__name__}")
     return model
 
 
 def _make_fake(model: nn.Module) -> None:
     """Replace the tensors of a model (on the meta device, or real) by fake ones of the CPU."""
-    made: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # so that no id is used twice
+    made: dict[torch.Tensor, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
+        if tensor not in made:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
                 new.__dict__.update(tensor.__dict__)
-            made[id(tensor)] = new
-            kept.append(tensor)
-        return made[id(tensor)]
+            made[tensor] = new
+        return made[tensor]
 
     for module in model.modules():
         slots: tuple[dict[str, Any], ...] = (parameter_slots(module), buffer_slots(module), module.__dict__)

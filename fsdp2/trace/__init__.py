@@ -3,7 +3,6 @@
 >>> from fsdp2 import trace
 """
 
-from fsdp2.trace.recording import record
-from fsdp2.trace.timeline import Sample, Span, Timeline, chrome_trace, save
+from fsdp2.trace.timeline import Sample, Span, Timeline, chrome_trace, record, save
 
 __all__ = ["Sample", "Span", "Timeline", "chrome_trace", "record", "save"]

@@ -1,16 +1,30 @@
-"""`Timeline`: what ran when, and what was in memory; and the file of it that Perfetto opens. Layer: trace, bottom."""
+"""`Timeline`: what ran when, and what was in memory; and the file of it that Perfetto opens. Layer: trace.
+
+A recorded one has the runtime's events, on the host's clock. On the CPU that is what happened. An accelerator's host
+only issues work: its lanes say when, and `torch.profiler`, in which the same phases are ranges, says when the work ran.
+
+Compute is whatever runs between two events, for the unit that they are about; waits are not compute. A collective lasts
+from its issue to the end of the wait for it, so it may have been over before.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from os import PathLike
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from fsdp2.errors import ArgumentError
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["LANES", "Sample", "Span", "Timeline", "chrome_trace", "save"]
+from fsdp2 import events
+
+__all__ = ["LANES", "Sample", "Span", "Timeline", "chrome_trace", "follow", "record", "save"]
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 # From top to bottom.
 LANES = ("compute", "optimizer", "waiting", "all-gather", "reduce-scatter", "all-reduce", "tensor parallel", "copies")
@@ -65,21 +79,79 @@ class Timeline:
     samples: Sequence[Sample] = field(default_factory=list)
 
 
+@contextmanager
+def record(title: str = "measured") -> Iterator[Timeline]:
+    """Record this rank's steps in the block. Each rank records for itself; nothing is communicated.
+
+    Args:
+        title: what the timeline is called.
+
+    Returns:
+        The timeline, which is complete after the block.
+
+    Example::
+
+        with trace.record() as timeline:
+            train_step()
+        trace.save("step.json", timeline)
+    """
+    timeline = Timeline(title)
+    with events.record() as log:
+
+        def note(kind: str) -> None:
+            log.append(events.Event(f"{kind}_step", "optimizer", at=perf_counter()))
+
+        begins = register_optimizer_step_pre_hook(lambda *_: note("pre"))
+        ends = register_optimizer_step_post_hook(lambda *_: note("post"))
+        start = perf_counter()
+        try:
+            yield timeline
+        finally:
+            begins.remove()
+            ends.remove()
+            timeline.spans = spans_of(log, start, perf_counter())
+
+
+def spans_of(log: Sequence[events.Event], start: float, end: float) -> list[Span]:
+    """The spans of events between two times."""
+    spans: list[Span] = []
+    running: list[str] = []
+    in_flight: dict[tuple[str, str], deque[float]] = defaultdict(deque)
+    last = start
+    for event in (*log, events.Event("end", "", at=end)):
+        kind, _, what = event.kind.rpartition("_")
+        name = running[-1] if running else ""
+        lane = "waiting" if what == "done" else "optimizer" if name.startswith("step") else "compute"
+        if event.at > last and (running or lane == "waiting"):
+            spans.append(Span(lane, name, last - start, event.at - start))
+        last = max(last, event.at)
+        unit = event.unit or "(root)"
+        if event.kind in _COLLECTIVES:
+            in_flight[event.kind, unit].append(event.at)
+        elif what == "done" and in_flight[kind, unit]:
+            begin = in_flight[kind, unit].popleft()
+            spans.append(Span(kind.replace("_", "-"), unit, begin - start, event.at - start))
+        follow(running, event)
+    return spans
+
+
+def follow(running: list[str], event: events.Event) -> None:
+    """Keep the list of what runs up to date: forwards and backwards of units, and the optimizer's steps."""
+    kind, _, what = event.kind.partition("_")
+    label = f"{what} {event.unit or '(root)'}"
+    if kind == "pre" and what in ("forward", "backward", "step"):
+        running.append(label)
+    elif kind == "post" and label in running:
+        running.remove(label)
+
+
 def save(path: str | PathLike[str], *timelines: Timeline) -> None:
     """Write timelines on the same axis: what was measured and what was planned, say.
 
     Args:
-        path: ends in .json (the trace format of Chrome, which https://ui.perfetto.dev opens).
-
-    Raises:
-        ArgumentError: no timeline, or another ending.
+        path: of the file, in the trace format of Chrome, which https://ui.perfetto.dev opens: ``step.json``.
     """
-    path = Path(path)
-    if not timelines:
-        raise ArgumentError("trace.save: expected one timeline or more, got none")
-    if path.suffix != ".json":
-        raise ArgumentError(f"trace.save: expected a path that ends in .json, for https://ui.perfetto.dev; got {path}")
-    path.write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
+    Path(path).write_text(json.dumps(chrome_trace(*timelines)), encoding="utf-8")
 
 
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:

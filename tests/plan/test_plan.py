@@ -21,7 +21,7 @@ from fsdp2.extras.offload import Offload
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
 from fsdp2.plan.__main__ import main
-from fsdp2.plan.cost import seconds_of
+from fsdp2.plan.machine import seconds_of
 from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
@@ -400,8 +400,7 @@ def test_making_memory_takes_no_time() -> None:
     assert seconds_of(slow, torch.ops.aten.set_.source_Storage, (x, x.untyped_storage()), {}, x, [x, x]) == 0
 
 
-def test_known_machines_have_sources() -> None:
+def test_known_machines() -> None:
     for machine in MACHINES.values():
-        assert "https://" in machine.source
         assert dataclasses.replace(machine).flops_of(torch.bfloat16) > machine.flops_of(torch.float32)
         assert machine.flops_of(torch.int64) == machine.flops_of(torch.float32)

@@ -190,7 +190,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ): "what it holds, and its iteration: two halves that reach into each other",
     ("attributes", "runtime.unit:Unit"): "the same",
     ("file lines", "runtime.unit"): "the same",
-    ("attributes", "plan.machine:Machine"): "the lines of a data sheet, each with a meaning of its own",
     ("parameters", "checkpoint.saving:save"): "what goes where, and switches that each stand for themselves",
     ("parameters", "checkpoint.tools.converting:convert"): "the same",
     ("parameters", "checkpoint.loading:load"): "what goes where, and four switches that each stand for themselves",
