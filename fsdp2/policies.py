@@ -25,7 +25,7 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of the unsharded floating-point parameters, hence of the all-gather and of compute.
             None: the original dtype.
         reduce_dtype: dtype of reduce-scatter and all-reduce, and of gradients that wait for them. None: the
-            parameter's original dtype (as torch 2.15; torch 2.13 takes `param_dtype`).
+            parameter's `grad_dtype`, which is its original dtype by default (as torch 2.15; 2.13 has `param_dtype`).
         output_dtype: floating-point forward outputs are cast to it. None: no cast.
         cast_forward_inputs: cast floating-point forward inputs to `param_dtype`, where that is set.
         param_dtype_override_fn: called once with each floating-point parameter by `fully_shard`; returns its compute

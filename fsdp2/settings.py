@@ -35,8 +35,8 @@ class Settings:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward passes finish their reductions before they return (default True).
 
-        Applies to the whole tree of the root. Set False for all microbatches but the last: reductions are still issued,
-        but waited for only in the last. Parameters that were prefetched but not used stay for the next backward.
+        Applies to the whole tree of the root, on which to call it. Set False for all microbatches but the last, which
+        waits for all reductions. Parameters that were prefetched but not used stay for the next backward.
         """
         unit = unit_for(self)
         root = unit if unit.context is None else unit.context.root()

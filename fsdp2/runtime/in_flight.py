@@ -1,4 +1,4 @@
-"""`InFlight`: the reductions of one root that are in flight, oldest first. Layer: runtime."""
+"""`InFlight`: the reductions of one root that are in flight, the one that goes on next first. Layer: runtime."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class InFlight:
             self._reductions.popleft().finish()
 
     def finish_all(self) -> None:
-        """Finish every reduction, oldest first."""
+        """Finish every reduction."""
         while self._reductions:
             self._reductions.popleft().finish()
 
