@@ -39,6 +39,7 @@ from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.optional import OptionalPolicy
 from fsdp2.extras.tiles import tile
+from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for units on the meta device
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
     FSDPModule,
@@ -132,7 +133,6 @@ if typing.TYPE_CHECKING:
     from fsdp2 import trace as trace
 
     __version__: str
-
 
 _ON_DEMAND = ("checkpoint", "compat", "events", "init", "parallel", "plan", "trace")
 

@@ -22,14 +22,13 @@ from fsdp2.checkpoint.state.optimizers import ALONE, Optimizers, named_optimizer
 from fsdp2.checkpoint.state.sources import Source, Sources, source_of
 from fsdp2.checkpoint.state.sources import stored as from_stored
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
-from fsdp2.init.allocation import allocate, tensors_of
-from fsdp2.runtime import attach
+from fsdp2.placement.allocation import allocate, tensors_of
 
 __all__ = ["Matching", "Need"]
 
 # The last part of the state-dict key of a module's `get_extra_state`.
 EXTRA_STATE = "_extra_state"
-OWN_HOOKS = attach.__name__  # where those of sharded modules are, which have nothing to do here
+OWN_HOOKS = "fsdp2."  # where those of sharded modules are, which have nothing to do here
 
 
 @dataclass(slots=True)
@@ -393,7 +392,7 @@ def _finish_model(model: nn.Module, filled: set[str], values: Mapping[str, Any])
     _filled(model.parameters())
     code = [each for module in model.modules() for each in loading_code(module)]
     state: dict[str, Any] = {}
-    if any(getattr(each, "__module__", "") != OWN_HOOKS for each in code):
+    if not all(str(getattr(each, "__module__", "")).startswith(OWN_HOOKS) for each in code):
         state = model.state_dict()  # with its metadata; what was filled is copied onto itself
         for key in [key for key in state if key not in filled]:
             del state[key]

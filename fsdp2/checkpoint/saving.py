@@ -55,12 +55,10 @@ from fsdp2.checkpoint.state.extra import ExtraShare, claimed, extra_shares
 from fsdp2.checkpoint.state.model import State, model_state, unwrapped
 from fsdp2.checkpoint.state.optimizers import Optimizers, named_optimizers, optimizers_state
 from fsdp2.checkpoint.storage.base import Storage, storage_of
-from fsdp2.checks.left_out import warn_in_save
 from fsdp2.errors import ArgumentError, CheckpointError
 from fsdp2.events import profiler_range
-from fsdp2.optim.on_disk import DiskTensor
+from fsdp2.placement.hooks import registered
 from fsdp2.placement.tiling import Tiling, spread_replicas
-from fsdp2.runtime.root import units_below
 from fsdp2.watch.current import current
 
 __all__ = ["Saved", "save"]
@@ -167,8 +165,8 @@ def save(
     began = time.perf_counter()
     # A copy of `about`, since the caller may change it while the save is in the background.
     options = SaveOptions(consolidated, max_file_bytes, overwrite, timeout_s, dict(about or {}), on_saved)
-    if isinstance(model, nn.Module) and units_below(model):
-        warn_in_save(model)
+    if isinstance(model, nn.Module):
+        registered.models.warn_in_save(model)
     world = world_of(process_group)
     storage, path = storage_of(folder)
     if step is not None:
@@ -417,7 +415,7 @@ def _sums_of_plain(entries: Mapping[str, Mapping[str, Entry]], world: World) -> 
         for section, own in entries.items()
         for name, entry in own.items()
         if world.size > 1 and not entry.tiling.cuts
-        if not isinstance(entry.outside, DTensor) and not isinstance(entry.local, DiskTensor)
+        if not isinstance(entry.outside, DTensor) and not registered.optimizers.is_in_file(entry.local)
     }
     return dict(zip(plain, _sums([*plain.values()]), strict=True))
 

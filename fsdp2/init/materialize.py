@@ -21,9 +21,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from fsdp2._torch import local_tensor, version
 from fsdp2.checks.emptied import mark
 from fsdp2.errors import ArgumentError, FSDPError
-from fsdp2.init.allocation import Fresh, allocate, tensors_of
+from fsdp2.init.allocation import is_unwritten, is_written_less
 from fsdp2.init.seeded import Mode, seeded
 from fsdp2.mesh import MeshRoles
+from fsdp2.placement.allocation import Fresh, allocate, tensors_of
 from fsdp2.runtime.root import units_below
 from fsdp2.runtime.unit import Unit
 
@@ -185,7 +186,7 @@ def _check_all_written(model: nn.Module, fresh: list[Fresh], roles: MeshRoles | 
     now = dict(tensors_of(model))
     persistent = set(model.state_dict())
     unwritten = {
-        each.name for each in fresh if now.get(each.name) is each.tensor and each.is_unwritten() and each.tensor.numel()
+        each.name for each in fresh if now.get(each.name) is each.tensor and is_unwritten(each) and each.tensor.numel()
     }
     flags = torch.tensor([name in unwritten for name in now], dtype=torch.int32, device=roles.device if roles else None)
     for group in _groups(roles):
@@ -217,7 +218,7 @@ def _warn_of_replaced(model: nn.Module, fresh: list[Fresh]) -> None:
     for each in fresh:
         owner = model.get_submodule(each.name.rpartition(".")[0])
         reset: Any = getattr(type(owner), RESETS[0], None) or getattr(type(owner), RESETS[1], None)
-        if each.is_written_less() and getattr(reset, "__module__", "").startswith("torch."):
+        if is_written_less(each) and getattr(reset, "__module__", "").startswith("torch."):
             modules[f"{each.name.rpartition('.')[0]} ({type(owner).__name__})"] = None
     if modules:
         some = ", ".join(list(modules)[:10]) + (f", ... ({len(modules)} in all)" if len(modules) > 10 else "")

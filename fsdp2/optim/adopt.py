@@ -17,12 +17,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2._torch import local_tensor, make_dtensor, make_spec
 from fsdp2.checks.step_hook import before_each_step
 from fsdp2.errors import ArgumentError
+from fsdp2.placement.hooks import COUNTERS
 from fsdp2.runtime.parameter import ManagedParameter, managed_by, num_replaced
 
 __all__ = ["adopt_optimizer"]
-
-# State of 0-dim parameters in torch's optimizers that is a counter, although it has the parameter's shape.
-COUNTERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 MAKE_IT_LATER = "Make the optimizer after the model has its values."
 

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from fsdp2.disk.direct import memory_at
-from fsdp2.optim.on_disk import DiskTensor
 from fsdp2.placement.box import Box, boxes_of_flat_range, whole
 
-__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "new_buffer", "part_of", "uncollected", "wait_for"]
+__all__ = ["blocks_of", "bytes_of", "is_plain_memory", "is_wrapper", "new_buffer", "part_of", "uncollected", "wait_for"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -24,9 +23,14 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values are its memory, in order, where the CPU can see it."""
-    if isinstance(tensor, DiskTensor):
+    if is_wrapper(tensor):
         return False
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own: it consists of other tensors, or is in a file."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -14,14 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._torch import local_tensor
 from fsdp2._torch.shared import storage_key
+from fsdp2.checkpoint.io.memory import is_wrapper
 from fsdp2.checkpoint.ranks.world import Entry, Place, World
 from fsdp2.checkpoint.schema.tree import Leaf, encode
 from fsdp2.errors import ArgumentError
-from fsdp2.init.allocation import tensors_of
-from fsdp2.optim.on_disk import DiskTensor
-from fsdp2.optim.owned import OwnedTensor
-from fsdp2.optim.pending import looked_at
+from fsdp2.placement.allocation import tensors_of
 from fsdp2.placement.box import Box
+from fsdp2.placement.hooks import registered
 from fsdp2.placement.tiling import SPREAD_BYTES, grid_of, replicated
 
 __all__ = [
@@ -163,20 +162,22 @@ def _memory_of(model: nn.Module | Mapping[str, Any]) -> Callable[[torch.Tensor],
 
 def _storage(tensor: torch.Tensor) -> Any:
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local if _is_wrapper(local) or local.layout is not torch.strided else storage_key(local)[0]
+    return local if is_wrapper(local) or local.layout is not torch.strided else storage_key(local)[0]
 
 
 def entry_of(name: str, tensor: torch.Tensor, world: World, ranks: tuple[int, ...]) -> Entry:
     """The entry of a tensor of a model that `ranks` (counted within the world) have. All of them have a plain tensor. A
     DTensor may be on some of them, and its siblings on the rest (see `with_siblings`)."""
     if isinstance(tensor, DTensor):
-        place, local = world.place(tensor, name, ranks), looked_at(local_tensor(tensor))
+        place, local = world.place(tensor, name, ranks), registered.optimizers.looked_at(local_tensor(tensor))
     else:
         if tensor.is_nested and tensor.layout is torch.strided:
             raise ArgumentError(f"'{name}': a checkpoint holds dense tensors, got a nested one; save its parts")
         tiling, local = replicated(tensor.shape, _owner_first(name, tensor, ranks)), tensor
         place = Place(tiling, tiling.box_of(world.rank))
-    if place.box is None and isinstance(tensor, OwnedTensor):  # another rank has it (a 0-dim one has no empty part)
+    if (
+        place.box is None and isinstance(tensor, DTensor) and registered.optimizers.is_elsewhere(tensor)
+    ):  # another rank has it (a 0-dim one has no empty part)
         nothing = Box((0,) * tensor.ndim, (0,) * tensor.ndim)
         return Entry(name, local.new_empty(nothing.shape), place.tiling, nothing, tensor)
     if place.box is None:
@@ -246,11 +247,6 @@ def within(name: str, path: str) -> str:
     return f"{name}/{path}" if path else name
 
 
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own but consists of other tensors."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
 def checked(entry: Entry) -> Entry:
     """The entry, if its local tensor is plain memory.
 
@@ -258,7 +254,7 @@ def checked(entry: Entry) -> Entry:
         ArgumentError: it is not. Only a model's own tensors may consist of others (see `model_state`).
     """
     local = entry.local
-    if _is_wrapper(local) and not isinstance(local, DiskTensor):
+    if is_wrapper(local) and not registered.optimizers.is_in_file(local):
         raise ArgumentError(
             f"'{entry.name}': a {type(local).__qualname__} within the state of an optimizer or another value, where a "
             "checkpoint holds plain tensors; keep it dequantized, or leave this state out"
@@ -276,7 +272,7 @@ def _plain_entries(entry: Entry) -> Iterator[Entry]:
         ArgumentError: it is of a kind that cannot be stored (sparse, quantised, an unknown subclass).
     """
     local = entry.local
-    if not _is_wrapper(local):
+    if not is_wrapper(local):
         yield checked(entry)
         return
     flatten: Any = getattr(local, "__tensor_flatten__", None)

@@ -32,9 +32,7 @@ from fsdp2.checkpoint.state.model import State, check_name, checked, clean_name,
 from fsdp2.checkpoint.state.optimizer_kinds import kinds_of, unsure, why_unfit
 from fsdp2.errors import ArgumentError, CorruptError, MismatchError
 from fsdp2.layout import strides
-from fsdp2.optim.adopt import COUNTERS
-from fsdp2.optim.matrix import MatrixOptimizer
-from fsdp2.optim.offloaded import OffloadedOptimizer
+from fsdp2.placement.hooks import COUNTERS, registered
 from fsdp2.placement.tiling import tiling_from
 
 __all__ = ["OptimizerTarget", "check_table", "optimizer_state"]
@@ -392,10 +390,8 @@ class OptimizerTarget:
         dtype, shape, name = DTYPES[info.dtype], info.shape, f"{path}.{fqn}"
         if self.cast and self._is_cast(path, param, shape) and dtype.is_floating_point and param.is_floating_point():
             dtype = param.dtype
-        if isinstance(self.optimizer, MatrixOptimizer):
-            owned = self.optimizer.owned_state(param, path, shape, dtype)
-            if owned is not None:
-                return owned
+        if (owned := registered.optimizers.new_state(self.optimizer, param, path, shape, dtype)) is not None:
+            return owned
         home = torch.device("cpu") if param in self._in_host_memory else None
         if form == "local":
             local = local_tensor(param) if isinstance(param, DTensor) else param
@@ -422,7 +418,7 @@ class OptimizerTarget:
 
     def _is_cast(self, path: str, param: torch.Tensor, shape: tuple[int, ...]) -> bool:
         """Whether a new tensor gets the parameter's dtype; not counters, and not the factors of a matrix."""
-        if isinstance(self.optimizer, MatrixOptimizer):
+        if registered.optimizers.works_on_matrices(self.optimizer):
             return shape == param.shape
         return bool(shape) if param.ndim else path not in COUNTERS
 
@@ -434,8 +430,7 @@ class OptimizerTarget:
     @cached_property
     def _in_host_memory(self) -> set[torch.Tensor]:
         """The parameters whose state the device may have no room for."""
-        optimizer = self.optimizer
-        return optimizer.with_state_in_host_memory() if isinstance(optimizer, OffloadedOptimizer) else set()
+        return registered.optimizers.in_host_memory(self.optimizer)
 
     def _steps_on_device(self, param: torch.Tensor, options: Mapping[str, Any]) -> bool:
         """Whether the optimizer will keep step counters on the parameter's device, as torch's do with `capturable` or

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.optim.local import LocalOptimizer
-from fsdp2.optim.matrix import MatrixOptimizer
+from fsdp2.placement.hooks import registered
 
 __all__ = ["kinds_of", "unsure", "why_unfit"]
 
@@ -22,15 +21,9 @@ SCHEDULED = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_m
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The name of the optimizer's class, then those of its base classes; of a `MatrixOptimizer` that of its param
-    groups' optimizers, as if they were saved as several."""
-    if isinstance(optimizer, MatrixOptimizer):
-        return [", ".join(dict.fromkeys(group["kind"] for group in optimizer.param_groups))]
-    return [cls.__name__ for cls in _classes(optimizer)]
-
-
-def _classes(optimizer: torch.optim.Optimizer) -> list[type]:
-    return [cls for cls in type(optimizer).__mro__ if not issubclass(cls, LocalOptimizer)]
+    """The name of the optimizer's class, then those of its base classes."""
+    kind = registered.optimizers.kind_of(optimizer)
+    return [cls.__name__ for cls in registered.optimizers.classes_of(optimizer)] if kind is None else [kind]
 
 
 def why_unfit(
@@ -77,7 +70,8 @@ def unsure(
     own, *bases = kinds_of(optimizer)
     others = sorted({*saved} - {own, *bases})
     pairs = [*states]
-    of_torch = _classes(optimizer)[0].__module__.startswith("torch.optim.")  # whose options differ if its states do
+    first = registered.optimizers.classes_of(optimizer)[0]
+    of_torch = first.__module__.startswith("torch.optim.")  # whose options differ if its states do
     if not others or of_torch or not pairs or any(now for now, _ in pairs):
         return ""
     return (
