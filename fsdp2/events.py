@@ -1,19 +1,16 @@
-"""An ordered record of what the runtime did, for tests, `logging` and tools. Ground layer.
+"""What the runtime did, for tests, `logging`, tools and profilers. Ground layer.
 
-The runtime calls `emit` at each step of a unit's life, which costs one function call if nothing listens. `record`
-collects the events of a block of code; with the logger ``fsdp2`` at DEBUG level every event is also logged.
-
-In a trace of `torch.profiler` the phases are ranges with the same names as in torch's FSDP2 (``FSDP::all_gather
-(layers.0)``). `profiled` and `profiler_range` create them; without a profiler they only check a flag.
+`emit` reports one step of a unit's life to every `record` that is open and, at level DEBUG, to the logger ``fsdp2``. In
+a trace of `torch.profiler` the phases are ranges with the names of torch's FSDP2, such as ``FSDP::all_gather
+(layers.0)``: see `profiler_range`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from time import perf_counter
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -21,14 +18,10 @@ from torch.profiler import record_function
 from fsdp2._torch import profiler_is_on
 from fsdp2.nothing import NOTHING
 
-__all__ = ["Event", "emit", "profiled", "profiler_range", "record"]
+__all__ = ["Event", "emit", "profiler_range", "record"]
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-log = logging.getLogger("fsdp2")
-root_log = logging.getLogger()
-listeners: list[list["Event"]] = []
+_log = logging.getLogger("fsdp2")
+_listeners: list[list["Event"]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +53,29 @@ class Event:
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.unit or '(root)'}"
-        if self.group_size:
-            text += f" numel={self.numel} dtype={self.dtype} ranks={self.group_size}"
-        return text
+        return f"{text} numel={self.numel} dtype={self.dtype} ranks={self.group_size}" if self.group_size else text
 
 
-def emit(
-    kind: str, unit: str, numel: int = 0, nbytes: int = 0, dtype: torch.dtype | None = None, group_size: int = 0
-) -> None:
-    """Report this step to all listeners."""
-    if listeners or (log.level or root_log.level) <= logging.DEBUG:  # `isEnabledFor` costs twice as much as all of this
-        event = Event(kind, unit, numel, nbytes, dtype, group_size, perf_counter())
-        for listener in listeners:
-            listener.append(event)
-        log.debug("%s", event)
+class _Emit:
+    """Called with the first fields of an `Event`. Without listeners that runs no Python code."""
+
+    __call__: Any = staticmethod("".format)  # takes any arguments
+
+
+emit = _Emit()
+
+
+def _report(*fields: Any) -> None:
+    event = Event(*fields, at=perf_counter())  # type: ignore[misc]  # `at` is never among them
+    for listener in _listeners:
+        listener.append(event)
+    _log.debug("%s", event)
+
+
+def follow_listeners() -> None:
+    """Let `emit` report if somebody listens now. A root's forward calls this first, to see the logger's level."""
+    is_heard = _listeners or _log.isEnabledFor(logging.DEBUG)
+    _Emit.__call__ = staticmethod(_report if is_heard else "".format)  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -87,49 +89,21 @@ def record() -> Iterator[list[Event]]:
         print(sum(e.kind == "all_gather" for e in log))
     """
     listener: list[Event] = []
-    listeners.append(listener)
+    _listeners.append(listener)
+    follow_listeners()
     try:
         yield listener
     finally:
         # By identity: two recordings may hold equal lists.
-        listeners[:] = [other for other in listeners if other is not listener]
-
-
-class Named(Protocol):
-    """An object with `profiled` methods: a unit or a param group."""
-
-    @property
-    def fqn(self) -> str:
-        """FQN of the unit."""
-
-
-Owner = TypeVar("Owner", bound=Named)
+        _listeners[:] = [other for other in _listeners if other is not listener]
+        follow_listeners()
 
 
 def profiler_range(name: str, fqn: str = "") -> AbstractContextManager[object]:
-    """A range of the profiler around a block: ``name (fqn)``; with a name that ends in "for", ``name fqn``."""
+    """A range of the profiler around a block: ``name (fqn)``; with a name that ends in "for", ``name fqn``. What runs
+    often asks `profiler_is_on` itself, which is no Python call."""
     if not profiler_is_on():
         return NOTHING
     if name.endswith(" for"):
         return record_function(f"{name} {fqn}")
     return record_function(f"{name} ({fqn})" if fqn else name)
-
-
-def profiled(
-    name: str,
-) -> Callable[[Callable[Concatenate[Owner, Arguments], Result]], Callable[Concatenate[Owner, Arguments], Result]]:
-    """Make a method a range of the profiler, with the `fqn` of its object."""
-
-    def decorate(
-        method: Callable[Concatenate[Owner, Arguments], Result],
-    ) -> Callable[Concatenate[Owner, Arguments], Result]:
-        @wraps(method)
-        def ranged(self: Owner, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            if not profiler_is_on():
-                return method(self, *args, **kwargs)
-            with profiler_range(name, self.fqn):
-                return method(self, *args, **kwargs)
-
-        return ranged
-
-    return decorate

@@ -140,28 +140,20 @@ def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpe
     tensor._spec = spec
 
 
-def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that is running now has finished (only callable from within one)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Runs a function when the backward pass that is running now has finished (only callable from within one).
+queue_backward_callback: Callable[[Callable[[], None]], None]
+queue_backward_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 # A number for the backward pass that this thread runs; -1 for none. A nested backward has its own number.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def next_node_number() -> int:
-    """The number of the next node that this thread adds to the autograd graph; they ascend."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-
-
-def number_of_node(node: Any) -> int:
-    """Its `next_node_number` before it was added."""
-    return int(node._sequence_nr())
-
-
-def will_run_node(node: Any) -> bool:
-    """Whether the backward that runs now has `node` in its graph and runs it."""
-    return torch._C._will_engine_execute_node(node)
+# The number of the next node that this thread adds to the autograd graph (they ascend), and that of a node; whether the
+# backward that runs now has a node in its graph and runs it.
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+number_of_node: Callable[[Any], int] = methodcaller("_sequence_nr")
+will_run_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def captures(leaf_node: Any) -> bool:
@@ -184,10 +176,26 @@ def tensors_have_levels() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def outside_transforms() -> AbstractContextManager[object]:
-    """Run the block as if no transform of `torch.func` were active, because a tensor that is created within a transform
-    is unusable once the transform is over. There is no public name for this."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else NOTHING
+# Runs a block as if no transform of `torch.func` were active, because a tensor that is created within a transform is
+# unusable once the transform is over. There is no public name for this.
+outside_transforms: Callable[[], AbstractContextManager[object]] = torch._C._DisableFuncTorch
+
+
+class _NoGrad:
+    """`torch.no_grad()` around a block in which gradients are on: one Python call instead of six."""
+
+    __enter__ = staticmethod(partial(torch._C._set_grad_enabled, False))
+
+    def __exit__(self, *_error: object) -> None:
+        torch._C._set_grad_enabled(True)
+
+
+_no_grad: Any = _NoGrad()
+
+
+def without_grad() -> AbstractContextManager[object]:
+    """`torch.no_grad()` if it has an effect; in backward it usually has none."""
+    return _no_grad if torch.is_grad_enabled() else NOTHING
 
 
 # Whether a profiler of this process records. torch's own optimizers check this flag before `record_function`, which

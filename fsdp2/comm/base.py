@@ -17,18 +17,18 @@ A reduce-scatter's sources may have a narrower dtype than its outputs. Then the 
 and divided in the outputs' dtype: half the bytes on the wire, and only the rows are rounded. See `comm.wire`.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fsdp2.events import emit, listeners, log, root_log
+from fsdp2.events import emit
 from fsdp2.layout import Lane, ShardLayout, choose_lane
 
 Tensors = Sequence[torch.Tensor]
@@ -83,18 +83,19 @@ class Pending(Protocol):
     def wait(self) -> Any: ...
 
 
-class Collective(ABC):
-    """A collective over one group, planned once and started in each step. It may be started again before the wait."""
+class Collective:
+    """A collective over one group, planned once and started in each step. It may be started again before the wait.
 
-    @abstractmethod
-    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
-        """Start it; returns what `wait` needs. A reduction gets flat sources, which must not be changed until the wait,
-        and for each the output, of the size of this rank's range; an all-reduce the same tensor as both."""
+    Attributes:
+        start: starts it; returns what `wait` needs. An all-gather takes no arguments. A reduction takes flat sources,
+            which must not change until the wait, and for each the output, of the size of this rank's range; an
+            all-reduce the same tensor as both.
+        wait: returns when work that the caller enqueues next may read the results: on an accelerator the current stream
+            waits, on the CPU the process. To be called once for each start.
+    """
 
-    @abstractmethod
-    def wait(self, started: Any) -> None:
-        """Return when work that the caller enqueues next may read the results: on an accelerator the current stream
-        waits, on the CPU the process. Call it once for each start."""
+    start: Callable[..., Any]
+    wait: Callable[[Any], None]
 
 
 class PlannedGather(Collective):
@@ -103,31 +104,31 @@ class PlannedGather(Collective):
     def __init__(self, comm: "Comm", operands: Sequence[Operand], call: Callable[[], Pending]):
         self.comm = comm
         self.operands = operands
-        self._call = call
-
-    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
-        return self._call()
-
-    def wait(self, started: Any) -> None:
-        started.wait()
+        self.start, self.wait = call, _wait
 
 
 class PlannedReduction(Collective):
     """A reduction as one call, with sources and outputs, and a division of the outputs."""
 
     def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int):
-        self._call = call
-        self._divisor = divisor
+        self.start = call if divisor == 1 else partial(_Divided, call, divisor)
+        self.wait = _wait
 
-    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
-        return self._call(sources, outputs), outputs
 
-    def wait(self, started: Any) -> None:
-        pending, outputs = started
-        pending.wait()
-        if self._divisor != 1:
-            for output in outputs:
-                output.div_(self._divisor)
+class _Divided:
+    """A reduction in flight, whose outputs are divided afterwards."""
+
+    def __init__(self, call: Callable[[Tensors, Tensors], Pending], divisor: int, sources: Tensors, outputs: Tensors):
+        self._pending, self._divisor, self._outputs = call(sources, outputs), divisor, outputs
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._pending.wait()
+        for output in self._outputs:
+            output.div_(self._divisor)
+
+
+_wait: Callable[[Pending], None] = methodcaller("wait")
 
 
 class Comm(ABC):
@@ -203,17 +204,15 @@ class Reported(Collective):
     def __init__(self, planned: Collective, what: What):
         self.inner = wrapped(planned, what)
         self.what = what
+        kind, fqn = what.kind, what.fqn or ""
+        self._event = kind, fqn, what.numel, what.nbytes, what.dtype, what.group.size()
+        self._waits, self._done = (f"{kind}_wait", fqn), (f"{kind}_done", fqn)
 
-    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
-        if listeners or (log.level or root_log.level) <= logging.DEBUG:
-            what = self.what
-            emit(what.kind, what.fqn or "", what.numel, what.nbytes, what.dtype, what.group.size())
-        return self.inner.start(sources, outputs)
+    def start(self, *tensors: Tensors) -> Any:
+        emit(*self._event)
+        return self.inner.start(*tensors)
 
     def wait(self, started: Any) -> None:
-        if listeners or (log.level or root_log.level) <= logging.DEBUG:
-            emit(f"{self.what.kind}_wait", self.what.fqn or "")
-            self.inner.wait(started)
-            emit(f"{self.what.kind}_done", self.what.fqn or "")
-        else:
-            self.inner.wait(started)
+        emit(*self._waits)
+        self.inner.wait(started)
+        emit(*self._done)

@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from fsdp2._torch import outside_transforms
+from fsdp2._torch import outside_transforms, profiler_is_on
+from fsdp2.events import profiler_range
+from fsdp2.nothing import NOTHING
 from fsdp2.runtime.param_group import ParamGroup
 from fsdp2.runtime.parameter import ManagedParameter
 from fsdp2.runtime.root import become_root
@@ -79,13 +81,16 @@ def pre_forward(
     if unit.context is None or unit.context.is_provisional:
         with outside_transforms():
             become_root(unit)
-    return unit.pre_forward(module, args, kwargs)
+    with profiler_range("FSDP::pre_forward", unit.fqn) if profiler_is_on() else NOTHING:
+        return unit.pre_forward(module, args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of a sharded module."""
-    return unit_for(module).post_forward(module, output)
+    unit = unit_for(module)
+    with profiler_range("FSDP::post_forward", unit.fqn) if profiler_is_on() else NOTHING:
+        return unit.post_forward(module, output)
 
 
 def _before_save(module: nn.Module, *_: Any) -> None:

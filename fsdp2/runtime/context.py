@@ -13,7 +13,7 @@ import torch
 
 from fsdp2._torch import backward_is_running, outside_transforms, queue_backward_callback
 from fsdp2.errors import OrderError, UnsupportedError
-from fsdp2.events import emit, profiler_range
+from fsdp2.events import emit, follow_listeners, profiler_range
 from fsdp2.runtime.hooks import Hooks
 from fsdp2.runtime.in_flight import InFlight, Ticket
 from fsdp2.runtime.schedule import Schedule
@@ -72,6 +72,7 @@ class Context:
     def begin_forward(self) -> None:
         """The root's forward starts."""
         self.in_flight.check_nobody_waits(f"forward of '{self.units[0].fqn}'")
+        follow_listeners()
         emit("root_pre_forward", self.units[0].fqn)
         has_raised = self.schedule.in_root_forward  # the last forward has not ended
         for unit in self.units:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp2._torch import base_of, copy_lists, foreach_copy
+from fsdp2._torch import base_of, copy_lists
 from fsdp2.carving import place_of
 from fsdp2.comm.base import Operand, Reported
 from fsdp2.layout import Lane, ShardLayout, pack
@@ -140,7 +140,7 @@ class Gather:
         if collective is not None:
             collective.wait(started)
         if self._packed is not None:
-            foreach_copy(self._unpack_to, self._unpack_from)
+            copy_lists(self._unpack_to, self._unpack_from)
             self._packed.free()
 
 

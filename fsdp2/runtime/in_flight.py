@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, ref
 
+from fsdp2._torch import profiler_is_on
 from fsdp2.errors import OrderError
 from fsdp2.events import profiler_range
+from fsdp2.nothing import NOTHING
 from fsdp2.runtime.reduction import Reduction
 from fsdp2.runtime.step import Step
 
@@ -50,10 +52,10 @@ class InFlight:
         for reduction in reductions:
             num_due = len(self._reductions) - self._max_reductions + 1
             if num_due > 0:
-                with profiler_range("FSDP::post_backward_rs_wait", reduction.fqn):
+                with profiler_range("FSDP::post_backward_rs_wait", reduction.fqn) if profiler_is_on() else NOTHING:
                     for _ in range(num_due):
                         self._advance_oldest()
-            with profiler_range("FSDP::post_backward_reduce", reduction.fqn):
+            with profiler_range("FSDP::post_backward_reduce", reduction.fqn) if profiler_is_on() else NOTHING:
                 if reduction.advance():
                     self._reductions.append(reduction)
 

@@ -21,11 +21,20 @@ from warnings import warn
 import torch
 from torch import nn
 
-from fsdp2._torch import backward_is_running, local_of, outside_transforms, storages_of, version
+from fsdp2._torch import (
+    backward_is_running,
+    local_of,
+    outside_transforms,
+    profiler_is_on,
+    storages_of,
+    version,
+    without_grad,
+)
 from fsdp2.disk.mapped import RestingShards, file_of
 from fsdp2.errors import CollectiveError, OrderError
-from fsdp2.events import emit, profiled, profiler_range
+from fsdp2.events import emit, profiler_range
 from fsdp2.mesh import MeshRoles
+from fsdp2.nothing import NOTHING
 from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime.changes import Changes, agrees
 from fsdp2.runtime.channel import Channel
@@ -35,7 +44,7 @@ from fsdp2.runtime.memory import in_memory_order, lay_together
 from fsdp2.runtime.parameter import ManagedParameter, check_stand_in
 from fsdp2.runtime.slot import SlotTable
 from fsdp2.runtime.storage import ReleasedMemory
-from fsdp2.runtime.streams import streams_for, without_grad
+from fsdp2.runtime.streams import streams_for
 from fsdp2.runtime.unsharded import UnshardedStorage
 
 
@@ -135,10 +144,10 @@ class ParamGroup:
         if was_kept and self._kept_is_current():
             self._under_way = lambda: None
         else:
-            self._issue(memory, prefetching, is_new or was_kept)
+            with profiler_range("FSDP::all_gather", self.channel.fqn) if profiler_is_on() else NOTHING:
+                self._issue(memory, prefetching, is_new or was_kept)
         self.phase = Phase.GATHERING
 
-    @profiled("FSDP::all_gather")
     def _issue(self, memory: ReleasedMemory, prefetching: bool, is_used: bool) -> None:
         streams = memory.streams
         # Compute may still read or write the copies on the smaller mesh, memory that was not freed, and (`is_used`)
@@ -215,7 +224,8 @@ class ParamGroup:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         try:
-            with profiler_range("FSDP::all_gather_copy_out", self.channel.fqn), without_grad():
+            named = profiler_range("FSDP::all_gather_copy_out", self.channel.fqn) if profiler_is_on() else NOTHING
+            with named, without_grad():
                 under_way()
                 if self._copies_at is not None:
                     self._copy_to_host()

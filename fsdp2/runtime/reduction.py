@@ -27,12 +27,14 @@ from fsdp2._torch import (
     foreach_divided,
     hooks_of,
     post_accumulate_grad_hooks,
+    profiler_is_on,
 )
 from fsdp2.comm.base import Collective, Reported
 from fsdp2.comm.scaling import Scaling, scaling_for
 from fsdp2.errors import CollectiveError
-from fsdp2.events import profiled
+from fsdp2.events import profiler_range
 from fsdp2.layout import Lane
+from fsdp2.nothing import NOTHING
 from fsdp2.policies import UnitSettings
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.packing import Packing
@@ -202,7 +204,8 @@ class Reduction:
                 grads = foreach_divided(grads, scaling.pre)
             if not streams.lazy or self._plan.wire_dtype == dtype:
                 self._keep(grads)
-            pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
+            with profiler_range("FSDP::reduce_scatter", self.fqn) if profiler_is_on() else NOTHING:
+                pending = self._scatter(grads, scaling.scatter_averages)  # [1] [2]
             del grads
             if pending is not None:
                 if streams.lazy:
@@ -221,7 +224,8 @@ class Reduction:
                 return
             with streams.all_reducing():
                 streams.wait(done)
-                pending = self._over_replicas(scaling)  # [4]
+                with profiler_range("FSDP::all_reduce", self.fqn):
+                    pending = self._over_replicas(scaling)  # [4]
                 if streams.lazy:
                     yield
                 if pending is not None:
@@ -238,7 +242,8 @@ class Reduction:
             done.synchronize()  # the optimizer reads host memory, to which no stream order applies
         streams.wait(done)
         self._partials, self._kept = (), []  # every stream has finished with them, and [6] may step an optimizer
-        self._hand_over()  # [6]
+        with profiler_range("FSDP::hand_over", self.fqn) if profiler_is_on() else NOTHING:
+            self._hand_over()  # [6]
 
     def _take_grads(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """The existing gradients, contiguous and in `dtype`."""
@@ -254,7 +259,6 @@ class Reduction:
         CPU those that are sent without packing."""
         self._kept += grads[self._plan.packing.num_tensors :] if self._streams.lazy else grads
 
-    @profiled("FSDP::reduce_scatter")
     def _scatter(self, grads: Sequence[torch.Tensor], average: bool) -> Callable[[], None] | None:
         """Create the flat output and start the reduce-scatter of `grads` into it. Returns what waits for it."""
         plan, roles = self._plan, self.roles
@@ -304,7 +308,6 @@ class Reduction:
             total = output if param.partial is None else param.partial.over(divisor).add_(output)
             param.partial = Partial(total, divisor)
 
-    @profiled("FSDP::all_reduce")
     def _over_replicas(self, scaling: Scaling) -> Callable[[], None] | None:
         """Issue the sum of the flat output, including the partials of earlier backwards, over the replicas."""
         average = scaling.all_reduce_averages
@@ -378,7 +381,6 @@ class Reduction:
             return self._apart, [int(output.storage_offset()) for output in self._apart]
         return [self._flat] * len(self._sizes), accumulate(self._sizes[:-1], initial=0)
 
-    @profiled("FSDP::hand_over")
     def _hand_over(self) -> None:
         """Set or add to `sharded.grad`, and run the hooks of the parameters whose gradient is complete."""
         if self._is_abandoned:

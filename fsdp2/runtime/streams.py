@@ -3,15 +3,14 @@
 On an accelerator work is *enqueued*: everything up to the final event is issued at once, and waiting does not block the
 CPU. On the CPU work *runs*: a wait blocks, so it is deferred until the result is needed. That is the only difference
 the runtime sees (`Streams.lazy`).
-
-The side streams are created once per device and shared by all roots, because streams are a scarce resource. Roots that
-run one after another lose nothing by sharing.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
+from typing import Any, Protocol
 
 import torch
 
@@ -20,42 +19,27 @@ from fsdp2.nothing import NOTHING
 _simulated: list["Streams"] = []
 
 
-def without_grad() -> AbstractContextManager[object]:
-    """`torch.no_grad()` if it has an effect; in backward it usually has none, and costs 2 us."""
-    return torch.no_grad() if torch.is_grad_enabled() else NOTHING
+class _Block(Protocol):
+    def __call__(self) -> AbstractContextManager[object]: ...
 
 
 class Streams:
-    """CPU stand-in: no streams, no events, communication is waited for as late as possible."""
+    """CPU stand-in: no streams, no events, communication is waited for as late as possible. Nothing here is a Python
+    call.
+
+    Attributes:
+        gathering, reducing, all_reducing: run a block on the stream of these collectives.
+        stepping: on that of optimizers that step in the background.
+        copying: on that of activations that move to host memory and back.
+        record: record an event on the current stream.
+        wait: make the current stream wait for an event, or for None.
+    """
 
     lazy = True
-
-    def gathering(self) -> AbstractContextManager[object]:
-        """Run the block on the all-gather stream."""
-        return NOTHING
-
-    def reducing(self) -> AbstractContextManager[object]:
-        """Run the block on the reduce-scatter stream."""
-        return NOTHING
-
-    def all_reducing(self) -> AbstractContextManager[object]:
-        """Run the block on the all-reduce stream."""
-        return NOTHING
-
-    def stepping(self) -> AbstractContextManager[object]:
-        """Run the block on the stream of optimizers that step in the background."""
-        return NOTHING
-
-    def copying(self) -> AbstractContextManager[object]:
-        """Run the block on the stream of activations that move to host memory and back."""
-        return NOTHING
-
-    def record(self) -> torch.Event | None:
-        """Record an event on the current stream."""
-        return None
-
-    def wait(self, event: torch.Event | None) -> None:
-        """Make the current stream wait for `event`."""
+    gathering: _Block = repeat(NOTHING).__next__
+    reducing = all_reducing = stepping = copying = gathering
+    record: Any = repeat(None).__next__
+    wait: Any = {}.get
 
     def behind(self, task: Callable[[], None]) -> "Future[None]":
         """Run `task`, which is one for the background, at once: where streams are `simulated` threads are, too, because
@@ -68,8 +52,7 @@ class Streams:
 
 class _Current:
     """Make a stream the current one for a block. A new object per block, because `with stream` stores the previous
-    stream in the stream object, which therefore cannot be shared by blocks of two threads or (before torch 2.12) by
-    nested blocks."""
+    stream in the stream object, which two threads (before torch 2.12 also nested blocks) cannot share."""
 
     __slots__ = ("_before", "_device_index", "_stream")
 
@@ -91,29 +74,17 @@ class _Current:
 
 
 class AcceleratorStreams(Streams):
-    """Side streams of one device, with a higher priority than compute, but for the last two."""
+    """Side streams of one device, which all roots share, with a higher priority than compute but for the last two."""
 
     lazy = False
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._gather, self._reduce, self._all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
-        self._step, self._copy = torch.Stream(device), torch.Stream(device)
-
-    def gathering(self) -> AbstractContextManager[object]:
-        return _Current(self._gather)
-
-    def reducing(self) -> AbstractContextManager[object]:
-        return _Current(self._reduce)
-
-    def all_reducing(self) -> AbstractContextManager[object]:
-        return _Current(self._all_reduce)
-
-    def stepping(self) -> AbstractContextManager[object]:
-        return _Current(self._step)
-
-    def copying(self) -> AbstractContextManager[object]:
-        return _Current(self._copy)
+        gather, reduce, all_reduce = (torch.Stream(device, priority=-1) for _ in range(3))
+        self.gathering, self.reducing, self.all_reducing, self.stepping, self.copying = (
+            partial(_Current, stream)
+            for stream in (gather, reduce, all_reduce, torch.Stream(device), torch.Stream(device))
+        )
 
     def record(self) -> torch.Event | None:
         return torch.accelerator.current_stream(self._device).record_event()
@@ -152,11 +123,11 @@ def simulation() -> Streams | None:
     return _simulated[-1] if _simulated else None
 
 
-def streams_for(device: torch.device) -> Streams:
-    """The streams of `device`."""
-    return _simulated[-1] if _simulated else _made_for(device)
-
-
 @cache
 def _made_for(device: torch.device) -> Streams:
     return Streams() if device.type == "cpu" else AcceleratorStreams(device)
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of `device`."""
+    return _simulated[-1] if _simulated else _made_for(device)

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
+from itertools import repeat
 from operator import methodcaller
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -63,7 +64,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors of `value`, in the order in which `map_tensors` meets them."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
+    if type(value) is tuple and all(map(isinstance, value, repeat(torch.Tensor))):
         return list(value)
     found: list[torch.Tensor] = []
 

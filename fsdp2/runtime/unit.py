@@ -23,9 +23,10 @@ from weakref import WeakSet, ref
 import torch
 from torch import nn
 
-from fsdp2._torch import next_node_number, outside_transforms, running_backward
+from fsdp2._torch import next_node_number, outside_transforms, profiler_is_on, running_backward
 from fsdp2.errors import OrderError
-from fsdp2.events import emit, profiled, profiler_range
+from fsdp2.events import emit, profiler_range
+from fsdp2.nothing import NOTHING
 from fsdp2.policies import MixedPrecisionPolicy, UnitSettings
 from fsdp2.runtime.autograd import backward_is_whole, cast_floating, on_backward_begin, on_backward_end
 from fsdp2.runtime.calls import is_running, is_within_itself
@@ -297,7 +298,6 @@ class Unit:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    @profiled("FSDP::pre_forward")
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -349,7 +349,6 @@ class Unit:
             with profiler_range("FSDP::forward_prefetch for", unit.fqn):
                 unit.unshard(prefetching=True)
 
-    @profiled("FSDP::post_forward")
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Forward hook: cast the outputs, hook their backward, reshard."""
         output = cast_floating(self.policy.output_dtype, output, "FSDP::cast_forward_outputs")
@@ -405,7 +404,12 @@ class Unit:
         if self.in_order and (self.groups or self.select is not None):
             order, position = self.context.schedule.finished(self)
         conversions = self._conversions()
-        return on_backward_begin(lambda: self.pre_backward(order, position, conversions), output, self.first_node)
+
+        def begin() -> None:
+            with profiler_range("FSDP::pre_backward", self.fqn) if profiler_is_on() else NOTHING:
+                self.pre_backward(order, position, conversions)
+
+        return on_backward_begin(begin, output, self.first_node)
 
     def _conversions(self) -> int:
         """How often unsharded parameters were recreated, because those before did not match any more."""
@@ -421,7 +425,6 @@ class Unit:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    @profiled("FSDP::pre_backward")
     def pre_backward(self, order: Pass | None, position: int, conversions: int) -> None:
         """Hook on the outputs' gradients: unshard, prefetch.
 
@@ -461,7 +464,7 @@ class Unit:
             explicit = _prefetched(self.backward_prefetch)
             for unit in self.context.schedule.backward_targets(explicit, order, position):
                 if unit.settings.unshard_in_backward:
-                    with profiler_range("FSDP::backward_prefetch for", unit.fqn):
+                    with profiler_range("FSDP::backward_prefetch for", unit.fqn) if profiler_is_on() else NOTHING:
                         unit.unshard(prefetching=True)
 
     def _check_not_captured(self) -> None:
@@ -525,7 +528,7 @@ class Unit:
         self._to_run.clear()
         settings = self.in_backward()
         if settings.reshard_after_backward:
-            with profiler_range("FSDP::post_backward_reshard", self.fqn):
+            with profiler_range("FSDP::post_backward_reshard", self.fqn) if profiler_is_on() else NOTHING:
                 self.reshard(within_step=not settings.ends_step)
         if settings.requires_gradient_sync and not settings.reduce_unused and self.reduces_late is None:
             for group in reversed(self.groups):

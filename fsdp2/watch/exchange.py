@@ -111,10 +111,10 @@ class Watched(Collective):
         self._shapes: list[list[tuple[int, torch.dtype, torch.device]]] = []
         self._trail.known[self._number] = self
 
-    def start(self, sources: Tensors = (), outputs: Tensors = ()) -> Any:
+    def start(self, *tensors: Tensors) -> Any:
         """Raises `StepError` too, if another rank has failed in a step that all make or none."""
-        if not self._shapes:
-            self._shapes = [[(t.numel(), t.dtype, t.device) for t in tensors] for tensors in (sources, outputs)]
+        if tensors and not self._shapes:
+            self._shapes = [[(t.numel(), t.dtype, t.device) for t in each] for each in tensors]
         if self._reduces:
             self._trail.has_reduced = True
         # As `Exchange.begin`, which is a call: six of these run per unit and step.
@@ -123,7 +123,7 @@ class Watched(Collective):
         else:
             self._numbers.append(self._number)
         try:
-            started = self._inner.start(sources, outputs)
+            started = self._inner.start(*tensors)
         except BaseException as error:
             self._exchange.give_up(error)
             raise

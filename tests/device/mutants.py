@@ -71,8 +71,8 @@ MORE: tuple[Mutant, ...] = (
         "gather: copied out too early, and only then",
         "runtime.gather",
         "        if collective is not None:\n            collective.wait(started)\n"
-        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n",
-        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
+        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n",
+        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n"
         "        if collective is not None:\n            collective.wait(started)\n"
         "        if self._packed is not None:\n",
         "plain",
@@ -95,8 +95,8 @@ MORE: tuple[Mutant, ...] = (
     Mutant(
         "streams: gathers are on the stream of reductions",
         "runtime.streams",
-        "return _Current(self._gather)",
-        "return _Current(self._reduce)",
+        "in (gather, reduce, all_reduce, torch",
+        "in (reduce, reduce, all_reduce, torch",
         "plain",
         harmless="fewer streams are stricter",
     ),

@@ -46,5 +46,5 @@ def what_of(kind: str, tensors: Tensors, group: dist.ProcessGroup, fqn: str = ""
     return What(kind, fqn, numel, nbytes, tensors[0].dtype, group, tensors[0].device)
 
 
-def started(collective: Collective, sources: Tensors = (), outputs: Tensors = ()) -> Callable[[], None]:
-    return partial(collective.wait, collective.start(sources, outputs))
+def started(collective: Collective, *tensors: Tensors) -> Callable[[], None]:
+    return partial(collective.wait, collective.start(*tensors))

@@ -93,7 +93,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "gather: copied out before the wait",
         "runtime.gather",
         "        if collective is not None:\n            collective.wait",
-        "        if self._packed is not None:\n            foreach_copy(self._unpack_to, self._unpack_from)\n"
+        "        if self._packed is not None:\n            copy_lists(self._unpack_to, self._unpack_from)\n"
         "        if collective is not None:\n            collective.wait",
         "plain",
     ),
@@ -180,8 +180,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reduction: gradients are not kept",
         REDUCTION,
-        "self._keep(grads)\n            pending",
-        "pass\n            pending",
+        "self._keep(grads)\n            with",
+        "pass\n            with",
         "plain",
         harmless="`_take_grads` keeps those of the compute stream; others belong to the reduce stream",
     ),
@@ -272,8 +272,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "all-reduce: no wait for the reduce-scatter",
         REDUCTION,
-        "                streams.wait(done)\n                pending",
-        "                pending",
+        "                streams.wait(done)\n                with",
+        "                with",
         "hsdp",
     ),
     Mutant(
@@ -327,8 +327,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "comm: works are not waited for",
         "comm.base",
-        "        pending, outputs = started\n        pending.wait()\n",
-        "        _, outputs = started\n",
+        "        self.inner.wait(started)\n",
+        "",
         "over_nccl",
     ),
     Mutant(
@@ -341,11 +341,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "comm: results are divided before the wait",
         "comm.base",
-        "        pending.wait()\n        if self._divisor != 1:\n"
-        "            for output in outputs:\n                output.div_(self._divisor)\n",
-        "        if self._divisor != 1:\n"
-        "            for output in outputs:\n                output.div_(self._divisor)\n"
-        "        pending.wait()\n",
+        "        self._pending.wait()\n        for output in self._outputs:\n            output.div_(self._divisor)\n",
+        "        for output in self._outputs:\n            output.div_(self._divisor)\n        self._pending.wait()\n",
         "wire_over_nccl",
     ),
     Mutant(
