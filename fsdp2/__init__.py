@@ -39,6 +39,7 @@ from fsdp2.extras.joint_step import agree_on_step
 from fsdp2.extras.offload import Offload
 from fsdp2.extras.optional import OptionalPolicy
 from fsdp2.extras.tiles import tile
+from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.init import allocation as _allocation  # noqa: F401  # memory for units on the meta device
 from fsdp2.mesh import ShardPlacementResult
 from fsdp2.module import (
@@ -66,7 +67,6 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ZeroPolicy,
 )
 from fsdp2.watch import exchange as _exchange  # noqa: F401
 from fsdp2.watch.settings import safety

@@ -32,8 +32,8 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    Sharding,
     UnitSettings,
-    ZeroPolicy,
 )
 from fsdp2.runtime import hooks
 from fsdp2.runtime.attach import attach, guard_state_dict, owner_of, owners_of
@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
-    zero: ZeroPolicy | None
+    zero: Sharding | None
     optional: object
 
 
@@ -78,7 +78,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    zero: ZeroPolicy | None = None,
+    zero: Sharding | None = None,
     optional: object = False,
 ) -> Any:
     """Shard the parameters of `module` over a mesh; it becomes one unit, whose parameters communicate together.
@@ -109,7 +109,7 @@ def fully_shard(
         ignored_params: parameters that are not sharded, moved or reduced.
         dp_mesh_dims: the data-parallel axes of `mesh`, which is then the full SPMD mesh on which all parameters are
             DTensors. Replicate axes alone shard nothing.
-        zero: what is sharded and when, as a stage of ZeRO.
+        zero: what is sharded and when, as a stage of ZeRO: a `ZeroPolicy`.
         optional: some ranks may not run `module` in a forward: True, or an `OptionalPolicy` that says how. The same
             holds for units below `module`. Not for the root.
 
@@ -132,16 +132,18 @@ def fully_shard(
     Source: PyTorch FSDP, https://arxiv.org/abs/2304.11277; the interface is that of torch.distributed.fsdp.fully_shard.
     """
     modules = _check_modules(module)
-    check_options(mesh, shard_placement_fn, zero)
+    check_options(mesh, shard_placement_fn)
     precision, ignored, dims = (
         own_precision_policy(mp_policy),
         parameter_set(ignored_params),
         own_mesh_dims(dp_mesh_dims),
     )
-    features = chosen_features(optional=optional)
+    features = chosen_features(optional=optional, zero=zero is not None and zero)
+    zero = features.pop("zero", None)
     roles = roles_for(mesh, dims, zero)
     offload = own_offload_policy(offload_policy, roles.device)
-    reshard_to = _reshard_to(reshard_after_forward, zero, roles)
+    wanted = reshard_after_forward if zero is None else zero.reshard_after_forward(reshard_after_forward)
+    reshard_to = _check_reshard(wanted, roles)
     placing = Placing(roles, shard_placement_fn, precision, offload)
     keeps_on_host = zero is not None and zero.keep_frozen == "host"
     placing.allows_extensions = (reshard_to is None or isinstance(reshard_to, bool)) and not keeps_on_host
@@ -159,12 +161,7 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> Unit | None:
-    """The unit that manages `module`, None for one that is not sharded; ``fully_shard.state(module)``."""
-    return unit_of(module)
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # the unit of a module, or None
 
 
 # --- one unit ---------------------------------------------------------------------------------------------------------
@@ -291,17 +288,6 @@ def _check_order(places: Mapping[nn.Parameter, tuple[str, Sequence[Slot]]]) -> N
                         f"fully_shard: '{fqn}' is sharded already, as '{known.fqn}' of the {of}. Call fully_shard on a "
                         "module before you call it on one that holds it."
                     )
-
-
-def _reshard_to(value: bool | int | None, zero: ZeroPolicy | None, roles: MeshRoles) -> bool | int | None:
-    """The `reshard_after_forward` that results from both arguments."""
-    if zero is not None and (zero.stage < 3 or zero.secondary_shard_size is not None):
-        if value is not None:
-            raise ArgumentError(
-                f"fully_shard: got reshard_after_forward={value!r} and {zero}, which sets it too; give only one"
-            )
-        value = zero.secondary_shard_size if zero.stage == 3 else False
-    return _check_reshard(value, roles)
 
 
 def _check_reshard(value: bool | int | None, roles: MeshRoles) -> bool | int | None:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2._torch import local_tensor, real_tensors
+from fsdp2._torch import local_tensor
 from fsdp2.errors import ArgumentError, MisuseError, UnsupportedError
 from fsdp2.mesh import MeshRoles, ShardPlacementResult, default_mesh, roles_from_dims, roles_of
 from fsdp2.policies import (
@@ -22,7 +21,7 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ZeroPolicy,
+    Sharding,
 )
 from fsdp2.runtime import hooks
 from fsdp2.runtime.extension import extension_of, is_wrapper
@@ -38,15 +37,12 @@ _TORCHS_PRECISION = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forwar
 _UNSET = object()
 
 
-def check_options(mesh: object, shard_placement_fn: object, zero: object) -> None:
+def check_options(mesh: object, shard_placement_fn: object) -> None:
     """Check the types of the arguments that are not checked elsewhere."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise _unfit("mesh", "a DeviceMesh or None", mesh, 'Make one: init_device_mesh("cuda", (world_size,)).')
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise _unfit("shard_placement_fn", "a function of a parameter, or None", shard_placement_fn)
-    if zero is not None and not isinstance(zero, ZeroPolicy):
-        hint = f"Pass ZeroPolicy(stage={zero})." if isinstance(zero, int) else ""
-        raise _unfit("zero", "a ZeroPolicy or None", zero, hint)
 
 
 def own_precision_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -119,48 +115,12 @@ def _unfit(name: str, expected: str, got: object, hint: str = "") -> ArgumentErr
 # --- one unit ---------------------------------------------------------------------------------------------------------
 
 
-def roles_for(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, zero: ZeroPolicy | None) -> MeshRoles:
-    """The roles that the arguments of `fully_shard` give to the axes of the mesh; creates the mesh if there is none.
-
-    Raises:
-        ArgumentError: the mesh does not fit the other arguments.
-    """
-    if zero is not None and zero.shard_size is not None:
-        if mesh is not None:
-            raise ArgumentError(
-                "ZeroPolicy: shard_size makes the mesh; pass mesh=None, or shard_size=None and a 2-D mesh"
-            )
-        mesh = _replicated_mesh(zero.shard_size)
+def roles_for(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None, zero: Sharding | None) -> MeshRoles:
+    """The roles that the arguments of `fully_shard` give to the axes of the mesh; creates the mesh if there is none."""
+    mesh = mesh if zero is None else zero.mesh(mesh)
     mesh = default_mesh() if mesh is None else mesh
     roles = roles_of(mesh) if dims is None else roles_from_dims(mesh, dims)
-    if zero is None:
-        return roles
-    if zero.stage == 0:
-        return roles.replicated()
-    if zero.shard_replicas:
-        if roles.replicate_axis is None or roles.shard_axis is None:
-            raise ArgumentError(
-                f"ZeroPolicy: shard_replicas cuts the shards over a replicate axis too, but the mesh has none: {mesh}. "
-                "Pass a 2-D mesh (replicate, shard), or shard_size."
-            )
-        return roles.sharding_replicas()
-    return roles
-
-
-_replicated_meshes: dict[tuple[dist.ProcessGroup, int], DeviceMesh] = {}
-
-
-def _replicated_mesh(shard_size: int) -> DeviceMesh:
-    """All ranks as (replicate, shard), the same mesh for every unit."""
-    whole = default_mesh()
-    key, size = (whole.get_group(), shard_size), whole.size()
-    if size % shard_size != 0:
-        raise ArgumentError(f"ZeroPolicy: expected a shard_size that divides the {size} ranks, got {shard_size}")
-    if key not in _replicated_meshes:
-        with real_tensors():
-            shape, names = (size // shard_size, shard_size), ("replicate", "shard")
-            _replicated_meshes[key] = init_device_mesh(whole.device_type, shape, mesh_dim_names=names)
-    return _replicated_meshes[key]
+    return roles if zero is None else zero.roles(roles)
 
 
 @dataclass

@@ -152,12 +152,6 @@ class MeshRoles:
         flat = flatten_mesh(self.mesh)
         return replace(self, replicate_axis=0, shard_axis=None, sharded_replicas=False, flat=flat)
 
-    def sharding_replicas(self) -> "MeshRoles":
-        """Roles in which replicas share each shard. Raises as `roles_of`."""
-        assert self.replicate_axis is not None
-        _check_order(self.mesh, self.replicate_axis)
-        return replace(self, sharded_replicas=True)
-
     def smaller(self, size: int) -> "MeshRoles":
         """Roles on the mesh to which units reshard after forward: the shard axis cut into groups of `size` ranks.
 
@@ -198,7 +192,7 @@ def roles_of(mesh: DeviceMesh) -> MeshRoles:
             f"fully_shard: expected a 1-D (shard) or 2-D (replicate, shard) mesh, got {mesh}. With model-parallel axes "
             "in one mesh, pass the data-parallel part (mesh['dp']) or name its axes with dp_mesh_dims."
         )
-    _check_order(mesh, mesh.ndim - 1)
+    check_order(mesh, mesh.ndim - 1)
     if mesh.ndim == 1:
         return MeshRoles(mesh, replicate_axis=None, shard_axis=0)
     if mesh.mesh_dim_names is None:
@@ -237,7 +231,7 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
             raise ArgumentError(f"dp_mesh_dims: no axis is named '{name}'; the mesh has {mesh.mesh_dim_names}")
     parts = [flatten_mesh(mesh[names]) for names in (replicate, shard) if names]
     if shard:
-        _check_order(parts[-1], 0)
+        check_order(parts[-1], 0)
     return MeshRoles(
         parts[0] if len(parts) == 1 else concatenate_meshes(parts),
         replicate_axis=0 if replicate else None,
@@ -248,7 +242,7 @@ def roles_from_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshRoles:
     )
 
 
-def _check_order(mesh: DeviceMesh, axis: int) -> None:
+def check_order(mesh: DeviceMesh, axis: int) -> None:
     """Collectives place shards by the ranks in the group, which torch sorts; DTensors, by those in the mesh. Where they
     differ a model trains, and its checkpoints and initial values have rows in another order. All ranks raise."""
     coordinate = mesh.get_coordinate()

@@ -172,86 +172,36 @@ def check_bool(name: str, value: Any) -> None:
         raise ArgumentError(f"{name}: expected a bool, got {value!r}")
 
 
-def _check_size(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"ZeroPolicy: {name}: expected a number of ranks or None, got {value!r}")
-
-
 def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         return ()
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-@dataclass(frozen=True)
-class ZeroPolicy:
-    """What is sharded, and when: the stages of ZeRO in one argument of `fully_shard`.
-
-    =====  =============================  ==========================================================================
-    stage  sharded                        parameters stay gathered                gradients are reduced
-    =====  =============================  ==========================================================================
-    0      nothing (DDP)                  always                                  in the last backward of a step
-    1      optimizer state                from a step's first to its last use     in the last backward of a step
-    2      and gradients                  from a step's first to its last use     in each backward
-    3      and parameters                 while their unit computes               in each backward
-    =====  =============================  ==========================================================================
-
-    If a step has several backwards, call ``model.set_is_last_backward(False)`` before all but the last. With a
-    replicate axis, the all-reduce over it also waits for the last backward.
+class Sharding:
+    """What the `zero` argument of `fully_shard` may change; the base class of `ZeroPolicy`, and as it is no change.
 
     Attributes:
-        stage: 0 to 3.
-        shard_size: the number of ranks over which parameters are sharded; they are replicated over the others (HSDP,
-            MiCS). The policy creates the mesh, so pass none to `fully_shard`. None: as the mesh says, all ranks by
-            default.
-        secondary_shard_size: with stage 3, the number of ranks that together hold a second copy between forward and
-            backward, so that backward gathers only among them (ZeRO++'s hpZ).
-        shard_replicas: with stage 3 and a replicate axis, also shard the parameters, their gradients and the optimizer
-            state over the replicas. A step gathers them once over the replicas; all other gathers stay within one.
-        keep_frozen: parameters that do not require gradients when `fully_shard` is called stay gathered after their
-            first use (LoRA on a base model that fits). ``"host"``: each rank keeps them in host memory, whole and in
-            the compute dtype (page-locked where there is an accelerator), and copies them from there where it would
-            gather. Their sharded form may then be changed only through `load_state_dict`, by operators on the DTensors,
-            or in `full_params`, and on all ranks; they are gathered again after that.
-
-    Raises:
-        ArgumentError: a stage that does not exist, or fields that contradict each other.
-
-    Example::
-
-        for block in model.blocks:
-            fully_shard(block, zero=ZeroPolicy(stage=2))
-        fully_shard(model, zero=ZeroPolicy(stage=2))
-
-    Source: ZeRO, https://arxiv.org/abs/1910.02054; ZeRO++, https://arxiv.org/abs/2306.10209; MiCS,
-    https://arxiv.org/abs/2205.00119.
+        keep_frozen: see `ZeroPolicy`.
     """
 
-    stage: int = 3
-    shard_size: int | None = None
-    secondary_shard_size: int | None = None
-    shard_replicas: bool = False
     keep_frozen: bool | Literal["host"] = False
 
-    def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in (0, 1, 2, 3):
-            raise ArgumentError(f"ZeroPolicy: expected a stage of 0, 1, 2 or 3, got {self.stage!r}")
-        _check_size("shard_size", self.shard_size)
-        _check_size("secondary_shard_size", self.secondary_shard_size)
-        check_bool("ZeroPolicy: shard_replicas", self.shard_replicas)
-        if not isinstance(self.keep_frozen, bool) and self.keep_frozen != "host":
-            raise ArgumentError(f"ZeroPolicy: keep_frozen: expected a bool or 'host', got {self.keep_frozen!r}")
-        if self.stage != 3 and (self.secondary_shard_size is not None or self.shard_replicas):
-            raise ArgumentError(
-                f"ZeroPolicy: secondary_shard_size and shard_replicas need stage 3, since parameters stay whole in "
-                f"stage {self.stage}"
-            )
-        if self.secondary_shard_size is not None and self.shard_replicas:
-            raise ArgumentError("ZeroPolicy: give secondary_shard_size or shard_replicas, not both")
-        if self.stage == 0 and self.shard_size is not None:
-            raise ArgumentError("ZeroPolicy: stage 0 shards nothing, so shard_size has no meaning")
-        if self.stage == 0 and self.keep_frozen == "host":
-            raise ArgumentError("ZeroPolicy: stage 0 gathers nothing, so there is nothing to keep in host memory")
+    def mesh(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        """The mesh to use instead of the user's."""
+        return mesh
+
+    def roles(self, roles: Any) -> Any:
+        """The `MeshRoles` to use instead of those of the mesh."""
+        return roles
+
+    def reshard_after_forward(self, value: bool | int | None) -> bool | int | None:
+        """What to use instead of the user's."""
+        return value
+
+    def before_last(self, settings: "UnitSettings") -> "UnitSettings":
+        """The settings for a backward of a step that is not its last."""
+        return settings
 
 
 @dataclass(frozen=True)
@@ -294,7 +244,7 @@ class UnitSettings:
     all_reduce_hook: tuple[Callable[[torch.Tensor, DeviceMesh], None], torch.Stream | None] | None = None
     predicts_forward: bool = False
     manual_finalization: bool = False
-    zero: ZeroPolicy | None = None
+    zero: Sharding | None = None
     when_reduced: tuple[Callable[[Sequence[Any]], None], ...] = ()
     features: Mapping[str, Any] = field(default_factory=dict)
 
@@ -312,12 +262,5 @@ class UnitSettings:
         """The settings for a backward that is, or is not, the last of a step."""
         if is_last:
             return self
-        if self.zero is None:
-            return replace(self, when_reduced=())
-        return replace(
-            self,
-            when_reduced=(),
-            requires_gradient_sync=self.requires_gradient_sync and self.zero.stage >= 2,
-            requires_all_reduce=False,
-            reshard_after_backward=self.reshard_after_backward and self.zero.stage == 3,
-        )
+        settings = replace(self, when_reduced=())
+        return settings if self.zero is None else self.zero.before_last(settings)

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan.machine import Machine
 from fsdp2.plan.prediction import Plan, amount, duration, name_of
 from fsdp2.plan.rehearsal import predict
 from fsdp2.plan.workload import Workload
-from fsdp2.policies import ZeroPolicy
 
 __all__ = ["Comparison", "compare"]
 

@@ -35,7 +35,7 @@ from fsdp2.errors import CollectiveError, OrderError
 from fsdp2.events import emit, profiler_range
 from fsdp2.mesh import MeshRoles
 from fsdp2.nothing import NOTHING
-from fsdp2.policies import ZeroPolicy
+from fsdp2.policies import Sharding
 from fsdp2.runtime.changes import Changes, agrees
 from fsdp2.runtime.channel import Channel
 from fsdp2.runtime.gradients import Gradients
@@ -67,7 +67,7 @@ class Keep(Enum):
     HOST = "host"  # a copy in host memory, while no parameter requires a gradient
 
     @staticmethod
-    def wanted(zero: ZeroPolicy | None, is_frozen: bool) -> "Keep":
+    def wanted(zero: Sharding | None, is_frozen: bool) -> "Keep":
         """What a group of frozen, or other, parameters keeps."""
         if zero is None or not zero.keep_frozen or not is_frozen:
             return Keep.NOTHING

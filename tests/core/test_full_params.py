@@ -18,7 +18,7 @@ from fsdp2 import ArgumentError, MixedPrecisionPolicy, OrderError, ShardPlacemen
 from fsdp2._torch import flatten_mesh
 from fsdp2._torch.shared import full_tensor
 from fsdp2.extras.full_params import full_params
-from fsdp2.policies import ZeroPolicy
+from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.runtime.unit import unit_of
 from tests.helpers.models import error_of, is_sharded, mlp
 from tests.helpers.parity_models import (

@@ -203,11 +203,12 @@ def _destroy_groups() -> None:
     if len(made) <= KEPT_GROUPS:
         return
     # Workers are forked before the package is imported.
-    from fsdp2 import arguments, mesh
+    from fsdp2 import mesh
     from fsdp2.comm import groups
+    from fsdp2.extras import zero
     from fsdp2.parallel import meshes
 
-    known: list[Any] = [groups._separate, mesh._smaller_meshes, arguments._replicated_meshes, meshes._known]
+    known: list[Any] = [groups._separate, mesh._smaller_meshes, zero._meshes, meshes._known]
     for each in known:
         each.clear()
     forget_meshes()

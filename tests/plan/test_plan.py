@@ -18,11 +18,11 @@ from benchmarks.plan.cases import CASES, TENSOR_PLAN, Mlps, gpt, of_gpt, of_mlps
 from benchmarks.plan.truth import Truth, measure
 from fsdp2.errors import ArgumentError, OrderError, UnsupportedError
 from fsdp2.extras.offload import Offload
+from fsdp2.extras.zero import ZeroPolicy
 from fsdp2.parallel import ParallelConfig
 from fsdp2.plan import MACHINES, Comparison, Machine, Workload, compare, predict
 from fsdp2.plan.__main__ import main
 from fsdp2.plan.machine import seconds_of
-from fsdp2.policies import ZeroPolicy
 from fsdp2.runtime import storage
 from fsdp2.watch import watchdog
 from fsdp2.watch.settings import settings
